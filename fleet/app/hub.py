@@ -236,7 +236,8 @@ class _ModelDownload:
             "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # the log shows the progress
             "HF_HUB_DISABLE_TELEMETRY": "1",
             "HF_HUB_DISABLE_UPDATE_CHECK": "1",
-            "HF_HUB_DISABLE_SHARED_BLOBS": "1",  # all files stay within the cache folder, so it can be moved
+            # all files stay within the cache folder, so that the folder can be moved
+            "HF_HUB_DISABLE_SHARED_BLOBS": "1",
             "HF_XET_CACHE": str(self._cache.absolute() / ".xet"),
         }
 

@@ -332,7 +332,7 @@ class LocalProcesses:
     async def _listen(self, name: str, read_fd: int, heard: asyncio.Event) -> None:
         """Read what a child writes: the phases of its start (lines after #), its readiness line, and then its heartbeats.
 
-        Return without a readiness line if the child has ended or was killed, because its start took too long.
+        Return without a readiness line if the child has ended, or was killed because its start took too long.
         """
         reader = asyncio.StreamReader()
         transport, _ = await asyncio.get_running_loop().connect_read_pipe(

@@ -57,8 +57,8 @@ class SupervisionSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     stopped_seconds: Seconds = 3.0
     """Maximum time for which a process may be stopped by a signal before it is killed and restarted.
 
-    It allows tools that stop a process for a moment (such as a memory dump). Several routers may share a port; a
-    stopped one keeps its share of new connections for less than 5 s.
+    The default allows tools that stop a process for a moment, such as a memory dump. If several routers share a port, a
+    stopped router keeps getting its share of new connections, for less than 5 s with the default.
     """
 
     router_silence_seconds: Seconds = 5.0
@@ -81,8 +81,8 @@ class SupervisionSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """
 
     longest_pause_seconds: Seconds = 30.0
-    """Maximum pause before a process that keeps dying is restarted. The first pause is a quarter of a second; each next
-    one is twice as long. Kubernetes' ceiling is ten times higher, because its nodes serve many users.
+    """Maximum pause before a process that keeps dying is restarted. The first pause is a quarter of a second, and each
+    further pause is twice as long. The maximum in Kubernetes is ten times as long, because its nodes serve many users.
     """
 
 
@@ -166,7 +166,7 @@ class StoreSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Backing tiers, in the order in which they are asked: SSD, Redis, object stores, other nodes."""
 
     metrics_listen: str = ""
-    """host:port of the node's /metrics; empty: there is none. `metrics_access` and `metrics_tls` are for it too."""
+    """host:port of the node's /metrics; empty: there is none. `metrics_access` and `metrics_tls` apply to it."""
 
     def __post_init__(self) -> None:
         check_listen_address("metrics_listen", self.metrics_listen, optional=True)
@@ -185,9 +185,10 @@ class PoolSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Requests in one batch."""
 
     metrics_listen: str = ""
-    """host:port of the first worker's /metrics. Each further worker of the pool, `decode-1` and so on, takes the next port, so that
-    a scraper knows them all: `cluster.most_workers` ports, which no other address of the cluster may have. Empty: there is none.
-    `metrics_access` and `metrics_tls` are for them too."""
+    """host:port of the first worker's /metrics. Each further worker of the pool, `decode-1` and so on, takes the
+    next port, so that a scraper knows all of them. So no other address of the cluster may have one of the
+    `cluster.most_workers` ports from this one on. Empty: there is none. `metrics_access` and `metrics_tls` apply to
+    these ports."""
 
     vllm: VllmSettings = VllmSettings()
     """Settings of the engine vllm; other engines ignore them."""

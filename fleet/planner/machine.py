@@ -516,7 +516,7 @@ class PlannerMachine:
     def _shortage(self, view: "_PlanningView", needed: Mix) -> PlanCondition:
         """Return the condition that the limits do not allow enough replicas for the rate.
 
-        It names the limit: a budget, or the maximum number of replicas of the pools.
+        The condition names the limit: a budget, or the maximum number of replicas of the pools.
         """
         unlimited = solve(
             [each.candidate(*self._bounds(each)) for each in view.pools],

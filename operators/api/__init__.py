@@ -1,4 +1,4 @@
-"""API types: `DisaggDeployment`, `RoleScaler`, `ServingPlan` and `ServingRequest`, and their only definition.
+"""API types: the only definition of `DisaggDeployment`, `RoleScaler`, `ServingPlan` and `ServingRequest`.
 
 Rules:
 

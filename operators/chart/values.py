@@ -216,7 +216,7 @@ class Ingress(_Values, frozen=True):
     """IngressClass; empty: the cluster's default."""
 
     host: str = ""
-    """Empty: every host."""
+    """Host name of the Ingress. Empty: every host."""
 
     tls_secret: Name = ""
     """The Secret with the host's certificate; cert-manager, if annotated, writes it there. Empty: no TLS."""
@@ -256,7 +256,7 @@ class Autoscaling(_Values, frozen=True):
     """Maximum number of replicas."""
 
     cpu_percent: Annotated[int, Meta(ge=1, le=1000)] = 70
-    """Percentage of the CPUs that a pod requests."""
+    """Target of the autoscaler: mean CPU use of the routers, as a percentage of the CPU that their pods request."""
 
 
 class DisruptionBudget(_Values, frozen=True):
@@ -269,7 +269,7 @@ class DisruptionBudget(_Values, frozen=True):
 
 class Routers(_Values, frozen=True):
     enabled: bool = True
-    """Off: only DisaggDeployments have routers."""
+    """Run routers. Off: only DisaggDeployments have routers."""
 
     replicas: Replicas = 2
     """Number of replicas. If the autoscaler is enabled, the autoscaler sets it."""
@@ -319,7 +319,8 @@ class Routers(_Values, frozen=True):
     disruption_budget: DisruptionBudget = DisruptionBudget()
     service_account: ServiceAccount = ServiceAccount()
     preset: ResourcePreset = ResourcePreset.SMALL
-    """Resources of its pods: `None`, `Small`, `Medium` or `Large`. Fields of `pods.resources` replace those of the preset."""
+    """Resources of the component's pods: `None`, `Small`, `Medium` or `Large`. Fields of `pods.resources` replace those of
+    the preset."""
 
     pods: Pods = Pods()
 
@@ -342,7 +343,7 @@ class OperatorValues(_Values, frozen=True):
     worker groups."""
 
     create_roles: bool = True
-    """Off: the operator's rights are granted separately."""
+    """Create the Roles of the operator. Off: its rights are granted separately."""
 
     settings: Open = {}
     """Settings of an operator's settings file: `operators.settings.OperatorSettings`."""
@@ -355,7 +356,8 @@ class OperatorValues(_Values, frozen=True):
     disruption_budget: DisruptionBudget = DisruptionBudget()
     service_account: ServiceAccount = ServiceAccount()
     preset: ResourcePreset = ResourcePreset.SMALL
-    """Resources of its pods: `None`, `Small`, `Medium` or `Large`. Fields of `pods.resources` replace those of the preset."""
+    """Resources of the component's pods: `None`, `Small`, `Medium` or `Large`. Fields of `pods.resources` replace those of
+    the preset."""
 
     pods: Pods = Pods()
 
@@ -369,7 +371,7 @@ class PlannerValues(_Values, frozen=True):
     and one of them continues the plan if the first one ends."""
 
     create_roles: bool = True
-    """Off: the planner's rights are granted separately."""
+    """Create the Roles of the planner. Off: its rights are granted separately."""
 
     settings: Open = {}
     """Settings of a planner's settings file: `operators.planner.settings.KubePlannerSettings`."""
@@ -381,7 +383,8 @@ class PlannerValues(_Values, frozen=True):
     disruption_budget: DisruptionBudget = DisruptionBudget()
     service_account: ServiceAccount = ServiceAccount()
     preset: ResourcePreset = ResourcePreset.SMALL
-    """Resources of its pods: `None`, `Small`, `Medium` or `Large`. Fields of `pods.resources` replace those of the preset."""
+    """Resources of the component's pods: `None`, `Small`, `Medium` or `Large`. Fields of `pods.resources` replace those of
+    the preset."""
 
     pods: Pods = Pods()
 
@@ -434,7 +437,7 @@ class NetworkPolicy(_Values, frozen=True):
     own pods on the port for workers. Other pods accept connections only from pods that need them."""
 
     clients: tuple[Open, ...] = ()
-    """Peers of a NetworkPolicy; empty: everybody."""
+    """Clients of the routers, as peers of a NetworkPolicy; empty: everybody."""
 
     monitoring: tuple[Open, ...] = ()
     """Peers besides `clients` that may connect to the ports for metrics. Empty: everybody may connect to those of
@@ -446,11 +449,11 @@ class NetworkPolicy(_Values, frozen=True):
 
 class Monitors(_Values, frozen=True):
     enabled: bool = True
-    """PodMonitors for routers, the operator and the planner, if the cluster has this kind. The latter two only if their metrics can be
-    read (`access`)."""
+    """Create PodMonitors for the routers, the operator and the planner, if the cluster has this kind. The operator and
+    the planner get one only if their metrics can be read (`access`)."""
 
     labels: Texts = {}
-    """Labels by which a Prometheus selects them."""
+    """Labels by which a Prometheus selects the PodMonitors."""
 
     interval_seconds: Annotated[int, Meta(ge=1, le=3600)] = 15
     """Time between two scrapes."""
@@ -490,18 +493,19 @@ class MetricsReaders(_Values, frozen=True):
 
 class Alerts(_Values, frozen=True):
     enabled: bool = True
-    """A PrometheusRule for routers that cannot reach the directory of their workers, if the cluster has this kind."""
+    """Create a PrometheusRule, if the cluster has this kind. Its alert fires if a router cannot reach the directory of
+    its workers."""
 
     labels: Texts = {}
-    """Labels by which a Prometheus selects them."""
+    """Labels by which a Prometheus selects the PrometheusRule."""
 
 
 class Dashboards(_Values, frozen=True):
     enabled: bool = True
-    """Dashboards in ConfigMaps, for Grafana's sidecar."""
+    """Create ConfigMaps with dashboards, which the sidecar of Grafana loads."""
 
     labels: Texts = field(default_factory=lambda: {"grafana_dashboard": "1"})
-    """Labels by which the sidecar selects them."""
+    """Labels by which the sidecar selects the ConfigMaps."""
 
     annotations: Texts = {}
     """Annotations of the ConfigMaps, such as the folder of the dashboards."""
@@ -537,7 +541,7 @@ class Tls(_Values, frozen=True):
     must have signed theirs. TLS for clients is `routers.tls`, or belongs to the Ingress or the Gateway."""
 
     secret: Name = ""
-    """With `source: Secret`: a Secret with the keys tls.crt, tls.key and ca.crt."""
+    """With `source: Secret`: name of a Secret with the keys tls.crt, tls.key and ca.crt."""
 
     issuer: Issuer = Issuer()
     """With `source: CertManager`: the issuer."""
@@ -578,7 +582,7 @@ class Etcd(_Values, frozen=True):
     """Size of each member's volume."""
 
     storage_class: Name = ""
-    """Empty: the cluster's default."""
+    """Storage class of the volumes. Empty: the cluster's default."""
 
     pods: Pods = Pods(resources={"requests": {"cpu": "100m", "memory": "256Mi"}, "limits": {"memory": "1Gi"}})
 

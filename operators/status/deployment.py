@@ -368,7 +368,7 @@ def _kv_path(desired: DesiredDeployment, observed: ObservedState, wanted: Pendin
 def _rebalancing(pools: Sequence[ScaledRole], present: str, at_rest: bool) -> ConditionUpdate:
     """Return the condition Rebalancing: whether the number of prefill or decode replicas changes.
 
-    A rollout does not count, because it changes neither number.
+    A rollout does not count, because it changes neither of these two numbers.
     """
     pairs = [pool for pool in pools if pool.side is not PairSide.ALONE]
     asked = {

@@ -318,7 +318,7 @@ def _pool(topology: Topology, role: Role) -> PoolSection:
 def reference_prompts(model_dir: Path, *, max_tokens: int) -> list[TokenBytes]:
     """Return token ids of at least 20 prompts, none longer than `max_tokens`.
 
-    The prompts are cut from texts that are shipped with Python, so they are equal on machines with the same Python.
+    The prompts are cut from texts that are shipped with Python, so machines with the same Python have the same prompts.
     """
     topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
     codec = load_codec(model_dir)

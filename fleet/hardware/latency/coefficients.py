@@ -8,9 +8,9 @@ measurements, and the errors on measurements that were held out of the fit. Rule
    so an estimate always exists, and uses the nearest measurements.
 2. The `EstimateBasis` says how near these measurements are. Each basis has its own error, which was measured by leaving
    curves, whole models or whole GPUs out of the fit.
-3. For a GPU without measurements of engines, the shares of compute and bandwidth are scaled. The factor compares the
-   efficiency of single matrix products on this GPU with that on the measured GPUs (`OperatorEfficiency`), if it is
-   known.
+3. For a GPU without measurements of engines, the shares of compute and bandwidth are scaled. The factor is the
+   efficiency of single matrix products on this GPU, relative to the measured GPUs (`OperatorEfficiency`). If this
+   efficiency is unknown, the factor is 1.
 4. Models are recognised by their sizes, so all fine-tuned variants of a base model count as one model.
 """
 

@@ -333,7 +333,7 @@ class _Score:
         self.history = History(slo)
         self.requests = self.refused = self._good = 0
         self._prompt_tokens = self._cached_tokens = 0
-        # maps the number of each span of length `WORST_OF` to its numbers of requests and good requests
+        # maps the index of each span of time (its length is `WORST_OF`) to two counts: all requests, and good requests
         self._spans: dict[int, list[int]] = {}
         self._arrivals: list[Nanos] = []
         self._forecasts: list[tuple[Nanos, float]] = []

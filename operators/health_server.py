@@ -80,7 +80,11 @@ async def open_health_server(
 
 
 def _renewed(certificates: CertificateFiles) -> ssl.SSLContext:
-    """Return a context for listening that gives each new connection the certificate that is in use then."""
+    """Return a TLS context for listening.
+
+    Each new connection gets the certificate that is in use at that time, so that a renewed certificate needs no
+    restart.
+    """
     renewed = RenewedContext(certificates, metrics_port_context)
     context = renewed.built()
 

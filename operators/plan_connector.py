@@ -5,10 +5,11 @@ Rules:
 1. The connector writes a number by server-side apply, with `writer` as the field manager. The write fails if the
    RoleScaler has changed since it was read. Annotations hold the id of the plan and the number that was requested
    before the plan. Only the operator creates RoleScalers.
-2. `managedFields` record who owns a number. If the owner is neither the operator, which writes it once, nor the
-   planner, the planner must not change the number: the pool is pinned. So `kubectl scale`, an HPA and KEDA work without
-   knowing about planners. A write of the same number would not remove the old owners. So a pool is given back to the
-   planner by an annotation, which names the generation at which the pin ends.
+2. `managedFields` record who owns a number. The operator owns the number at first, because it creates the RoleScaler.
+   If the owner is neither the operator nor the planner, the planner must not change the number: the pool is pinned. So
+   `kubectl scale`, an HPA and KEDA work without knowing about planners. If the planner wrote the same number again, the
+   other owners would stay. So a pool is given back to the planner by an annotation with the present generation of the
+   RoleScaler: at this generation, the pool is not pinned.
 3. `scaling.mode` takes precedence: only the specification sets the number of a Static role, and a planner must not set
    the number of an External role.
 4. The connector reads the state of the pools from the statuses that the operator writes. It does not read pods or ask
@@ -42,7 +43,7 @@ RELEASED = f"{GROUP}/released"
 of the connector removes the annotation."""
 
 PINNED = "pinned: "
-"""Beginning of the reason that tells why a planner must not change a number, if somebody else owns the number."""
+"""Beginning of `PoolObservation.pinned` if somebody else owns the number of the pool."""
 
 TRIES = 4
 """Maximum number of attempts to write a RoleScaler; an attempt fails if the RoleScaler's status changes meanwhile."""

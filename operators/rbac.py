@@ -13,8 +13,8 @@ Rules:
    of pods (`operators.observed.domains`).
 4. Child objects carry `blockOwnerDeletion: false`, because the API server demands the right `update` on the owner's
    finalizers for `true`.
-5. The planner reads the operator's Secret by its name, and no other Secret (ADR 39). It changes nothing but the number
-   of RoleScalers, the statuses of ServingPlans, and its Lease with its Events.
+5. The planner reads the operator's Secret by its name, and no other Secret (ADR 39). The planner changes only the
+   numbers of replicas in RoleScalers, the statuses of ServingPlans, and its Lease with the Events about it.
 """
 
 from msgspec import Struct

@@ -19,10 +19,11 @@ Rules:
 5. A prefill replica serves only beside a decode replica of its own revision, and the other way round. So an old pair
    stays until a new one is complete. If prefill and decode roles wait for each other only because of this rule,
    replicas may lose their partners as long as one complete pair is left.
-6. The ratio of prefill to decode replicas stays within its bounds while roles are scaled. If a role is at most `surge`
-   above or `unavailable` below its target, its target counts in the ratio, so that a rollout does not change the ratio.
-   If the ratio allows no step of a single role, prefill and decode roles change together. If one side has no replicas,
-   there is no ratio. If the ratio is already out of its bounds, a step is allowed if the ratio does not get worse.
+6. The ratio of prefill to decode replicas stays within its bounds while roles are scaled. If the replicas of a role
+   differ from its target by at most `surge` (above) or `unavailable` (below), the target counts in the ratio instead of
+   the replicas, so that a rollout does not change the ratio. If the ratio allows no step of a single role, prefill and
+   decode roles change together. If one side has no replicas, there is no ratio. If the ratio is already out of its
+   bounds, a step is allowed if the ratio does not get worse.
 7. A role changes by at most `max_step` replicas in one call.
 """
 
@@ -133,9 +134,10 @@ class ReplicaChange(Struct, frozen=True, order=True):
 def targets(pools: Sequence[ScaledRole], bounds: ScalingBounds) -> list[ScaledRole]:
     """Return the roles with possible targets: the requested targets, lowered until GPU budget and ratio allow them.
 
-    If the budget is too small, the role that requests the most GPUs loses a replica, again and again. The last replica
-    of a role is taken only if no role has more than one. Then the side that is too large for the ratio is lowered, but
-    not below 1; if that is not enough, the ratio stays out of bounds.
+    If the budget is too small, the role that requests the most GPUs loses one replica, and this is repeated until the
+    budget is enough. A role loses its last replica only if no role has more than one. After that, if prefill or decode
+    has too many replicas for the ratio, this side is lowered, but not below 1. If that is not enough, the ratio stays
+    out of its bounds.
     """
     wanted = {pool.name: pool.target for pool in pools}
     while bounds.gpu_budget and sum(wanted[pool.name] * pool.gpus for pool in pools) > bounds.gpu_budget:

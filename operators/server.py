@@ -7,8 +7,8 @@ Rules:
    write.
 2. Every process fills all caches, also if it does not lead. So a new leader knows all objects, and it reconciles all
    deployments at once.
-3. Only one reconcile of a deployment runs at a time. A failed reconcile is repeated after a growing pause, and does not
-   delay other deployments.
+3. Only one reconcile of a deployment runs at a time. A failed reconcile is repeated after a pause that grows with each
+   failure. It does not delay other deployments.
 4. When the operator stops, running reconciles are finished first, and then the Lease is given back. No deployment
    changes because the operator stops.
 """

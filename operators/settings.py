@@ -16,7 +16,7 @@ Seconds = Annotated[float, Meta(gt=0, le=3600)]
 class ProbeSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of probes: requests for one token that show whether a deployment serves.
 
-    They are sent when its pods differ from those that answered last.
+    A deployment gets probes when its pods are not the ones that answered the last probes.
     """
 
     enabled: bool = True
@@ -48,7 +48,7 @@ class OperatorSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Images for deployments that name none."""
 
     identity: Annotated[str, Meta(min_length=1, max_length=253)]
-    """Unique among the operators that share a Lease: the pod's name."""
+    """Name of this operator, which no other operator with the same Lease may have; usually the name of the pod."""
 
     namespaces: tuple[Annotated[str, Meta(min_length=1, max_length=63)], ...] = ()
     """The namespaces whose DisaggDeployments the operator manages; empty: all namespaces."""
@@ -75,7 +75,7 @@ class OperatorSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     restrict access."""
 
     ask_routers: bool = True
-    """Ask every router which workers it knows. If off, only workers' Leases say it."""
+    """Ask every router which workers it knows. If off, only the workers' Leases show which workers are registered."""
 
     ask_routers_seconds: Seconds = 5.0
     """The time between two polls while a deployment is not Ready; six times as long when it is."""
@@ -84,17 +84,19 @@ class OperatorSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """The requests that show whether a deployment serves."""
 
     plans_obeyed: bool = False
-    """A planner runs (`fleet serve kube-planner`) and writes the statuses of ServingPlans. If off, the operator says in them
-    that nobody obeys them."""
+    """On if a planner runs (`fleet serve kube-planner`), which writes the statuses of ServingPlans. If off, the
+    operator writes these statuses, which then say that no planner obeys the plans."""
 
     at_once: Annotated[int, Meta(ge=1, le=64)] = 8
     """Deployments that are reconciled at the same time."""
 
     resync_seconds: Annotated[float, Meta(ge=1, le=86_400)] = 600.0
-    """The time between two reconciles of everything without a change; they also restore children that somebody edited."""
+    """The time after which all objects are reconciled again even if nothing has changed. This also restores child
+    objects that somebody has edited."""
 
     most_objects: Annotated[int, Meta(ge=1)] = 10_000
-    """DisaggDeployments and other custom objects that may wait for a reconcile; with more of them, they take turns."""
+    """Maximum number of DisaggDeployments and other custom objects that wait for a reconcile at a time. If there are
+    more, the rest waits until there is room in the queue."""
 
     def __post_init__(self) -> None:
         if self.metrics_tls.client_authority:

@@ -227,13 +227,17 @@ class _ModelDownload:
         return (until - self._clock.now()) / SECOND
 
     def _environment(self) -> dict[str, str]:
-        """Return environment variables for the hub's client, which would otherwise use the values of this process."""
+        """Return environment variables for the hub's client.
+
+        Without them, the client would use those of this process.
+        """
         return {
             "HF_HUB_OFFLINE": "0",  # "0" lets the client download; engines get "1", because their models are in folders already
             "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # the log shows the progress
             "HF_HUB_DISABLE_TELEMETRY": "1",
             "HF_HUB_DISABLE_UPDATE_CHECK": "1",
-            "HF_HUB_DISABLE_SHARED_BLOBS": "1",  # all files stay within the cache folder, so it can be moved
+            # all files stay within the cache folder, so that the folder can be moved
+            "HF_HUB_DISABLE_SHARED_BLOBS": "1",
             "HF_XET_CACHE": str(self._cache.absolute() / ".xet"),
         }
 

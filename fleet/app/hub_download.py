@@ -140,7 +140,7 @@ def main() -> None:
         ended = failed(error)
     tell(ended)
     sys.stdout.buffer.flush()
-    os._exit(0)  # threads of the client may still wait for the hub
+    os._exit(0)  # ends at once; an ordinary exit would wait for threads of the client, which may still wait for the hub
 
 
 def fetch(request: DownloadRequest, tell: ReportEvent) -> DownloadComplete:

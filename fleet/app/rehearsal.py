@@ -9,8 +9,8 @@ Rules:
    last for `HORIZON` seconds, they are repeated with other block names, so that no cache has the repeated prompts.
 2. If two recent prompts shared blocks, they also share them in the simulation. The caches of the simulated workers are
    empty at the beginning, so the predicted TTFT is rather too high.
-3. When the planner does not wait for the result any more, the process is killed. It runs with a lower priority than the
-   planner.
+3. The process runs with a lower priority than the planner. When the planner does not wait for the result any more, the
+   process is killed.
 """
 
 import asyncio
@@ -160,7 +160,10 @@ def _traffic(task: RehearsalTask) -> Iterator[TraceRequest]:
 
 
 def _shared(request: RecentRequest, blocks: int, again: int) -> tuple[int, ...]:
-    """Return names for the blocks of a prompt that are known, converted to the block size of the simulation."""
+    """Return names for those blocks of a prompt whose block keys are known, in the block size of the simulation.
+
+    `again` is the number of the repetition. Each repetition gets other names (rule 1).
+    """
     if not request.block_tokens:
         return ()
     each = max(1, request.block_tokens // BLOCK_TOKENS)

@@ -610,9 +610,9 @@ class _Parts(Struct, frozen=True, kw_only=True):
 async def _serve(settings: RouterSettings, parts: _Parts, announce: Announce) -> None:
     """Open the ports and serve until a stop signal.
 
-    A process that does not share its ports opens them first. So it ends before it contacts workers if another process has
-    these ports, and its health port can report when it is ready. Processes that share ports (`share_ports`) open them
-    last, because clients can connect to a listening port at once.
+    A process that does not share its ports opens them first. So if another process has these ports, it ends before it
+    contacts workers. Its health port can also report from the beginning whether it is ready. Processes that share ports
+    (`share_ports`) open them last, because clients can connect to a listening port at once.
     """
     async with _directory(settings) as directory, asyncio.TaskGroup() as tasks, AsyncExitStack() as opened:
         ports = _frontends(settings, parts)

@@ -277,7 +277,10 @@ async def _evacuator(
 
 
 def _patience(facts: EngineFacts) -> float | None:
-    """Return the seconds to wait for the store node: 0 if it did not answer the engine, else None for the default time."""
+    """Return the seconds to wait for the store node; None means the default time.
+
+    They are 0 if the node did not answer the engine at its start.
+    """
     return None if facts.store_id is not None else 0.0
 
 

@@ -115,7 +115,10 @@ class KvBlocks(Generic[Name]):
         return (len(attempt.held) + attempt.own) * self._block_tokens
 
     def missing(self, attempt: BatchedAttempt[Name]) -> int:
-        """Return the number of blocks that an attempt has to fetch: those it needs from the fetch, without its named blocks."""
+        """Return the number of blocks that an attempt has to fetch.
+
+        These are the blocks that it will have after its fetch (`BatchedAttempt.coming`), without its named blocks.
+        """
         return max(0, blocks_for(attempt.coming, self._block_tokens) - len(attempt.held))
 
     def grow(self, attempt: BatchedAttempt[Name]) -> None:

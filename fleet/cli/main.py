@@ -19,9 +19,10 @@ from fleet.core.errors import ConfigurationRefused
 
 def main() -> None:
     if sys.argv[1:3] in (["serve", "planner"], ["serve", "kvstore"]):
-        # These two start child processes (rehearsals, the NIXL transport), in which gRPC's fork handlers would run.
-        # If another thread calls gRPC at that moment, the child dies of SIGSEGV before its program starts.
-        # So the handlers are switched off. In workers they stay on: an engine may fork without starting a program.
+        # The planner starts child processes for rehearsals, and the store node starts one for the NIXL transport.
+        # gRPC's fork handlers would run in such a child. If another thread of the parent calls gRPC at that moment, the
+        # child dies of SIGSEGV before its program starts. So the handlers are switched off. In workers they stay on,
+        # because an engine may fork without starting another program.
         os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # noqa: TID251 - gRPC reads it at its import
     sys.exit(run(sys.argv[1:]))
 

@@ -75,7 +75,7 @@ def _watch(arguments: argparse.Namespace) -> int:
 
 
 def _place(address: str) -> Iterator[str]:
-    """Return a line with the URLs and the uptime of a cluster on this machine. For other clusters, return no line."""
+    """Yield a line with the URLs and the uptime of a cluster on this machine. Yield nothing for other clusters."""
     run_ = run_at(address)
     if run_ is None or (told := run_.addresses()) is None or (supervisor := run_.supervisor()) is None:
         return
@@ -114,9 +114,9 @@ def _failing(address: str) -> Iterator[str]:
 
 
 async def _scaling(address: str) -> list[str]:
-    """Yield a line for each pool of a local cluster that has not reached its size.
+    """Return a line for each pool of a local cluster that has not reached its size.
 
-    For other clusters, `fleet scale` shows that.
+    For other clusters, return nothing; `fleet scale` shows their pools.
     """
     run_ = run_at(address)
     if run_ is None:

@@ -217,7 +217,7 @@ class _SizedSharding:
 
     @property
     def idle(self) -> float:
-        """Mean number of running requests at the lowest load of the search, at which requests hardly meet others."""
+        """Mean number of running requests at the lowest load of the search, at which requests rarely run together."""
         return 1.0 if self.occupancy.waiting_clients else 0.0
 
     # Aggregated serving.
@@ -283,7 +283,10 @@ class _SizedSharding:
 
 
 def node_shardings(sized: SizedModel, gpu: Gpu, most: int, room_tokens: int) -> Iterator[ShardedModel]:
-    """Yield the shardings that use only tensor parallelism, because workers on one node start no other ones."""
+    """Yield the shardings of a replica on one node.
+
+    They use only tensor parallelism, as Fleet's workers on one node do.
+    """
     for each in feasible(sized.model, gpu, most, room_tokens=room_tokens):
         way = each.parallelism
         if way.tp == way.gpus and way.ep == 1:

@@ -5,8 +5,8 @@ supervisor listens at the socket whose address others know. Rules:
 
 1. The relay gives new connections to the processes in turn. It skips a process that does not accept connections, so the
    address works while any process lives.
-2. Bytes are passed on unchanged, and no faster than the receiver reads them. When one side closes the connection, the
-   other side has `CLOSE_SECONDS` to read the last bytes. Then the connection of the other side is closed, too.
+2. Bytes are passed on unchanged, and no faster than the receiver reads them. When one side closes its connection, the
+   other side has `CLOSE_SECONDS` to read the last bytes. Then the relay also closes the connection to the other side.
 3. At most `MOST_CONNECTIONS` connections are open at a time; one more is closed at once.
 """
 

@@ -82,7 +82,10 @@ class Liveness:
 
 
 def _time_without_core(look: ProcessSample, before: ProcessSample, passed: Nanos) -> Nanos:
-    """Return how long the child has waited for a core since the last sample; at most `passed`, the time since that sample."""
+    """Return the time that the child has waited for a core since the last sample.
+
+    It is at most `passed`, the time since that sample.
+    """
     if look.runnable and look.ran == before.ran:
         return passed
     return min(Nanos(look.waited - before.waited), passed)

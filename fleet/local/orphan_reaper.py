@@ -29,8 +29,8 @@ from fleet.local.process_group import end_group
 
 BEAT_SECONDS = 1.0
 SILENT_LOOKS = 10
-"""The supervisor counts as hung after this number of checks in a row, `BEAT_SECONDS` apart, in which it had written
-nothing."""
+"""The supervisor counts as hung if it has written nothing at this number of checks in a row. The checks are
+`BEAT_SECONDS` apart."""
 
 SILENT_FILE = "supervisor-silent"
 """Name of the file in the runtime folder that exists while the supervisor counts as hung, and contains the reason."""

@@ -40,7 +40,8 @@ from fleet.v1 import worker_pb2 as pb
 from fleet.v1 import worker_pb2_grpc as pb_grpc
 
 LOOK_EVERY = 0.2  # seconds between two reads of the plan
-DRAIN = Nanos(300 * SECOND)  # time limit of a drain; on Kubernetes, `drain.timeoutSeconds` of a role sets it
+# time limit of a drain of a removed worker (on Kubernetes, `drain.timeoutSeconds` of a role is this limit)
+DRAIN = Nanos(300 * SECOND)
 GRACE_SECONDS = 10.0  # seconds beyond the time limit of a drain in which the worker must answer that it has ended
 
 
@@ -49,7 +50,8 @@ GRACE_SECONDS = 10.0  # seconds beyond the time limit of a drain in which the wo
 WORTH_SECONDS = 1.0
 
 AskWorth = Callable[[], Awaitable[Mapping[WorkerId, float]]]
-"""Function that returns, for each worker, the seconds to compute its cache again. Unknown workers are left out."""
+"""Function that returns, for each worker, the seconds to compute its cache again. Workers that the router does not
+know are left out."""
 
 
 class LocalPools:
@@ -95,7 +97,7 @@ class LocalPools:
         with ExitStack() as stack:
             try:
                 stack.enter_context(self._records.obeyed())
-            # for example a full disk: then the lock that shows that this process lives cannot be made
+            # on a full disk, for example, the lock file that shows that this process runs cannot be created
             except OSError as error:
                 self._say(f"{self.folder}: {error.strerror}")
             while True:

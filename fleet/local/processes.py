@@ -62,7 +62,7 @@ from fleet.local.supervision import (
 )
 
 LOG_TAIL_LINES = 20
-# The end of the log is shown for this number of deaths in a row; later deaths rarely have another cause.
+# number of first deaths in a row after which the end of a child's log is shown; later deaths rarely have another cause
 SHOWN_DEATHS = 3
 FIRST_PROGRESS = 5.0  # seconds after which the first message about the start of the children is shown
 PHASE_CHECK = 0.5  # seconds between two checks of the phases; a message follows if one has changed
@@ -332,7 +332,7 @@ class LocalProcesses:
     async def _listen(self, name: str, read_fd: int, heard: asyncio.Event) -> None:
         """Read what a child writes: the phases of its start (lines after #), its readiness line, and then its heartbeats.
 
-        Return without a readiness line if the child has ended or was killed, because its start took too long.
+        Return without a readiness line if the child has ended, or was killed because its start took too long.
         """
         reader = asyncio.StreamReader()
         transport, _ = await asyncio.get_running_loop().connect_read_pipe(

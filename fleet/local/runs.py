@@ -6,8 +6,8 @@ Rules:
    other run cleans up the folder while the reaper is still cleaning up.
 2. The file `groups` in the runtime folder lists the process groups of the run, with the lines that the orphan reaper
    gets. It is used if the reaper was killed, too. By that time, another program may have the number of a group. So a
-   process belongs to the run only if it is in such a group, and its environment names the run. If the environment is
-   unreadable (engines overwrite it when they rename themselves), the process must write to a log of the run instead.
+   process in such a group belongs to the run only if its environment names the run. An engine that renames itself
+   overwrites its environment. Such a process belongs to the run if it writes to a log of the run.
 3. Only folders of the same user are read. A folder without the file `alive` is just being made, or belongs to another
    program, so it is not touched.
 """
@@ -33,7 +33,8 @@ PREFIX = "fleet-"
 PLANS = "plans"
 """Name of the folder for plans in the runtime folder."""
 
-# Maximum number of characters in the path of the runtime folder's parent; a socket's path may have 107.
+# Maximum number of characters in the path of the runtime folder's parent, because the path of a socket may have at most
+# 107.
 LONGEST_PARENT = 40
 GROUPS, TEMPORARY, ROUTER = "groups", "tmp", "router.json"
 PARTS = "parts.json"

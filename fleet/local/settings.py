@@ -39,7 +39,7 @@ TINY = "tiny"
 """Value of `model` for the model that the project builds itself."""
 
 SIMULATED = "simulated"
-"""The engine that needs no further package."""
+"""Value of `engine` for the simulated engine, which needs no further package."""
 
 
 CHAT_TEMPLATE = "chat_template.jinja"
@@ -57,8 +57,8 @@ class SupervisionSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     stopped_seconds: Seconds = 3.0
     """Maximum time for which a process may be stopped by a signal before it is killed and restarted.
 
-    It allows tools that stop a process for a moment (such as a memory dump). Several routers may share a port; a
-    stopped one keeps its share of new connections for less than 5 s.
+    The default allows tools that stop a process for a moment, such as a memory dump. If several routers share a port, a
+    stopped router keeps getting its share of new connections, for less than 5 s with the default.
     """
 
     router_silence_seconds: Seconds = 5.0
@@ -69,20 +69,20 @@ class SupervisionSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """
 
     store_silence_seconds: Seconds = 10.0
-    """The same for a store node, whose disks and networks are served by threads. While it stands still its clients
-    compute.
+    """Maximum time for which the event loop of a store node may stand still. It normally has no long pauses, because
+    threads serve disks and networks. While it stands still, clients compute blocks instead of loading them.
     """
 
     worker_silence_seconds: Seconds = 30.0
-    """The same for a worker.
+    """Maximum time for which a worker's event loop may stand still.
 
     Engines sometimes make long synchronous calls (a grammar, a LoRA adapter, garbage collection), and a worker starts
     slowly. Routers send its requests elsewhere after `router.heartbeat_timeout_seconds`.
     """
 
     longest_pause_seconds: Seconds = 30.0
-    """Maximum pause before a process that keeps dying is restarted. The first pause is a quarter of a second; each next
-    one is twice as long. Kubernetes' ceiling is ten times higher, because its nodes serve many users.
+    """Maximum pause before a process that keeps dying is restarted. The first pause is a quarter of a second, and each
+    further pause is twice as long. The maximum in Kubernetes is ten times as long, because its nodes serve many users.
     """
 
 
@@ -166,7 +166,7 @@ class StoreSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Backing tiers, in the order in which they are asked: SSD, Redis, object stores, other nodes."""
 
     metrics_listen: str = ""
-    """host:port of the node's /metrics; empty: there is none. `metrics_access` and `metrics_tls` are for it too."""
+    """host:port of the node's /metrics; empty: there is none. `metrics_access` and `metrics_tls` apply to it."""
 
     def __post_init__(self) -> None:
         check_listen_address("metrics_listen", self.metrics_listen, optional=True)
@@ -185,9 +185,10 @@ class PoolSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Requests in one batch."""
 
     metrics_listen: str = ""
-    """host:port of the first worker's /metrics. Each further worker of the pool, `decode-1` and so on, takes the next port, so that
-    a scraper knows them all: `cluster.most_workers` ports, which no other address of the cluster may have. Empty: there is none.
-    `metrics_access` and `metrics_tls` are for them too."""
+    """host:port of the first worker's /metrics. Each further worker of the pool, `decode-1` and so on, takes the
+    next port, so that a scraper knows all of them. So no other address of the cluster may have one of the
+    `cluster.most_workers` ports from this one on. Empty: there is none. `metrics_access` and `metrics_tls` apply to
+    these ports."""
 
     vllm: VllmSettings = VllmSettings()
     """Settings of the engine vllm; other engines ignore them."""
@@ -250,7 +251,7 @@ class LocalPlannerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Region of the price book; empty: its first."""
 
     engines: dict[PoolName, LinearEngineSettings | GpuEngineSettings] = {}
-    """Engine by pool; for the simulated engine they follow from the pools."""
+    """Engine of each pool. With the simulated engine, they may be left out; the settings of the pools are then used."""
 
     rule: FleetRuleSettings | LoadRuleSettings = FleetRuleSettings()
     """The rule that sizes the pools: `fleet` by models of their engines, or `load` by the number of requests."""
@@ -268,7 +269,7 @@ class LocalPlannerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Access to these metrics."""
 
     history: str = ""
-    """File for the records of plans; empty: a file in the runtime folder, which goes with the cluster."""
+    """File for the records of plans; empty: a file in the runtime folder, which is removed with the cluster."""
 
     record: str = ""
     """File for a recording of all decisions, for `fleet plan decide`; empty: none."""

@@ -2,8 +2,8 @@
 
 Rules:
 
-1. Children start in stages: a child starts when every child of the earlier stages has been ready. For the stop, there
-   is another order of stages: the router stops first, because its unfinished answers need the workers.
+1. Children start in stages: a child starts when every child of the earlier stages has been ready. Children also stop in
+   stages, in another order: the router stops first, because it needs the workers to finish its answers.
 2. Until all children have been ready once, the death of one child, or a readiness timeout, ends the whole cluster. So
    no part of a cluster stays after a failed start, and wrong settings are not tried again. Later, only a stop request
    ends the cluster.

@@ -58,7 +58,7 @@ WORKER_DRAIN = Nanos(5 * SECOND)
 # time from the request to end until a process is killed; vLLM takes a few seconds to end its processes
 STOP_WITHIN = Nanos(20 * SECOND)
 
-# workers start after the router: otherwise they could register with another program that has its address
+# Workers start after the router. Otherwise they could try to register with another program that has the address.
 START_STORE, START_ROUTER, START_WORKERS, START_PLANNER = range(4)
 STOP_ROUTER, STOP_WORKERS, STOP_STORE = range(3)
 
@@ -228,7 +228,10 @@ def _check_engine(name: str) -> None:
 
 
 def _check_images(settings: ImageSettings) -> None:
-    """Refuse an authority for images that the router could not read, under the name that the setting has in a topology."""
+    """Check that the router can read the certificate authority for images.
+
+    The error names the setting as it is called in a topology.
+    """
     if settings.fetch_urls and settings.authority:
         from fleet.frontend.images.fetcher import load_trust  # noqa: PLC0415 - most routers fetch no images
 
@@ -346,8 +349,8 @@ def _claim_metrics(topology: Topology, held: ExitStack) -> None:
     """Reserve the ports for metrics of the store node, the planner and the first workers, as `claim_address` does.
 
     Raises:
-        ConfigurationRefused: An address cannot be listened on, or does not name its port, or is for a store that there is not;
-            or a pool has no ports to grow.
+        ConfigurationRefused: An address cannot be listened on or does not name its port, an address is for a store that
+            the cluster does not have, or a pool has too few ports for all workers that it may get.
     """
     if topology.store.metrics_listen and KvPath.STORE not in topology.cluster.kv_paths:
         raise ConfigurationRefused(
@@ -404,7 +407,7 @@ def check_metrics_ranges(topology: Topology) -> None:
 
 
 def _port_range(listen: str, count: int) -> range:
-    """Return `count` ports from that of an address on; empty if it names no port."""
+    """Return `count` consecutive ports from the port of an address on; empty if the address names no port."""
     port = listen.rpartition(":")[2]
     return range(int(port), int(port) + count) if port.isdecimal() and int(port) else range(0)
 
@@ -431,7 +434,10 @@ def pool_names(topology: Topology) -> list[str]:
 
 
 def _exact_settings(settings: VllmSettings) -> VllmSettings:
-    """Return vLLM settings with the tiny model's own precision, so that its answers do not depend on the batch."""
+    """Return vLLM settings with the precision of the tiny model's weights.
+
+    With a lower precision, an answer could depend on the other requests in the batch.
+    """
     return structs.replace(settings, dtype="float32") if settings.dtype == "auto" else settings
 
 

@@ -10,8 +10,8 @@ Rules:
    such a silent time are dropped, because they would look like a burst in the next window. The window in which the
    source reports again still names the source as stale.
 3. Abandoned and invalid requests are subtracted from the arrivals. Such a request may have arrived in an earlier
-   window. So a number that is larger than the arrivals of this window is subtracted from later windows instead. The
-   arrivals of a window are never below zero, and their sum over all windows is exact.
+   window. So if more such requests are reported than have arrived in this window, the excess is subtracted from later
+   windows. The arrivals of a window are never below zero, and their sum over all windows is exact.
 4. Several sources may report the same router process. Only the latest report counts, and each request is counted once.
 """
 
@@ -220,7 +220,7 @@ class DemandAggregator:
         return window
 
     def _replaced(self, process: _Process) -> bool:
-        """Return whether a process has ended: its source was removed, or has reported another process afterwards."""
+        """Return whether a process has ended, because its source was removed or has later reported another process."""
         heard = self._heard.get(process.source)
         return heard is None or heard > process.heard
 
@@ -236,7 +236,7 @@ class DemandAggregator:
         )
 
     def pool_of(self, worker_id: WorkerId, role: Role) -> PoolName:
-        """Return the pool of a worker, which the name of the worker contains.
+        """Return the name of a worker's pool; usually the name of the worker contains it.
 
         If the name contains no pool, return the only pool of the worker's role, or else a pool with the name of the
         role.

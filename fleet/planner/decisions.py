@@ -194,7 +194,7 @@ def _numbers(demand: DemandWindow) -> Iterator[tuple[str, float]]:
 
 
 def pool_doubts(names: Iterable[PoolName], seen: Observation) -> Iterator[PlanCondition]:
-    """Yield a condition for each pool in `names` that the observation does not contain, or with negative numbers."""
+    """Yield a condition for each pool in `names` that is missing in the observation, or has negative numbers there."""
     for name in names:
         pool = seen.pool(name)
         if pool is None or min(pool.wanted, pool.ready, pool.draining) < 0:

@@ -6,10 +6,10 @@ Rules:
 
 1. A plan is settled when its pools have the requested replicas, all of these serve, and no replica drains any more.
 2. Replicas that do not serve at the deadline are rolled back: the requested number falls to the number that serves, but
-   not below the number before the plan. This number before does not include replicas that an earlier plan has requested
-   and that do not serve (`PoolObservation.fallback`). So no replica waits for room for ever, and the planner continues
-   with the replicas that exist. A number that the orchestrator's bounds forbid is rolled back at once, also if the plan
-   shrinks the pool.
+   not below the number before the plan. The number before the plan does not include replicas that an earlier plan has
+   requested and that do not serve (`PoolObservation.fallback`). So no replica waits for room for ever, and the planner
+   continues with the replicas that exist. A number that the orchestrator's bounds forbid is rolled back at once, also
+   if the plan shrinks the pool.
 3. A plan rolls back only numbers that it has written, and no number that somebody else has written later.
 4. A rollback never interrupts the drain of a replica; the drain has a time limit of its own.
 """

@@ -89,7 +89,7 @@ class RuleRunner(Protocol):
 
 
 async def decide_in_thread(rule: ScalingRule, now: Nanos, demand: DemandWindow, seen: Observation) -> PlanDecision:
-    """Ask a rule for a decision in a thread, because its solver may compute for a tenth of a second or more.
+    """Ask a rule for a decision in a thread, because the rule may compute for a tenth of a second or more.
 
     The caller must not begin another call before this one has ended.
     """

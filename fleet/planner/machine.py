@@ -21,14 +21,14 @@ Rules, in the order in which `PlannerMachine.decide` applies them:
    the rate exceeds the capacity by less than `TOLERATED` and hardly any request is late, growth waits.
 5. **Latency.** If more requests are late than the goals allow (`fleet.planner.forecasting.attainment`), although the
    capacity model says that the replicas suffice, one replica is added to the phase that causes it. This happens only if
-   no change is under way, and at most once in a start-up time (at least a minute). For some hours, the phase is then
-   loaded to a smaller share of its capacity than the one at which the goals were missed. Measured latencies correct the
-   predictions; if their error grows, the condition `ModelDrift` reports it.
+   no change is under way, and at most once in a start-up time (at least a minute). For some hours after that, the
+   planner uses a smaller share of the phase's predicted capacity than was used when the goals were missed. Measured
+   latencies correct the predictions; if their error grows, the condition `ModelDrift` reports it.
 6. **Shrinking** is allowed only if the smaller pools can still serve the highest rate of the last cool-down, plus the
-   deadband. It waits until no change is under way, for a cool-down after the last growth, for `LENGTHS_SECONDS` after a
-   change of lengths, and as long as more requests are late than the goals allow. Unless the load has ended, one step
-   removes at most half of a pool, because the caches of removed replicas are lost. If one phase grows because lengths
-   have changed, the other one shrinks in the same plan.
+   deadband. Shrinking also waits in these cases: a change is under way, the last growth is less than a cool-down ago,
+   lengths have changed in the last `LENGTHS_SECONDS`, or more requests are late than the goals allow. Unless the load
+   has ended, one step removes at most half of a pool, because the caches of removed replicas are lost. If one phase
+   grows because lengths have changed, the other one shrinks in the same plan.
 7. **Cheaper mix.** Another mix of pools is used only if it saves at least the share `mix_saving` of the cost. Its new
    replicas start before old ones end.
 8. **Limits** (floors, ceilings, budgets, ratio) are kept at every instant, and also count replicas that start or drain.
@@ -97,8 +97,8 @@ LENGTHS_SECONDS = 60.0
 only when the answers have ended."""
 
 RATIO_GAIN = 1.05
-"""Minimum factor by which the served rate must grow before replicas of one pool are removed so that the budget allows
-more replicas of another pool."""
+"""Replicas of one pool are removed in favour of another pool within the budget only if the served rate grows at
+least by this factor."""
 
 
 class PlannerMachine:
@@ -355,8 +355,8 @@ class PlannerMachine:
         Return None if this is impossible, if growth alone serves about as much, or if too little would be served during
         the change.
 
-        Draining replicas still hold their GPUs. So the returned numbers mainly shrink pools. When the drains have
-        ended, a later plan lets the other pools grow.
+        Draining replicas still hold their GPUs. So the returned numbers mainly shrink pools, and a later plan lets the
+        other pools grow, when the drains have ended.
         """
         final = self._solve(view, rate, drained=True)
         if final is None or (grown is not None and final.served < grown.served * RATIO_GAIN):
@@ -516,7 +516,7 @@ class PlannerMachine:
     def _shortage(self, view: "_PlanningView", needed: Mix) -> PlanCondition:
         """Return the condition that the limits do not allow enough replicas for the rate.
 
-        It names the limit: a budget, or the maximum number of replicas of the pools.
+        The condition names the limit: a budget, or the maximum number of replicas of the pools.
         """
         unlimited = solve(
             [each.candidate(*self._bounds(each)) for each in view.pools],

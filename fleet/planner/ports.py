@@ -33,9 +33,9 @@ class PlanConnector(Protocol):
     async def apply(self, plan: Plan, seen: Observation) -> None:
         """Write a plan that was made from the observation `seen`, without waiting for its replicas.
 
-        All pools are checked before the first one is written. Pools that shrink are written first. So if only a part of
-        the plan was written, the sum of all requested replicas is not above both the sum before and the sum after the
-        plan. A second call with the same plan writes the rest.
+        All pools are checked before the first one is written. Pools that shrink are written first. So even if only a
+        part of the plan was written, the sum of all requested replicas is at most the larger one of two sums: that
+        before the plan, and that of the whole plan. A second call with the same plan writes the rest.
 
         Raises:
             PlanConflict: Somebody has written a number after the observation, so the caller has to observe and plan

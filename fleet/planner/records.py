@@ -1,6 +1,6 @@
 """Plan records: store for each plan what the planner decided and why, what it predicted, and what happened.
 
-They are kept in memory and in a file of JSON lines.
+The records are kept in memory and in a file of JSON lines.
 
 Rules:
 
@@ -141,7 +141,7 @@ class PlannerStatus(Struct, frozen=True, kw_only=True):
 
 
 class PlanHistory:
-    """Keeps the latest plan records in memory, and appends all records to a file, which it reads at its start."""
+    """Keeps the latest plan records in memory, and appends all records to a file. The constructor reads this file."""
 
     def __init__(self, path: Path | None, most_bytes: int = MOST_BYTES) -> None:
         self._path = path

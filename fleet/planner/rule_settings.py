@@ -7,7 +7,8 @@ from msgspec import Meta, Struct
 ForecastMethod = Literal["chosen", "level", "last", "mean", "trend", "seasonal"]
 PositiveSeconds = Annotated[float, Meta(gt=0, le=1e6)]
 IntervalSeconds = Annotated[float, Meta(ge=0.1, le=3600)]
-"""Period of repeated work; a shorter one would keep a core busy."""
+"""Time between two repetitions of a task. It is at least a tenth of a second, because a shorter one would keep a
+core busy."""
 
 
 class PlannerRuleSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -20,16 +21,17 @@ class PlannerRuleSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Time after a growth during which nothing shrinks, and time for which a lower load must last; as in Kubernetes' HPA."""
 
     deadband: Annotated[float, Meta(ge=0, le=1)] = 0.1
-    """Rate on top of the highest recent one that smaller pools must still serve."""
+    """Pools shrink only if the smaller pools can still serve the highest recent rate plus this share of it."""
 
     margin: Annotated[float, Meta(ge=0, le=1)] = 0.0
-    """Rate on top of the expected one for which pools grow."""
+    """When pools grow, they are sized for the expected rate plus this share of it."""
 
     forecast: ForecastMethod = "chosen"
-    """Method of the forecast: `chosen` by a back-test, or `level`, which is none."""
+    """Method of the forecast. `chosen`: the method with the smallest error in a back-test. `level`: there is no
+    forecast."""
 
     caution: Annotated[float, Meta(ge=0, le=5)] = 0.25
-    """Standard errors of the forecast that are added to it."""
+    """Number of standard errors of the forecast that are added to the forecast rate."""
 
     season_seconds: Annotated[float, Meta(ge=0, le=1e7)] = 86400.0
     """Length of a season of the forecast; 0: the load has none."""
@@ -38,10 +40,10 @@ class PlannerRuleSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Time between two samples of the forecast."""
 
     threshold: Annotated[float, Meta(ge=1, le=10)] = 4.0
-    """Standard errors by which a load must differ to count as changed."""
+    """Number of standard errors by which a rate or a length must differ from its mean to count as changed."""
 
     mix_saving: Annotated[float, Meta(ge=0, le=1)] = 0.1
-    """Share of the dollars that another mix of pools must save."""
+    """Share of the cost that another mix of pools must save, so that the planner changes to it."""
 
     retry_seconds: PositiveSeconds = 600.0
     """Time after which a pool that could not grow is tried again."""

@@ -102,7 +102,7 @@ class RouterDemandSettings(
     """Proofs for the routers over TCP, as in their `control_credentials`."""
 
     stale_seconds: Seconds = 5.0
-    """Maximum silence of a router; then the planner holds."""
+    """Maximum time without a report of a router. After it, the planner keeps all numbers of replicas."""
 
     def __post_init__(self) -> None:
         _check_addresses("addresses", [each for each in self.addresses if not unix_path(each)])
@@ -129,7 +129,7 @@ class MetricsDemandSettings(
     """Time between two queries."""
 
     stale_seconds: Seconds = 15.0
-    """Longest time without an answer of a router; then the planner holds."""
+    """Maximum time without an answer of a router. After it, the planner keeps all numbers of replicas."""
 
     def __post_init__(self) -> None:
         if self.key_file and not self.insecure:
@@ -157,7 +157,7 @@ class PrometheusDemandSettings(
     """Labels that the series of these routers have, such as `job`; empty: all series of `fleet_demand_…`."""
 
     routers: Annotated[int, Meta(ge=1, le=10_000)] = 1
-    """Router processes that must report; with fewer, the planner holds."""
+    """Number of router processes that must report. If fewer report, the planner keeps all numbers of replicas."""
 
     token_file: str = ""
     """File with a bearer token; empty: no token is sent. It is read before each query."""
@@ -175,7 +175,8 @@ class PrometheusDemandSettings(
     """Maximum time for the answers to all queries of a round."""
 
     stale_seconds: Seconds = 60.0
-    """Greatest age of a sample, and longest time without an answer: four scrapes of the usual 15 seconds."""
+    """Maximum age of a sample, and maximum time without an answer. The default is the time of four scrapes at the
+    usual interval of 15 seconds."""
 
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):
@@ -197,7 +198,7 @@ class FileElectionSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class EtcdElectionSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="etcd"):
-    """Leader election by a key in etcd, which ends with the lease of the leader."""
+    """Leader election by a key in etcd. The key ends with the leader's etcd lease."""
 
     endpoints: Annotated[tuple[Text, ...], Meta(min_length=1)]
     """Addresses of etcd's servers: host:port."""
@@ -312,7 +313,7 @@ class RehearsalSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Rehearse each plan before it is applied. If off, plans are applied without a rehearsal."""
 
     limit_seconds: Annotated[float, Meta(gt=0, le=60)] = 10.0
-    """Maximum rehearsal; then it is skipped, and the plan says so."""
+    """Time limit of a rehearsal. A longer rehearsal is skipped, and the record of the plan says so."""
 
 
 class PlannerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -331,7 +332,7 @@ class PlannerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Limits on GPUs, on dollars, and on the ratio of prefill to decode replicas."""
 
     pools: Annotated[tuple[PlannedPool, ...], Meta(min_length=1)]
-    """The pools that the planner sizes. Others are left alone."""
+    """The pools that the planner sizes. It does not change other pools."""
 
     prices: str = ""
     """Price book: a TOML file with dollars per hour of a GPU by region and GPU type, for pools with a `gpu` whose `dollars_per_hour` is 0.
@@ -378,7 +379,8 @@ class PlannerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """File for the records of plans as JSON lines; empty: none. It is rotated, so that two files remain."""
 
     record: str = ""
-    """File for a recording of all decisions with what they were made on, and of all plans, for `fleet plan decide`; empty: none."""
+    """File for a recording of all decisions, each with the demand and the observation from which it was made, and of
+    all plans, for `fleet plan decide`; empty: none."""
 
     record_mib: Annotated[int, Meta(ge=1, le=1 << 20)] = 256
     """MiB after which a recording ends; its beginning is kept. A MiB holds about an hour with a decision each five seconds."""

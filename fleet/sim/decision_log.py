@@ -89,7 +89,7 @@ class DecisionLog:
             case CacheDriftChanged():
                 self.lines.append(f"{now} drift {command.worker_id}: {'yes' if command.drifting else 'no'}")
             case Emit():
-                pass  # these commands only pass a worker's output on, so there is no decision to log
+                pass  # these commands only pass the output of a worker on to the client, so there is no decision to log
             case _:
                 assert_never(command)
 

@@ -11,8 +11,9 @@ Rules:
    first difference, because the later events of the recording depend on the recorded commands.
 3. If the caller gives profiles of the workers, the replay also measures how well these predict the recorded latencies
    (`fleet.router.latency_predictions`).
-4. Policies of other packages are called without a time limit. If such a policy was too slow when the recording was made, the
-   default policy decided in its place. The replay then reports a difference.
+4. The replay calls policies of other packages without a time limit. A live router has a time limit: if such a policy
+   was too slow while the recording was made, the default policy decided in its place. The replay then reports a
+   difference.
 """
 
 from collections.abc import Callable, Iterable, Sequence

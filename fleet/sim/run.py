@@ -100,7 +100,10 @@ def simulate(
 
 
 def world_arguments(plan: RunPlan) -> dict[str, Any]:
-    """Return keyword arguments for `World` that are read from a plan. The agreement test creates its world from them, too."""
+    """Return the keyword arguments for `World` that follow from a plan.
+
+    The agreement test creates its world with the same arguments.
+    """
     return {
         "seed": plan.seed,
         "block_tokens": plan.block_tokens,
@@ -145,7 +148,10 @@ def _joined(earlier: TimelineSample, later: TimelineSample) -> TimelineSample:
 
 
 class _GarbageCollectorOff:
-    """Turns Python's cyclic garbage collector off during a run, because it would take a third of the time and find little."""
+    """Turns Python's cyclic garbage collector off during a run.
+
+    The collector would take a third of the run's time, and free little memory.
+    """
 
     def __enter__(self) -> None:
         self._was_on = gc.isenabled()

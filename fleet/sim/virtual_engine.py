@@ -2,8 +2,9 @@
 
 Rules:
 
-1. While no prompt is being computed, steps differ only by the length of their contexts, so their durations lie on a straight
-   line. Such steps are simulated as one step run, up to the next end of a sequence; the instant of every token is still exact.
+1. While no prompt is being computed, consecutive steps differ only by the length of their contexts. So their durations
+   grow by the same amount from step to step. Such steps are simulated as one step run, up to the next end of a
+   sequence. The instant of every token is still exact.
 2. If an attempt arrives during a step run, the run ends after the step that is under way. If the attempt arrives at the
    instant at which a step within the run ends, it joins the next step. If it arrives at the instant at which the whole
    run ends, the kernel draws at random which of these two events happens first.
@@ -71,7 +72,8 @@ class VirtualEngine:
         self._slowed_by: list[float] = []
         self._slowness = 1.0
         self.busy = Nanos(0)
-        # duration of all steps in nanoseconds, each weighted by the power of a GPU during the step: 0 is idle, 1 is busy
+        # sum of the durations of all steps in nanoseconds, each multiplied by the relative power of a GPU during the
+        # step (0: idle, 1: busy)
         self.weighted_busy = 0.0
         self.computed_tokens = 0  # prompt tokens that the engine has computed
         self.generated_tokens = 0

@@ -2,15 +2,16 @@
 
 Rules:
 
-1. All ready callbacks run in one event of the kernel at the present instant, which is called a turn. Each timer is an event, too.
-   So when no callback is ready, time jumps to the next timer or other event. The kernel draws the order of timers of one instant at
-   random. Callbacks run in the order in which they became ready, as in every event loop.
+1. All ready callbacks run in one event of the kernel at the present instant. Such an event is called a turn. Each timer
+   is an event, too. So when no callback is ready, time jumps to the next timer or other event. The kernel draws the
+   order of timers of one instant at random. Callbacks run in the order in which they became ready, as in every event
+   loop.
 2. Time is counted in whole nanoseconds. asyncio states the instant of a timer in seconds; it is rounded to the nearest nanosecond.
    So two timers that begin at one instant with equal delays in nanoseconds end at the same instant.
 3. `create_unix_connection` connects in memory to the protocol that listens at a path of this loop (`listen`). Written data arrives
    at the peer after `delay`, in order and in the same pieces. The end of a connection also arrives after `delay`, behind the
    data that was written before it. While a path is held (`hold`), written data of both directions waits.
-4. An exception of a callback ends the kernel's run, because the state of the simulation cannot be trusted any more.
+4. If a callback raises an exception, the kernel's run ends, because the simulation may now be in a wrong state.
 5. Methods that use sockets, threads, signals or subprocesses raise `NotImplementedError`.
 """
 

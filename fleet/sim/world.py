@@ -10,8 +10,8 @@ Rules:
    This suffices, because the instants of first tokens and ends are exact, and the router counts blocks. Tokens that were
    generated before a fault are reported, too.
 3. `fleet.sim.cluster` simulates the workers, their network, their stores, and the faults.
-4. The time outside an engine (`front`: HTTP, tokenizer) is added to the latencies that the client sees. Nothing in the
-   simulation happens later because of it.
+4. The time that a request spends outside an engine (`front`: HTTP, tokenizer) is only added to the latencies that the
+   client sees. It delays no event of the simulation.
 5. The digest of a run covers the ends of all requests in their order. If two runs have equal digests, the same requests
    ended at the same instants with the same results.
 """
@@ -105,7 +105,8 @@ class World:
             verbatim_answers: True if the next prompt of a conversation repeats the answer (`AnswerBlockNames`).
         """
         self._kernel = kernel
-        # Keep only one explanation: nothing reads explanations of ended requests, and each needs memory for a candidate table.
+        # Keep the explanation of only one request: nothing reads the explanations of ended requests, and each of them
+        # needs memory for a candidate table.
         self._machine = RouterMachine(structs.replace(settings, explained_requests=1), Random(seed), policy, keys_of)
         self._block_tokens = block_tokens
         self._answer_names = AnswerBlockNames(block_tokens) if verbatim_answers else None

@@ -1,14 +1,14 @@
-"""API types: `DisaggDeployment`, `RoleScaler`, `ServingPlan` and `ServingRequest`, and their only definition.
+"""API types: the only definition of `DisaggDeployment`, `RoleScaler`, `ServingPlan` and `ServingRequest`.
 
 Rules:
 
 1. The CRDs are generated from these types (`operators.chart.crds`), a module for each kind. Bounds, defaults and CEL
-   rules stand here and nowhere else. The tests have a sample for each rule that the rule refuses.
+   rules are defined here and nowhere else. For each rule, the tests have an object that the rule refuses.
 2. Rules use only the core of CEL and its strings, so that the same text runs in the tests. Every list and string has a
    bound, because the API server estimates the cost of a rule and refuses rules over unbounded values.
-3. Replicas have one writer, named by `scaling.mode`. In the modes External and Planner a role's `replicas` is the first
-   value of its RoleScaler, and is never written back.
+3. Replicas have one writer, named by `scaling.mode`. In the modes External and Planner, a role's `replicas` is only the
+   first value of its RoleScaler. Later values of the RoleScaler are not written back to it.
 4. `podTemplate` has no schema here (a pod's schema is 700 KB, and clients cannot apply more than 256 KiB). The API
-   server checks it when the operator creates the child, and its answer becomes a condition.
+   server checks it when the operator creates the child object, and the answer of the API server becomes a condition.
 5. No field is called n, y, on or off, because YAML 1.1 and kubectl read these as booleans.
 """

@@ -1,7 +1,8 @@
 """Consistency check: checks one DisaggDeployment by the same rules as the CEL rules in `operators.api`, but in Python.
 
-It is for callers without an API server. If the two differ, the CEL rules are right. tests/kube/chart/test_consistency.py runs this check on
-the samples that an API server refuses in tests/kube/chart/test_crds.py; each rule about a new object has such a sample.
+Callers without an API server use it, such as `fleet kube`. If this check and the CEL rules differ, the CEL rules are
+right. tests/kube/chart/test_crds.py has a sample for each rule about a new object, which the rule refuses.
+tests/kube/chart/test_consistency.py runs this check on the same samples.
 """
 
 import re
@@ -19,11 +20,15 @@ from operators.api.disagg_deployment import (
 )
 
 MOST_WITH_ROUTER = 48
-"""The longest name of a deployment whose routers have the role `router`."""
+"""Maximum number of characters in the name of a deployment without a role of routers, whose routers get the role
+`router`."""
 
 
 def contradictions(spec: DisaggDeploymentSpec, name: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the contradictions of a deployment, as (path in it, reason). `name` is its own; empty: it has none yet."""
+    """Yield each contradiction in the specification of a deployment, as a pair: the path of the field, and the reason.
+
+    `name` is the name of the deployment, or empty if it has none yet.
+    """
     names: set[str] = set()
     for index, role in enumerate(spec.roles):
         path = f"spec.roles[{index}]"

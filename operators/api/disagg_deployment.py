@@ -97,16 +97,16 @@ class Parallelism(Resource, frozen=True):
     """Distribution of an engine over GPUs."""
 
     tensor: Degree = 1
-    """GPUs that share each layer."""
+    """Number of GPUs over which each layer is split."""
 
     pipeline: Degree = 1
-    """Groups of GPUs that each have a part of the layers."""
+    """Number of pipeline stages. Each stage is a group of GPUs with a part of the layers."""
 
     data: Degree = 1
-    """Engines with all layers, which share the requests of a replica."""
+    """Number of engines in a replica. Each engine has all layers, and each request goes to one of them."""
 
     expert: Degree = 1
-    """Counted over the ranks of `tensor` and `data` together; more than 1 splits the experts among all of them."""
+    """Expert parallelism. With more than 1, the experts are split over all ranks of `tensor` and `data` together."""
 
     @property
     def by_heads(self) -> bool:
@@ -114,13 +114,17 @@ class Parallelism(Resource, frozen=True):
         return self.pipeline == self.data == 1
 
     def fits(self, nodes: int) -> bool:
-        """Return whether each node takes whole data parallel engines, or each such engine takes whole nodes."""
+        """Return whether a replica fits on this number of nodes.
+
+        It fits if each node holds a whole number of data-parallel engines, or if each such engine fills a whole
+        number of nodes.
+        """
         each = self.tensor * self.pipeline
         return self.data % nodes == 0 or (nodes % self.data == 0 and each % (nodes // self.data) == 0)
 
 
 class Rollout(Resource, frozen=True):
-    """How many replicas an update adds and takes away at once."""
+    """How many replicas are added and removed at once when the pods of a role are replaced."""
 
     max_surge: Count = 1
     """New replicas beyond `replicas` while a role is updated; they need free GPUs."""
@@ -133,7 +137,7 @@ class Drain(Resource, frozen=True):
     """How a worker ends without failed requests."""
 
     timeout_seconds: Seconds = 300
-    """The time within which a draining worker finishes its requests; then it is ended."""
+    """The time in which a draining worker has to finish its requests. After it, the worker is ended."""
 
 
 class Gpus(Resource, frozen=True):
@@ -205,7 +209,7 @@ class RoleSpec(Resource, frozen=True):
     """Nodes that fit a replica."""
 
     rollout: Rollout = Rollout()
-    """How many replicas an update adds and takes away at once."""
+    """How many replicas are added and removed at once when the pods of a role are replaced."""
 
     drain: Drain = Drain()
     """How a worker ends without failed requests."""
@@ -242,7 +246,7 @@ class InferencePool(Resource, frozen=True):
     """Create an InferencePool whose endpoint picker is this deployment's router."""
 
     failure_mode: FailureMode = FailureMode.CLOSE
-    """The action of a gateway on requests while the endpoint picker does not answer."""
+    """How a gateway handles requests while the endpoint picker does not answer."""
 
 
 class Routing(Resource, frozen=True):
@@ -252,8 +256,8 @@ class Routing(Resource, frozen=True):
     """The routing policy, by its name in `fleet router policies`."""
 
     disaggregate_above_tokens: Annotated[int, Meta(ge=0, le=10_000_000)] = 512
-    """The number of uncached prompt tokens from which a prefill worker computes them. Without prefill workers, decode
-    workers do."""
+    """If a prompt has at least this number of uncached tokens, a prefill worker computes it. Decode workers compute
+    shorter prompts, and all prompts while there is no prefill worker."""
 
     inference_pool: InferencePool = InferencePool()
     """The InferencePool of a gateway."""
@@ -264,7 +268,7 @@ class Routing(Resource, frozen=True):
 
 
 class RatioBounds(Resource, frozen=True):
-    """Bounds of prefill to decode replicas, kept at every moment of a change."""
+    """Bounds of the ratio of prefill to decode replicas. The operator keeps them at every moment of a change."""
 
     least: Ratio = "1:999"
     """Fewest prefill replicas for the decode replicas, as `1:4`."""
@@ -277,13 +281,13 @@ class Balance(Resource, frozen=True):
     """Limits of all roles together."""
 
     gpu_budget: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
-    """GPUs of all workers together, including old and new ones of a rollout; 0: no limit."""
+    """Maximum number of GPUs of all workers together, including old and new workers during a rollout; 0: no limit."""
 
     ratio: RatioBounds = RatioBounds()
     """Bounds of prefill to decode replicas."""
 
     max_step: Annotated[int, Meta(ge=1, le=1000)] = 1
-    """Replicas that one change adds or removes."""
+    """Maximum number of replicas that one change adds or removes."""
 
 
 class WatchdogSpec(Resource, frozen=True):
@@ -428,7 +432,7 @@ DEPLOYMENT_RULES = rules(
 _LONGEST = "((r.nodesPerReplica > 1 ? 38 : 54) - r.name.size())"
 _OTHERS = _LONGEST.replace("r.", "o.")
 _STRICTEST = f"self.spec.roles.filter(r, self.spec.roles.all(o, {_OTHERS} >= {_LONGEST})).map(r, {_LONGEST})[0]"
-"""The longest name that the deployment may have, in CEL, beside its roles."""
+"""CEL expression for the maximum length of the deployment's name, which depends on the names of its roles."""
 
 _DASHED = f"self.metadata.name.replace('.', '-').substring(0, {_STRICTEST})"
 _CUT = f"({_DASHED}.endsWith('-') ? {_DASHED}.substring(0, {_STRICTEST} - 1) : {_DASHED})"
@@ -449,8 +453,9 @@ OBJECT_RULES = rules(
         "metadata.name: too long beside the name of the routers' role, which is router; use at most 48 characters",
     ),
 )
-"""Services are called `<deployment>-<role>-control`, in 63 characters. StatefulSets are called
-`<deployment>-<role>-<revision>-<index>`, and the name of one with a hash is a label of its pods."""
+"""Rules about the name of the deployment. Names of child objects contain it, and have limits: a Service is called
+`<deployment>-<role>-control`, which may have 63 characters. A StatefulSet is called
+`<deployment>-<role>-<revision>-<index>`, and Kubernetes sets this name, followed by a hash, as a label of its pods."""
 
 
 class DisaggDeploymentSpec(Resource, frozen=True):
@@ -488,7 +493,8 @@ class DisaggDeploymentSpec(Resource, frozen=True):
     """The collector to which routers, workers and their stores send traces, and which requests are traced."""
 
     worker_metrics: WorkerMetricsSpec = WorkerMetricsSpec()
-    """Ports for the metrics of workers and of their stores, who may read them, and their certificate."""
+    """Ports for the metrics of workers and of their stores: who may read the metrics, and the certificate of the
+    ports."""
 
     suspend: bool = False
     """Scale everything to 0 and keep it there."""
@@ -501,7 +507,7 @@ class RoleStatus(Resource, frozen=True):
     """Name of the role."""
 
     desired: int = 0
-    """Replicas that are wanted and allowed."""
+    """Number of replicas that are requested, and that budget and ratio allow."""
 
     replicas: int = 0
     """Existing replicas, of all revisions."""
@@ -538,16 +544,16 @@ class DisaggDeploymentStatus(Resource, frozen=True):
     """Replicas of each role."""
 
     ratio: Annotated[str, Meta(max_length=16)] = ""
-    """Prefill to decode replicas, as they are wanted and allowed."""
+    """Ratio of prefill to decode replicas that are requested, and that budget and ratio bounds allow."""
 
     gpus: int = 0
     """GPUs of all existing workers together."""
 
     ready_roles: Annotated[str, Meta(max_length=16)] = ""
-    """Complete roles, of all roles."""
+    """Number of complete roles and number of all roles, as `2/3`."""
 
     proved: Annotated[str, Meta(max_length=16)] = ""
-    """Digest of the pods that have answered a probe: none is sent while these stay the same."""
+    """Digest of the pods that have answered a probe. No further probe is sent while these pods stay the same."""
 
     conditions: Conditions = ()
     """`Ready`, `Available`, and the conditions that explain them."""

@@ -11,12 +11,15 @@ class Resource(Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown
 
 
 def keyed_by(field: str) -> dict[str, Any]:
-    """Return the schema of a list without two equal values of that field, so that appliers own entries one by one."""
+    """Return the schema of a list whose entries have different values of `field`.
+
+    With this schema, the server-side apply of one writer owns single entries of the list, and not the whole list.
+    """
     return {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": [field]}
 
 
 def rules(*given: tuple[str, str] | tuple[str, str, str], **schema: Any) -> Meta:
-    """Return CEL rules beside other parts of a schema.
+    """Return the metadata of a type with CEL rules and, if given, further parts of its JSON schema.
 
     Each rule is given as (rule, message) or as (rule, message, expression of the message).
     """
@@ -28,13 +31,13 @@ def rules(*given: tuple[str, str] | tuple[str, str, str], **schema: Any) -> Meta
 UNCHANGED = ("self == oldSelf", "cannot be changed; delete the object and make another one")
 
 Name = Annotated[str, Meta(pattern=r"^[a-z]([-a-z0-9]{0,28}[a-z0-9])?$", max_length=30)]
-"""Short enough for `<deployment>-<role>-<ordinal>` to be a label."""
+"""Type of names of at most 30 characters. With such names, `<deployment>-<role>-<ordinal>` fits into a label."""
 
 NAME_RULE = "self.metadata.name.matches('^[a-z]([-a-z0-9]*[a-z0-9])?$')"
-"""The rule, in CEL, that an object's name is a DNS label that begins with a letter, as names of Services are."""
+"""CEL rule for the name of an object: it is a DNS label that begins with a letter, because Services need such names."""
 
 PROPOSED_NAME = "(self.metadata.name.matches('^[a-z]') ? '' : 'm-') + self.metadata.name.replace('.', '-')"
-"""The nearest such name, in CEL."""
+"""CEL expression for a name that is similar to the object's name, and that `NAME_RULE` allows."""
 
 Text = Annotated[str, Meta(max_length=512)]
 Count = Annotated[int, Meta(ge=0, le=10_000)]

@@ -36,7 +36,8 @@ class RoleBounds(Resource, frozen=True):
     """Name of the role."""
 
     least: Count = 1
-    """Fewest replicas. With 0, which `scaling.least` must allow too, the role has no replica while there are no requests."""
+    """Minimum number of replicas. With 0, the role has no replica while there are no requests; `scaling.least` of
+    the role must also be 0."""
 
     most: Count = 64
     """Maximum number of replicas; `scaling.most` of the role may be lower."""
@@ -101,7 +102,7 @@ class Recommendation(Resource, frozen=True):
     """Name of the role."""
 
     replicas: int = 0
-    """Replicas that the last decision wants."""
+    """Number of replicas that the planner decided on last."""
 
     reason: Annotated[str, Meta(max_length=1024)] = ""
     """Reason of the recommendation, as in `fleet plan`."""

@@ -28,7 +28,7 @@ class Hardware(Resource, frozen=True):
     """The GPU type, by its name in `fleet hardware list`."""
 
     count: Annotated[int, Meta(ge=1, le=100_000)]
-    """The GPU budget, also during a rollout."""
+    """Maximum number of GPUs that the deployment may use at any time, also during a rollout."""
 
     per_node: Annotated[int, Meta(ge=1, le=72)] = 8
     """GPUs in a node; an engine never spans nodes."""
@@ -62,7 +62,7 @@ class Workload(Resource, frozen=True):
     """Requests that arrive at random, independent of earlier answers."""
 
     concurrency: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
-    """Clients that each wait for the answer before the next request."""
+    """Number of clients. Each client waits for its answer before it sends the next request."""
 
 
 REQUEST_RULES = rules(
@@ -133,7 +133,7 @@ class ProposalFigure(Resource, frozen=True):
     sustain."""
 
     error_percent: int = 0
-    """Median error of such predictions; half of them err by more."""
+    """Median relative error of such predictions in percent. Half of the predictions have a larger error."""
 
     met: bool = False
     """True if the prediction keeps what is requested."""

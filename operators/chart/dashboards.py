@@ -25,8 +25,8 @@ ALIKE = frozenset(
         "fleet_operator_objects",
     }
 )
-"""Metrics that several processes report about the same objects, such as all routers about the same workers. A dashboard
-shows one of their values instead of their sum."""
+"""Metrics that several processes report about the same objects: for example, every router reports the same workers.
+A dashboard shows the value of one process, and not the sum over all processes."""
 
 COLUMNS, WIDTH, HEIGHT = 3, 8, 7
 

@@ -8,16 +8,16 @@ Resources = Mapping[str, Mapping[str, str]]
 
 class ResourcePreset(StrEnum):
     NONE = "None"
-    """`pods.resources` alone."""
+    """No preset: only `pods.resources` sets resources."""
 
     SMALL = "Small"
-    """A trial, or up to about 200 DisaggDeployments."""
+    """For a trial, or for up to about 200 DisaggDeployments."""
 
     MEDIUM = "Medium"
-    """Up to about 1000 DisaggDeployments, or routers of four processes."""
+    """For up to about 1000 DisaggDeployments, or for routers with four processes."""
 
     LARGE = "Large"
-    """More, or routers of eight processes."""
+    """For more DisaggDeployments, or for routers with eight processes."""
 
 
 def _resources(cpu: str, memory: str, most_memory: str) -> Resources:

@@ -4,8 +4,8 @@ They are defined only here; `values.yaml` and its schema are generated from thes
 
 Rules:
 
-1. Settings of a process are its own settings type, under `settings`, with the names of its settings file. They leave
-   out what follows from the chart's other values (`OWNED`).
+1. The settings of a process are under `settings`, with the names that they have in its settings file. The settings in
+   `OWNED` are left out, because they follow from other values of the chart, or are secret.
 2. Helm itself refuses an unknown key, with its path. Only the parts that Kubernetes checks are open: resources,
    tolerations, affinities and similar.
 3. No value is secret, because values end up in ConfigMaps and in Helm's own records. Secrets are named by Secret and
@@ -72,7 +72,7 @@ OWNED: Mapping[str, tuple[str, ...]] = {
 
 
 class _Values(Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
-    """Base of all values, with the spelling of charts: `pullPolicy`."""
+    """Base of all values. It spells their names as Helm charts do: `pull_policy` is `pullPolicy`."""
 
 
 Texts = dict[str, str]
@@ -93,12 +93,12 @@ class Crds(_Values, frozen=True):
     crds`)."""
 
     keep: bool = True
-    """Keep them, with every DisaggDeployment and what it serves, when the release is removed. Off: all of that is removed
-    too."""
+    """Keep the custom resource definitions when the release is removed, and with them all DisaggDeployments and
+    their pods. Off: all of these are removed too."""
 
     roles: bool = True
-    """With `install`: ClusterRoles that Kubernetes adds to its own `view` and `edit`, so that whoever has these roles in a
-    namespace may view or edit these kinds too."""
+    """With `install`: create ClusterRoles that Kubernetes adds to its own roles `view` and `edit`. Users with these
+    roles in a namespace may then also view or edit the objects of Fleet's kinds there."""
 
 
 class Image(_Values, frozen=True):
@@ -109,7 +109,7 @@ class Image(_Values, frozen=True):
     """Tag of the image."""
 
     digest: Digest = ""
-    """Takes precedence over a tag."""
+    """Digest of the image. Takes precedence over a tag."""
 
 
 class PullPolicy(StrEnum):
@@ -134,7 +134,7 @@ class ChartImages(_Values, frozen=True):
     router: Image = Image(repository="fleet-router")
     operator: Image = Image(repository="fleet-operator")
     worker_cpu: Image = Image(repository="fleet-worker-cpu")
-    """Images of workers for DisaggDeployments that name none: without GPUs, with NVIDIA's, with AMD's."""
+    """Images of workers for DisaggDeployments that name no image: for CPUs, for NVIDIA GPUs, and for AMD GPUs."""
 
     worker_cuda: Image = Image(repository="fleet-worker-cuda")
     worker_rocm: Image = Image(repository="fleet-worker-rocm")
@@ -145,7 +145,7 @@ class ServiceAccount(_Values, frozen=True):
     """Create a service account for the component."""
 
     name: Name = ""
-    """Empty: the component's own name, or `default` if none is created."""
+    """Name of the service account. Empty: the name of the component, or `default` if no service account is created."""
 
     annotations: Texts = {}
     """Annotations of the service account."""
@@ -173,7 +173,8 @@ class Pods(_Values, frozen=True):
     """Affinity of the pods."""
 
     topology_spread_constraints: tuple[Open, ...] = ()
-    """One without a labelSelector gets that of the component's own pods. Empty: the pods spread over nodes, if they can."""
+    """Rules for spreading the pods. A rule without a labelSelector applies to the pods of the component. Empty: the
+    pods are spread over nodes if possible."""
 
     priority_class_name: Name = ""
     """PriorityClass of the pods."""
@@ -215,7 +216,7 @@ class Ingress(_Values, frozen=True):
     """IngressClass; empty: the cluster's default."""
 
     host: str = ""
-    """Empty: every host."""
+    """Host name of the Ingress. Empty: every host."""
 
     tls_secret: Name = ""
     """The Secret with the host's certificate; cert-manager, if annotated, writes it there. Empty: no TLS."""
@@ -255,7 +256,7 @@ class Autoscaling(_Values, frozen=True):
     """Maximum number of replicas."""
 
     cpu_percent: Annotated[int, Meta(ge=1, le=1000)] = 70
-    """Percentage of the CPUs that a pod requests."""
+    """Target of the autoscaler: mean CPU use of the routers, as a percentage of the CPU that their pods request."""
 
 
 class DisruptionBudget(_Values, frozen=True):
@@ -263,15 +264,15 @@ class DisruptionBudget(_Values, frozen=True):
     """Create a PodDisruptionBudget for the component."""
 
     max_unavailable: Annotated[int, Meta(ge=1, le=1000)] = 1
-    """Pods that evictions may take at once."""
+    """Number of pods that may be evicted at the same time."""
 
 
 class Routers(_Values, frozen=True):
     enabled: bool = True
-    """Off: only DisaggDeployments have routers."""
+    """Run routers. Off: only DisaggDeployments have routers."""
 
     replicas: Replicas = 2
-    """The autoscaler sets the number if it is enabled."""
+    """Number of replicas. If the autoscaler is enabled, the autoscaler sets it."""
 
     processes: Annotated[int, Meta(ge=1, le=64)] = 1
     """Processes of each replica, behind one port. With more than one, the processes of a pod know each other, but pods do not."""
@@ -282,9 +283,9 @@ class Routers(_Values, frozen=True):
     named, else of `…-routers-picker`."""
 
     picker_lease: bool = True
-    """With `endpoint_picker` and no `models`: gateways ask only the router that holds a Lease, because routers do not know
-    each other's reservations. Off: they ask all routers, on the routers' Service; for a single replica, or for several
-    at the price of worse placements."""
+    """With `endpoint_picker` and no `models`: gateways ask only the router that holds a Lease, because routers do
+    not know each other's reservations. Off: gateways ask all routers, by the routers' Service. This suits a single
+    replica; with several replicas, placements are worse."""
 
     secrets: tuple[SecretSetting, ...] = ()
     """Settings whose values are in Secrets: `{setting: tenant_secret, name: fleet, key: tenant-secret}`. A key that ends
@@ -318,7 +319,8 @@ class Routers(_Values, frozen=True):
     disruption_budget: DisruptionBudget = DisruptionBudget()
     service_account: ServiceAccount = ServiceAccount()
     preset: ResourcePreset = ResourcePreset.SMALL
-    """Resources of its pods: `None`, `Small`, `Medium` or `Large`. Fields of `pods.resources` replace those of the preset."""
+    """Resources of the component's pods: `None`, `Small`, `Medium` or `Large`. Fields of `pods.resources` replace those of
+    the preset."""
 
     pods: Pods = Pods()
 
@@ -333,14 +335,15 @@ class OperatorValues(_Values, frozen=True):
     """Run the operator."""
 
     replicas: Replicas = 2
-    """One leads, by a Lease; the others wait."""
+    """Number of replicas. One of them leads (a Lease decides which one), and the others wait."""
 
     scope: Scope = Scope.NAMESPACE
-    """Which DisaggDeployments it manages: those of the release's namespace, by a Role, or all, by a ClusterRole. Only a
-    ClusterRole can let it list nodes, from which it chooses domains for groups of pods."""
+    """Which DisaggDeployments the operator manages: those in the release's namespace, with the rights of a Role, or
+    all, with those of a ClusterRole. Only with a ClusterRole can the operator list nodes, to choose domains for
+    worker groups."""
 
     create_roles: bool = True
-    """Off: the operator's rights are granted separately."""
+    """Create the Roles of the operator. Off: its rights are granted separately."""
 
     settings: Open = {}
     """Settings of an operator's settings file: `operators.settings.OperatorSettings`."""
@@ -353,7 +356,8 @@ class OperatorValues(_Values, frozen=True):
     disruption_budget: DisruptionBudget = DisruptionBudget()
     service_account: ServiceAccount = ServiceAccount()
     preset: ResourcePreset = ResourcePreset.SMALL
-    """Resources of its pods: `None`, `Small`, `Medium` or `Large`. Fields of `pods.resources` replace those of the preset."""
+    """Resources of the component's pods: `None`, `Small`, `Medium` or `Large`. Fields of `pods.resources` replace those of
+    the preset."""
 
     pods: Pods = Pods()
 
@@ -363,10 +367,11 @@ class PlannerValues(_Values, frozen=True):
     """Run a planner, which obeys the ServingPlans of the namespaces that the operator manages (`operator.scope`)."""
 
     replicas: Replicas = 2
-    """One applies plans, by a Lease; the others watch the same demand, and go on with its plan if it ends."""
+    """Number of replicas. One of them applies plans (a Lease decides which one). The others watch the same demand,
+    and one of them continues the plan if the first one ends."""
 
     create_roles: bool = True
-    """Off: the planner's rights are granted separately."""
+    """Create the Roles of the planner. Off: its rights are granted separately."""
 
     settings: Open = {}
     """Settings of a planner's settings file: `operators.planner.settings.KubePlannerSettings`."""
@@ -378,7 +383,8 @@ class PlannerValues(_Values, frozen=True):
     disruption_budget: DisruptionBudget = DisruptionBudget()
     service_account: ServiceAccount = ServiceAccount()
     preset: ResourcePreset = ResourcePreset.SMALL
-    """Resources of its pods: `None`, `Small`, `Medium` or `Large`. Fields of `pods.resources` replace those of the preset."""
+    """Resources of the component's pods: `None`, `Small`, `Medium` or `Large`. Fields of `pods.resources` replace those of
+    the preset."""
 
     pods: Pods = Pods()
 
@@ -404,12 +410,12 @@ class ExtraEgress(_Values, frozen=True):
 
 class Egress(_Values, frozen=True):
     restricted: bool = False
-    """Pods of the release reach only what they need according to the values: names, the API server, each other, the pods
-    of DisaggDeployments, and the ports in `routers.settings` and `etcd`. Off, as usual in charts: other needs depend on
-    the cluster, and forbidden traffic just never gets an answer. Before you set it, add to `extra` what exists of
-    these: the control plane of a service mesh, the hub from which routers fetch models (443), a Redis whose URL is in a
-    Secret, and workers and gateways that the values do not name. Pods of DisaggDeployments may always connect outwards,
-    because they fetch models from anywhere."""
+    """Allow the pods of the release to connect only to what they need according to the values: DNS, the API server,
+    each other, the pods of DisaggDeployments, and the ports in `routers.settings` and `etcd`. Off by default, as
+    usual in charts, because other needs depend on the cluster, and a connection that is not allowed just gets no
+    answer. Before you set it, add to `extra` what exists of these: the control plane of a service mesh, the hub from
+    which routers fetch models (443), a Redis whose URL is in a Secret, and workers and gateways that the values do
+    not name. Pods of DisaggDeployments may always connect outwards, because they fetch models from anywhere."""
 
     dns: tuple[Open, ...] = ()
     """The DNS servers, as peers of a NetworkPolicy; empty: any address on the ports for DNS, 53 and OpenShift's 5353."""
@@ -421,31 +427,33 @@ class Egress(_Values, frozen=True):
     """Ports of the API server itself, not of its Service: most network plug-ins check where a connection ends."""
 
     extra: ExtraEgress = ExtraEgress()
-    """Further needs: a Redis whose URL is in a Secret, and your own workers and gateways that the values do not name."""
+    """Egress rules for further connections: to a Redis whose URL is in a Secret, and to your own workers and
+    gateways that the values do not name."""
 
 
 class NetworkPolicy(_Values, frozen=True):
     enabled: bool = True
-    """Routers admit `clients` on the ports for clients, and Fleet's own pods on the port for workers; other pods admit
-    only those that need them."""
+    """Create NetworkPolicies. Routers accept connections from `clients` on the ports for clients, and from Fleet's
+    own pods on the port for workers. Other pods accept connections only from pods that need them."""
 
     clients: tuple[Open, ...] = ()
-    """Peers of a NetworkPolicy; empty: everybody."""
+    """Clients of the routers, as peers of a NetworkPolicy; empty: everybody."""
 
     monitoring: tuple[Open, ...] = ()
-    """Peers that may reach the ports for metrics besides `clients`. Empty: everybody may reach the operator's and the planner's, and whoever
-    may send requests may reach the routers'. What they may read there, `monitoring.access` says."""
+    """Peers besides `clients` that may connect to the ports for metrics. Empty: everybody may connect to those of
+    the operator and the planner, and everybody who may send requests may connect to those of the routers.
+    `monitoring.access` says what these peers may read."""
 
     egress: Egress = Egress()
 
 
 class Monitors(_Values, frozen=True):
     enabled: bool = True
-    """PodMonitors for routers, the operator and the planner, if the cluster has this kind. The latter two only if their metrics can be
-    read (`access`)."""
+    """Create PodMonitors for the routers, the operator and the planner, if the cluster has this kind. The operator and
+    the planner get one only if their metrics can be read (`access`)."""
 
     labels: Texts = {}
-    """Labels by which a Prometheus selects them."""
+    """Labels by which a Prometheus selects the PodMonitors."""
 
     interval_seconds: Annotated[int, Meta(ge=1, le=3600)] = 15
     """Time between two scrapes."""
@@ -463,7 +471,8 @@ class MetricsKey(_Values, frozen=True):
 class MetricsReaders(_Values, frozen=True):
     """Readers of the metrics of routers, operator and planner at port 8080.
 
-    Without `keySha256` and `open`, those of the operator and the planner are closed, and those of routers as soon as a tenant has an API key.
+    Without `keySha256` and `open`, nobody can read the metrics of the operator and the planner. The metrics of routers
+    can then be read only as long as no tenant has an API key.
     """
 
     key_sha256: tuple[Sha256Hex, ...] = ()
@@ -478,23 +487,25 @@ class MetricsReaders(_Values, frozen=True):
     then use HTTPS. Empty: these ports have no TLS. For routers, set `routers.tls.health`."""
 
     open: bool = False
-    """Let everybody whom the NetworkPolicy admits read the metrics without a key. They name models, workers and tenants."""
+    """Let everybody whom the NetworkPolicy admits read the metrics without a key. The metrics contain the names of
+    models, workers and tenants."""
 
 
 class Alerts(_Values, frozen=True):
     enabled: bool = True
-    """A PrometheusRule for routers that cannot reach the directory of their workers, if the cluster has this kind."""
+    """Create a PrometheusRule, if the cluster has this kind. Its alert fires if a router cannot reach the directory of
+    its workers."""
 
     labels: Texts = {}
-    """Labels by which a Prometheus selects them."""
+    """Labels by which a Prometheus selects the PrometheusRule."""
 
 
 class Dashboards(_Values, frozen=True):
     enabled: bool = True
-    """Dashboards in ConfigMaps, for Grafana's sidecar."""
+    """Create ConfigMaps with dashboards, which the sidecar of Grafana loads."""
 
     labels: Texts = field(default_factory=lambda: {"grafana_dashboard": "1"})
-    """Labels by which the sidecar selects them."""
+    """Labels by which the sidecar selects the ConfigMaps."""
 
     annotations: Texts = {}
     """Annotations of the ConfigMaps, such as the folder of the dashboards."""
@@ -530,7 +541,7 @@ class Tls(_Values, frozen=True):
     must have signed theirs. TLS for clients is `routers.tls`, or belongs to the Ingress or the Gateway."""
 
     secret: Name = ""
-    """With `source: Secret`: a Secret with the keys tls.crt, tls.key and ca.crt."""
+    """With `source: Secret`: name of a Secret with the keys tls.crt, tls.key and ca.crt."""
 
     issuer: Issuer = Issuer()
     """With `source: CertManager`: the issuer."""
@@ -544,7 +555,8 @@ class DiscoverySource(StrEnum):
 
 class DiscoveryOfWorkers(_Values, frozen=True):
     source: DiscoverySource = DiscoverySource.NONE
-    """Where the release's routers find workers that do not register with them: Leases in this namespace, or etcd."""
+    """Directory in which the release's routers find workers that do not register with the routers: Leases in this
+    namespace, or etcd."""
 
     cluster: Annotated[str, Meta(pattern=r"^([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?$")] = ""
     """The name of the DisaggDeployment whose workers are used. Empty: the release's name."""
@@ -570,7 +582,7 @@ class Etcd(_Values, frozen=True):
     """Size of each member's volume."""
 
     storage_class: Name = ""
-    """Empty: the cluster's default."""
+    """Storage class of the volumes. Empty: the cluster's default."""
 
     pods: Pods = Pods(resources={"requests": {"cpu": "100m", "memory": "256Mi"}, "limits": {"memory": "1Gi"}})
 
@@ -626,9 +638,9 @@ class Values(_Values, frozen=True):
     """The user of all processes; 0: the platform chooses (OpenShift), never root."""
 
     restricted_endpoint_slices: bool = False
-    """Writers of EndpointSlices (workers with `discovery.source: Kubernetes`, and routers that gateways ask) may also
-    create `endpointslices/restricted`; without it OpenShift may refuse addresses of pods. Off by default, because it
-    allows traffic past NetworkPolicies if cluster and platform rely on that check."""
+    """Allow the writers of EndpointSlices (workers with `discovery.source: Kubernetes`, and routers that gateways
+    ask) to create `endpointslices/restricted` too. Without this right, OpenShift may refuse addresses of pods. Off
+    by default: if the cluster relies on that check, this right allows traffic that NetworkPolicies forbid."""
 
     crds: Crds = Crds()
     images: ChartImages = ChartImages()
@@ -644,4 +656,4 @@ class Values(_Values, frozen=True):
     test: Test = Test()
 
     global_: Open = field(default_factory=dict, name="global")
-    """Not used here; a parent chart sets it."""
+    """Not used by this chart. Helm passes the global values of a parent chart here."""

@@ -36,7 +36,8 @@ from operators.observed.observe import DELETION_COST
 from operators.observed.state import ApiRefusal
 from operators.telemetry import OperatorMetrics
 
-# maximum number of remembered Secrets; a forgotten one is sent again, and refused because its name is taken
+# maximum number of Secrets that are remembered; a forgotten Secret is sent again, and the API server refuses it because
+# its name is taken
 MOST_SECRETS = 100_000
 
 

@@ -7,9 +7,9 @@ Rules:
 2. The secret of a deployment is an HMAC of the deployment's namespace and name, with the operator's secret as the key.
    So the operator knows the secret of each deployment without reading it from the cluster, and the pods of one
    deployment cannot compute the secret of another one.
-3. The secret of a deployment is written into a Secret in the deployment's namespace, whose name contains a digest of
-   the content. Such a Secret never changes: after a change of the operator's secret, each deployment gets a Secret with
-   another name, and its pods are replaced.
+3. The secret of a deployment is written into a Secret in the deployment's namespace. The name of this Secret contains a
+   digest of the content. Such a Secret never changes: after a change of the operator's secret, each deployment gets a
+   Secret with another name, and its pods are replaced.
 """
 
 import base64
@@ -50,7 +50,7 @@ class ControlSecrets:
         self._master = b""
 
     async def load(self) -> None:
-        """Read the operator's secret from its Secret, which is created if it is missing.
+        """Read the operator's secret from the operator's Secret. Create the Secret if it is missing.
 
         Do nothing if the secret has been read already, or if no Secret is named.
 

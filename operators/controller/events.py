@@ -4,7 +4,8 @@ Rules:
 
 1. A change gives only one Event, even if an operator is killed and the next one records the same change again
    (`fleet.net.kubernetes.events`).
-2. The note of an Event is the message of a condition, which contains no secrets. It is cut at the API's limit.
+2. The note of an Event is the message of a condition. Such messages contain no secrets. The note is cut at the API's
+   limit.
 """
 
 from collections.abc import Iterator, Sequence

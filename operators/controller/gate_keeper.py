@@ -14,8 +14,8 @@ Rules:
    gates are open, so that no other group overtakes it between the decision and the write. A group that no reconcile has
    named for STALE is forgotten.
 5. The turn of a group is limited. If its gates are not open after OPENING, for example because the API server refuses
-   the write, the group goes to the end of the queue. Open pods that wait for a node block other groups for TURN at
-   most, even if no scheduler reports on them.
+   the write, the group goes to the end of the queue. Pods without a gate that wait for a node block other groups for
+   TURN at most, even if no scheduler reports on these pods.
 6. If some pods of a group are open already, its other gates are opened at once, because the group may hold GPUs. This
    also covers a pod that was replaced later, and an operator that was killed between two writes.
 7. A group for which no node was found gives its turn back if others wait: it is removed, made again, and waits behind them.
@@ -37,8 +37,8 @@ OPENING = Nanos(30 * SECOND)
 gets the turn."""
 
 TURN = Nanos(180 * SECOND)
-"""The maximum time that an open pod without a node makes other groups wait. If the scheduler has looked at the pods of
-its group, the group has nodes or was removed by then (`operators.observed.observe.PARTIAL_GROUP_SECONDS`)."""
+"""The maximum time that an open pod without a node makes other groups wait. In this time, a group that the scheduler
+has examined has got nodes for all of its pods, or was removed (`operators.observed.observe.PARTIAL_GROUP_SECONDS`)."""
 
 Place = tuple[ReconcileKey, str]
 

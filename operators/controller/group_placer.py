@@ -32,7 +32,8 @@ from operators.observed.state import ObservedState
 MOST_TOLD = 4
 
 FAILED = Nanos(1800 * SECOND)
-"""The time for which a failed domain is remembered: a group is removed after at most 120 s, so it can try some others."""
+"""The time for which a failed domain is remembered. A group without nodes is removed after at most 120 s, so in this
+time the groups of a role can try about 15 domains."""
 
 MOST_FAILED = 64
 """The maximum number of failed domains that are remembered for one role."""
@@ -54,7 +55,7 @@ class FailedDomains:
             del found[each]
 
     def of(self, key: ReconcileKey) -> dict[str, tuple[str, ...]]:
-        """Return the failed domains of a deployment by role, the one that failed first before the others."""
+        """Return the failed domains of a deployment by role, in the order in which they failed."""
         now = self._clock.now()
         found = {each: at for each, at in self._failed.pop(key, {}).items() if now < at + FAILED}
         if not found:

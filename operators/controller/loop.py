@@ -215,7 +215,10 @@ class Controller:
     def _last_sizes(
         self, key: ReconcileKey, desired: DesiredDeployment, scalers: Mapping[str, int]
     ) -> Mapping[str, int]:
-        """Return the last number of replicas of each role's RoleScaler, by role; it may be newer than the status."""
+        """Return the number of replicas that the RoleScaler of each role had last, by role.
+
+        The numbers may be newer than those in the deployment's status.
+        """
         uid, before = self._sizes.get(key, ("", {}))
         now = {**(before if uid == desired.uid else {}), **scalers}
         roles = {role.name for role in desired.spec.roles if role.scaling.mode is not ScalingMode.STATIC}
@@ -226,7 +229,8 @@ class Controller:
     def _avoid_nodes(self, key: ReconcileKey, observed: ObservedState) -> None:
         """Remember the nodes that had room for only a part of a group, so that the next group of the role avoids them.
 
-        The domain that was chosen for the group is remembered, too. If a group found no node at all, forget the nodes of its role.
+        Remember also the domain that was chosen for the group. If the group found no node at all, forget the nodes that
+        the role has avoided so far.
         """
         for child in observed.children:
             for name in child.half_scheduled[-1:]:
@@ -410,7 +414,10 @@ def _reports(status: DisaggDeploymentStatus) -> tuple[list[tuple[str, int]], lis
 
 
 def _stable_turns(conditions: Sequence[Condition]) -> list[tuple[str, str, str]]:
-    """Return type, status and reason of the conditions, without DERIVED_CONDITIONS; PROGRESS_REASONS become empty."""
+    """Return type, status and reason of each condition whose type is not in DERIVED_CONDITIONS.
+
+    A reason in PROGRESS_REASONS is replaced by an empty text.
+    """
     return [
         (each.type, each.status, "" if each.reason in PROGRESS_REASONS else each.reason)
         for each in conditions

@@ -16,9 +16,10 @@ Rules:
 4. Replicas have one writer: for a Static role the specification, else the role's RoleScaler, which is created with the
    specification's number and never written afterwards. If somebody deletes the RoleScaler, a new one is created with
    the present number.
-5. Before replicas are removed, the known deletion cost of each pod is annotated for the controller that chooses. Among
-   groups that are StatefulSets, those with the fewest warm blocks are removed. A LeaderWorkerSet always removes its
-   last groups. How a pod drains is set in `operators.manifests.pods` and decided in `workers.machine`.
+5. Before a Deployment loses replicas, each pod whose deletion cost is known gets it as an annotation, because the
+   controllers of Kubernetes remove the pods with the lowest cost first. Among groups that are StatefulSets, the
+   operator removes those with the fewest warm blocks. A LeaderWorkerSet always removes its last groups. How a pod
+   drains is set in `operators.manifests.pods` and decided in `workers.machine`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -45,7 +46,7 @@ MOST_DELETION_COST = 2**31 - 1  # the maximum value that Kubernetes accepts
 
 
 class Apply(Struct, frozen=True, tag=True):
-    """Server-side apply of a manifest, which contains all fields that the operator owns."""
+    """Server-side apply of a manifest. The manifest contains all fields of the object that the operator owns."""
 
     manifest: Manifest
 
@@ -113,8 +114,8 @@ def reconcile(
         observed: The observed state.
         images: Images for deployments that name none.
         now: The present time as RFC 3339, which conditions get when they change.
-        renderings: What earlier steps made from the specifications, with the same `images`. None: everything is made again,
-            which takes a large part of the time of a step.
+        renderings: Manifests and revisions that earlier steps have made from the specifications, with the same
+            `images`. If it is None, all of them are made again, which takes a large part of the time of a step.
     """
     renderings = renderings or Renderings(images)
     worker_revision = renderings.revision(desired)
@@ -224,7 +225,10 @@ def _index(name: str) -> int:
 
 
 def _in_removal_order(child: ObservedChild) -> list[str]:
-    """Return the groups in the order of their removal: those that do not serve first, then by fewest warm blocks and highest index."""
+    """Return the names of a child's groups in the order in which they are removed.
+
+    Groups that do not serve come first, then those with fewer warm blocks, then those with a higher index.
+    """
     return sorted(child.members, key=lambda name: (name in child.ready_members, child.warm.get(name, 0), -_index(name)))
 
 
@@ -245,7 +249,10 @@ def _key(manifest: Manifest) -> tuple[str, str]:
 
 
 def _faulty(observed: ObservedState) -> frozenset[tuple[str, str]]:
-    """Return the objects that have to be applied although their digest is right: others have edited them, or they have no owner."""
+    """Return kind and name of the objects that have to be applied although their digest is right.
+
+    Somebody has edited these objects, or they have no owner.
+    """
     return observed.drifted | observed.orphans
 
 
@@ -273,7 +280,11 @@ def _scalers(desired: DesiredDeployment, observed: ObservedState) -> list[Manife
 
 
 def _first_value(desired: DesiredDeployment, role: RoleSpec, observed: ObservedState) -> int:
-    """Return the first number of a new RoleScaler: the one before it was deleted, if there was one, else that of the specification."""
+    """Return the number of replicas for a new RoleScaler.
+
+    It is the last desired number of the role (`ObservedState.sizes`). For a new role, and in a suspended deployment,
+    it is the number in the specification.
+    """
     return role.replicas if desired.spec.suspend else observed.sizes.get(role.name, role.replicas)
 
 

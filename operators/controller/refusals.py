@@ -27,14 +27,14 @@ PORT_HOLDERS = frozenset({"httpGet", "tcpSocket"})
 """Names of the fields whose `port` is a number or the name of a port."""
 
 TIMES = {"metadata": frozenset({"creationTimestamp", "deletionTimestamp"}), "managedFields": frozenset({"time"})}
-"""Names of the fields that are times, by the name of the field that has them."""
+"""Names of the fields whose values are times, by the name of the field that contains them."""
 
 TIME = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}([.,][0-9]+)?(Z|[+-][0-9]{2}:[0-9]{2})")
 """The syntax of a time (RFC 3339). The API server takes no other form of ISO 8601."""
 
 
 def refusal(action: Action, error: RequestDenied) -> ApiRefusal:
-    """Return the description of a refused action, which is shown in a condition.
+    """Return the description of a refused action, for a condition.
 
     The API server does not name the field if the text of a value cannot be parsed, or if a number is not an integer. In
     these cases, search the manifest for the field.

@@ -1,7 +1,7 @@
-"""Renderings: remembers what was made from each deployment's specification, until a change makes it differ.
+"""Renderings: remembers what was made from the specification of each deployment, until the specification changes.
 
-Most reconciles follow a change of pods or of a number of replicas, and making all manifests again is a large part of
-their time.
+Most reconciles happen because pods or a number of replicas have changed. They need the same manifests as before, and
+making these manifests again would be a large part of the time of a reconcile.
 """
 
 import hashlib
@@ -64,7 +64,10 @@ class Renderings:
 
 
 def _without_replicas(desired: DesiredDeployment) -> DesiredDeployment:
-    """Return the deployment with the same number of replicas for all roles, because no manifest depends on this number."""
+    """Return the deployment with one fixed number of replicas in all roles.
+
+    No manifest depends on these numbers, so the digest must not depend on them either.
+    """
     roles = tuple(structs.replace(role, replicas=DEFAULT_REPLICAS) for role in desired.spec.roles)
     return structs.replace(desired, spec=structs.replace(desired.spec, roles=roles))
 

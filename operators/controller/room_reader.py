@@ -1,4 +1,4 @@
-"""Room reader: reads the free resources of nodes for worker groups, less what was promised to groups without pods.
+"""Room reader: computes the room of nodes for worker groups, less the room that was promised to groups without pods.
 
 Rules:
 

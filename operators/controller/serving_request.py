@@ -187,7 +187,10 @@ def _applied(
 
 
 def _ready(applied: ConditionUpdate, there: CustomObject | None) -> ConditionUpdate:
-    """Return the request's condition Ready: that of its deployment, or False if the deployment is not as proposed."""
+    """Return the condition Ready of the request.
+
+    It is the condition Ready of its deployment, or False if the deployment is not as proposed.
+    """
     _, holds, reason, message = applied
     if holds != TRUE or there is None:
         return "Ready", FALSE, reason, message

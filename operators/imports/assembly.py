@@ -84,7 +84,10 @@ def spread(
 
 
 def paired(roles: Sequence[RoleSpec], path: str, notes: list[Note]) -> tuple[RoleSpec, ...]:
-    """Return the roles; prefill roles without any decode role, and the reverse, become aggregated roles."""
+    """Return the roles, in which prefill and decode roles can work together.
+
+    If there are prefill roles and no decode role, or the other way round, these roles become aggregated roles.
+    """
     types = {role.type for role in roles}
     if (RoleType.PREFILL in types) == (RoleType.DECODE in types):
         return tuple(roles)
@@ -98,7 +101,7 @@ def paired(roles: Sequence[RoleSpec], path: str, notes: list[Note]) -> tuple[Rol
 def transferred(
     transfer: KvTransfer, engine: EngineKind, roles: Sequence[RoleSpec], path: str, notes: list[Note]
 ) -> KvTransfer:
-    """Return the KV transfer as requested, or with its defaults if the engines' parallelism excludes the store.
+    """Return the requested KV transfer settings, or the default ones if the engines cannot use a store.
 
     Args:
         transfer: The KV transfer that the document requests.

@@ -3,7 +3,8 @@
 Rules:
 
 1. Two versions are supported. v1alpha1 has the field `services`, an object. v1beta1 has the field `components`, a list
-   of objects with a pod template each. Both are read into the same records, and then converted by the same code.
+   of objects with a pod template each. Objects of both versions are read into the same records, and then converted by
+   the same code.
 2. The type of a service decides its role. If the type is only `worker`, the flags of its command decide; if it has no
    type, also its name.
 3. A frontend becomes the router, because Fleet's router does its work. An endpoint picker becomes the endpoint picker
@@ -269,8 +270,8 @@ def _roles(workers: list[_DynamoService], engine: EngineKind, notes: list[Note])
     for part in workers:
         kind = RoleType.AGGREGATED if part.kind == WORKER else RoleType(part.kind)
         if part.kind == WORKER and "prefill" in types and "decode" not in types:
-            # Older versions of Dynamo do not mark decode workers, so all other workers beside prefill workers count as
-            # such.
+            # Older versions of Dynamo do not mark decode workers. So if there are prefill workers, all other workers
+            # count as decode workers.
             kind = RoleType.DECODE
         path = part.reader.path
         parallelism = parallelism_of(part.flags, path, notes)
@@ -422,7 +423,10 @@ def _shared_memory(reader: DocumentReader, template: PodTemplate) -> None:
 
 
 def _merged(service: Any, main: Any) -> dict[str, Any]:
-    """Merge the resource requests and limits of a service with those of its container, which take precedence."""
+    """Merge the resource requests and limits of a service with those of its container.
+
+    The container's values take precedence.
+    """
     merged: dict[str, Any] = {}
     for each in (service, main):
         for section, quantities in (each if isinstance(each, dict) else {}).items():

@@ -63,8 +63,8 @@ ROUTER = "router"
 """The name of the router role, if the specification does not contain one."""
 
 LEADER, RANK = "LWS_LEADER_ADDRESS", "LWS_WORKER_INDEX"
-"""Environment variables in the pods of a worker group: the address of the group's first pod, and the rank of this pod.
-LeaderWorkerSets set variables of the same names. The commands of pods refer to both."""
+"""Environment variables in the pods of a worker group: the address of the group's first pod, and the rank of the pod
+that has the variable. The commands of the pods refer to them. A LeaderWorkerSet sets variables of the same names."""
 
 
 class GroupPlacement(Struct, frozen=True, kw_only=True):
@@ -115,7 +115,7 @@ def child_name(deployment: DesiredDeployment, role: str, of_revision: str) -> st
 
 
 def host_of(service: str, namespace: str) -> str:
-    """Return the host name of a Service, which pods of any namespace can resolve.
+    """Return a host name of a Service that pods of any namespace can resolve.
 
     The name ends with `svc`, without the domain of the cluster, because resolvers append the domain.
 

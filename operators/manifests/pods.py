@@ -128,7 +128,10 @@ def _users_main(role: RoleSpec) -> Manifest:
 
 
 def _with_users_limits(template: Manifest, role: RoleSpec) -> Manifest:
-    """Return the merged template without requests for resources that the user only limits (`limited_by_user`)."""
+    """Return the merged template without the operator's requests for resources that the user has only limited.
+
+    `operators.manifests.resources.limited_by_user` removes these requests.
+    """
     pod, theirs = template["spec"], _users_main(role)
     if not theirs or not isinstance(pod, Mapping) or not isinstance(pod.get("containers"), list):
         return template

@@ -22,7 +22,10 @@ WORKERS = tuple(sorted(each.value for each in RoleType if each is not RoleType.R
 
 
 def disruption_budget(deployment: DesiredDeployment, role: RoleSpec) -> Manifest:
-    """Return a disruption budget that lets evictions take as many pods as a rollout, but at least one."""
+    """Return the disruption budget of a role.
+
+    As many of its pods may be evicted at once as may be missing during a rollout, but at least one.
+    """
     spec = {
         "maxUnavailable": max(1, role.rollout.max_unavailable),
         # A pod that is not ready serves no requests, so it may be evicted and does not block the drain of a node.

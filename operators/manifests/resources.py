@@ -52,7 +52,7 @@ KV_CACHE_GIB = 1.0
 
 KV_CACHE = re.compile(r"(?:--set=)?vllm\.kv_cache_gib=([0-9]+(?:\.[0-9]+)?)")
 PARAMETERS = re.compile(r"(?<![0-9a-z.])([0-9]+(?:\.[0-9]+)?)b(?![a-z0-9])", re.IGNORECASE)
-"""Finds the number of parameters, in billions, in a model's name such as `Llama-3.3-70B`."""
+"""Pattern that finds the number of parameters, in billions, in the name of a model such as `Llama-3.3-70B`."""
 
 BF16_BYTES = 2
 
@@ -75,7 +75,7 @@ def resources(deployment: DesiredDeployment, role: RoleSpec) -> Manifest:
 
 
 def limited_by_user(container: Mapping[str, Any], theirs: Mapping[str, Any]) -> Manifest:
-    """Return a container without the requests for resources that the user's container only limits (rule 4)."""
+    """Return a container without requests for those resources for which the user has set only a limit (rule 4)."""
     given = mapping(theirs.get("resources"))
     limits, requests = mapping(given.get("limits")), mapping(given.get("requests"))
     merged = mapping(container.get("resources"))

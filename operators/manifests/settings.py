@@ -206,7 +206,10 @@ def is_fetched(deployment: DesiredDeployment) -> bool:
 
 
 def _hub(deployment: DesiredDeployment, **more: float) -> Manifest:
-    """Return the section `hub` with the settings in `more`; empty if pods do not fetch the model."""
+    """Return the section `hub` of a settings file, with the further settings in `more`.
+
+    The section is empty if pods do not fetch the model.
+    """
     if not is_fetched(deployment):
         return {}
     model = deployment.spec.model

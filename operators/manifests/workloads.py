@@ -176,7 +176,9 @@ def _listed(value: Any) -> list[Any]:
 def router_deployment(
     deployment: DesiredDeployment, images: Images, of_settings: str, client_ports: Mapping[str, int], replicas: int
 ) -> Manifest:
-    """Return the Deployment of the routers, which keeps its name and is updated in place.
+    """Return the Deployment of the routers.
+
+    It keeps its name when the specification changes, and is updated in place.
 
     `of_settings` is a digest of the routers' settings. It becomes a label of the pod template, so that changed settings
     replace the pods.

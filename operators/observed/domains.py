@@ -3,9 +3,9 @@
 Rules:
 
 1. A domain is all nodes with the same value of one label (`topology.domain`). A group fits into a domain if the nodes
-   of the domain have room for all pods of the group. The room of a node is what it can allocate, less the requests of
-   all pods on it, whoever they belong to. A pod requests what its containers and its init containers need, its
-   overhead, and one of the pods that a node may run.
+   of the domain have room for all pods of the group. The room of a node is its allocatable resources, less the requests
+   of all pods on the node, whoever owns these pods. A pod requests the resources of its containers and init containers,
+   and its overhead. It also takes up one of the limited number of pods that a node may run (`PODS`).
 2. As soon as a domain was chosen for a group, the room of the group counts as taken, even before its pods exist.
 3. Of the domains with enough room, the one with the least room is chosen, so that the others stay free for larger
    groups. Domains in which pods of the role found no nodes a short time ago are chosen last: the scheduler may know
@@ -208,8 +208,8 @@ def requested(
 ) -> dict[str, Decimal]:
     """Return the resources that a pod requests, as the scheduler counts them.
 
-    Init containers run one after the other before the containers, except those that always restart: these keep running
-    beside all that start after them.
+    Init containers run one after the other before the containers. An init container that always restarts (a sidecar)
+    keeps running, so its requests are added to those of all containers that start after it.
     """
     beside: dict[str, Decimal] = {}
     most: dict[str, Decimal] = {}
@@ -276,7 +276,7 @@ def _usable(node: NodeRoom, demand: GroupDemand) -> bool:
 def _matches(node: NodeRoom, term: Mapping[str, Any]) -> bool:
     """Return whether a node matches a term of a required nodeAffinity.
 
-    An empty term matches, because the operator adds the domain to each term.
+    A term without conditions matches every node, because the operator adds the domain to each term.
     """
     fields = {"metadata.name": node.name}
     return all(_holds(node.labels, each) for each in _objects(term.get("matchExpressions"))) and all(

@@ -265,13 +265,15 @@ def _router(
     for kind, each in controllers:
         if _routes(kind, each) and _is_of(each, role):
             current = each.status.observed_generation >= each.metadata.generation
-            # A pod whose labels somebody has changed has lost its owner: its ReplicaSet has replaced it.
+            # A pod without an owner does not count: somebody has changed its labels, so its ReplicaSet has replaced it
+            # by another pod.
             ready = [pod for pod in routers_of(pods) if pod.ready and pod.metadata.owner_uid and _is_of(pod, role)]
             return ObservedRouter(
                 name=each.metadata.name,
                 asked=each.spec.replicas,
                 replicas=each.status.replicas,
-                # The status and the pods come from two watches, and either may be behind the other.
+                # The status and the pods come from two watches, and one of them may be older than the other. So the
+                # smaller number counts.
                 ready=min(each.status.ready_replicas, len(ready)) if current else 0,
                 updated=each.status.updated_replicas if current else 0,
                 pods=_running(ready),

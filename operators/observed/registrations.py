@@ -4,18 +4,19 @@ Pure.
 
 Rules:
 
-1. A worker registers by a Lease (`coordination.k8s.io/v1`) in its deployment's namespace, which has the name of its pod
-   and the label REGISTRATION; `spec.holderIdentity` is the pod's name too. The worker renews the Lease while it serves.
-   When it has drained, it deletes the Lease or empties the holder. The annotation WARM contains the number of blocks in
-   the worker's prefix cache, so that the operator can remove the pods with the fewest warm blocks first.
+1. A worker registers by a Lease (`coordination.k8s.io/v1`) in its deployment's namespace. The Lease has the name of the
+   worker's pod and the label REGISTRATION, and its `spec.holderIdentity` is also the name of the pod. The worker renews
+   the Lease while it serves. When it has drained, it deletes the Lease or empties the holder. The annotation WARM
+   contains the number of blocks in the worker's prefix cache, so that the operator can remove the pods with the fewest
+   warm blocks first.
 2. Routers also report their workers, at their control ports. A worker counts as known if it has a Lease, or if a router
    reports it. A worker that only some routers know gets requests, but does not count as registered (`partly_unknown`).
 3. A Lease that was not renewed for its duration does not count. The operator measures the age of a renewal by its own
    clock, from the moment at which it learned of the renewal. For Leases that existed before the operator started, the
    time that is written in the Lease counts until the next renewal; for this time, the clocks of worker and operator may
    differ by SKEW_SECONDS.
-4. If there is neither a Lease nor a report, the registrations are unknown. This differs from a report that no worker is
-   registered.
+4. If there is neither a Lease nor a report, the registrations are unknown. If a router reports that it knows no worker,
+   the registrations are known, and empty.
 """
 
 from collections.abc import Iterable, Mapping
@@ -100,5 +101,8 @@ def _warm(lease: WorkerLease, reports: WorkerRegistration | None) -> int | None:
 
 
 def lease_end(lease: WorkerLease) -> datetime:
-    """Return the time at which a Lease expires if its worker does not renew it, with an allowance for clock skew."""
+    """Return the time at which a Lease expires if its worker does not renew it.
+
+    SKEW_SECONDS are added, because the clocks of worker and operator may differ.
+    """
     return lease.renewed + timedelta(seconds=lease.duration_seconds + SKEW_SECONDS)

@@ -13,7 +13,7 @@ from operators.observed.observe import conditions_of
 from operators.observed.registrations import ReportedWorkers, WorkerRegistration
 
 MISSED_ANSWERS = 3
-"""Number of polls in a row without an answer after which the last report of a router is ignored."""
+"""If a router does not answer this number of polls in a row, its last report is ignored."""
 
 ROUNDS_BETWEEN_READY_POLLS = 6
 """The routers of Ready deployments are polled only in every sixth round; those of other deployments in every round."""

@@ -80,7 +80,8 @@ class ObservedRouter(Struct, frozen=True, kw_only=True):
     """IP addresses of the ready router pods, as their nodes report them."""
 
     tls: bool = False
-    """True if a ready router speaks TLS to clients. The specification may already, or no longer, name a certificate."""
+    """True if a ready router speaks TLS to clients. During a change, this may differ from the specification, in
+    which a certificate was just added or removed."""
 
 
 class PodDeletionCost(Struct, frozen=True, kw_only=True):

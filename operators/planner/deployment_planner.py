@@ -107,7 +107,7 @@ class DeploymentPlanner:
     async def run(self) -> Never:
         """Plan until cancelled.
 
-        A plan that is then under way is finished by the next leader, or by the next planner of the deployment.
+        If a plan is under way at that time, the next leader or the next planner of the deployment finishes it.
         """
         while True:
             try:

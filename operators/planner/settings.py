@@ -25,13 +25,14 @@ class KubePlannerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Settings of one planner process of a cluster. Goals, budgets and modes are in ServingPlans."""
 
     identity: Annotated[str, Meta(min_length=1, max_length=253)]
-    """Unique among the planners that share a Lease: the pod's name."""
+    """Name of this planner, which no other planner with the same Lease may have; usually the name of the pod."""
 
     namespaces: tuple[Annotated[str, Meta(min_length=1, max_length=63)], ...] = ()
     """The namespaces whose ServingPlans are obeyed; empty: all namespaces."""
 
     lease: PlannerLeaseSettings = PlannerLeaseSettings()
-    """The Lease that elects the planner that applies plans and writes statuses; the others decide as well, so that they can go on at once."""
+    """The Lease that elects the planner that applies plans and writes statuses. The other planners make decisions
+    too, so that one of them can continue at once."""
 
     listen: str = "0.0.0.0:8080"
     """host:port of /healthz, /readyz and /metrics."""
@@ -59,7 +60,8 @@ class KubePlannerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Namespace of that Secret; empty: the namespace of the Lease."""
 
     stale_seconds: Seconds = 5.0
-    """Maximum silence of a router; then its planner holds."""
+    """Maximum time without a report of a router. After it, the planner of the deployment keeps all numbers of
+    replicas."""
 
     status_seconds: Seconds = 60.0
     """Maximum time after which changed numbers in the messages of a ServingPlan's status are written. Changes of state are written at once."""
@@ -71,7 +73,8 @@ class KubePlannerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Time after a plan over which its prediction is compared with what happened."""
 
     most_plans: Annotated[int, Meta(ge=1, le=10_000)] = 200
-    """Maximum number of ServingPlans that this process obeys; those beyond, by name, say in their status that they are not."""
+    """Maximum number of ServingPlans that this process obeys. If there are more, the first ones by name are obeyed,
+    and the statuses of the others say that they are not."""
 
     def __post_init__(self) -> None:
         if self.metrics_tls.client_authority:

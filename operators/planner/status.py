@@ -2,9 +2,9 @@
 
 Rules:
 
-1. The status always contains the conditions `TargetFound` and `Settled`. The first decision of the planner adds the
-   conditions in `fleet.planner.decisions.PlanConditionType`. Each of them is True as long as the planner reports it,
-   and otherwise False.
+1. The status always contains the conditions `TargetFound` and `Settled`. After the first decision of the planner, it
+   also contains a condition for each type in `fleet.planner.decisions.PlanConditionType`. Such a condition is True as
+   long as the planner reports it, and otherwise False.
 2. `Pinned` names the roles in scaling mode Planner whose number of replicas somebody else has set. It follows the last
    observation of the deployment, even if the planner made no decision. Roles in other scaling modes are left out,
    because the specification already says that they are not planned.

@@ -6,7 +6,8 @@ Rules:
    in scaling mode Planner, the connector reports that the planner must not change them (pinned).
 2. If two limits apply, the stricter one counts. This is so for the bounds in the plan and in the role's `scaling`, and
    for the plan's budget and `balance.gpuBudget`.
-3. A refusal names the wrong field. It does not repeat the user's texts.
+3. If a plan cannot be carried out, the message names the field that is wrong. It contains no text from the user's
+   objects.
 """
 
 from collections.abc import Mapping

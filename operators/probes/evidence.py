@@ -12,9 +12,9 @@ Rules:
    generates answers is probed again.
 3. The status of the deployment keeps the evidence as a digest of the pods. As long as the pods stay the same, no
    further probe is sent, not even by the next leader.
-4. A single failure may only mean that the Service does not know its pods yet. So a failure is reported only when two
-   failures of the same kind have followed each other. The report stays until a probe is answered, or until two failures
-   of the other kind follow each other.
+4. There are two kinds of failures: the router was busy (`ProbeFailure.busy`), and all others. A single failure may only
+   mean that the Service does not know its pods yet. So a failure is reported only after two failures of the same kind
+   in a row. The report stays until a probe is answered, or until there are two failures of the other kind in a row.
 5. If a router demands an API key that the operator does not have, it is unknown whether the deployment serves. This
    does not count as a failure.
 6. If a router rejects a probe because it has no room (`ProbeFailure.busy`), this is no failure either: the router
@@ -166,7 +166,7 @@ class ProbeEvidence(Struct, frozen=True, kw_only=True):
     """Digest of the probed pods (`ProbeSubject.digest`) at the last failure."""
 
     failures: int = 0
-    """The number of last failures in a row that are of the same kind. There are two kinds: busy, and not busy."""
+    """The number of failures of the same kind in a row, up to the last failure (rule 4)."""
 
     reported: ProbeFailure | None = None
     """The failure that the status reports, or None if it reports none."""
@@ -202,7 +202,8 @@ def unanswered(subject: ProbeSubject, evidence: ProbeEvidence) -> tuple[ProbeTar
 def missing_only_routers(subject: ProbeSubject, evidence: ProbeEvidence) -> bool:
     """Return whether only an answer through the present routers is missing.
 
-    This is so if all workers have already answered through other routers.
+    This is so if all workers have answered, and each role has answered through other routers with the present prefill
+    workers.
     """
     before = {(role, pools) for role, _, pools in evidence.through}
     return all(

@@ -5,16 +5,17 @@ Rules:
 1. An answer counts if it is a completion by the worker that the probe names. If a prefill worker has to take part, the
    answer must also show that a prefill worker has computed the prompt. If the model does not generate, a vector by this
    worker counts.
-2. Every prompt begins with new random characters, so that no cache contains it. It is long enough to fill at least one
-   block in most engines. Texts for vectors are short, because many models for vectors take only short texts.
+2. Every prompt begins with new random characters, so that no cache contains it. The prompt of a completion is long
+   enough to fill at least one block in most engines. The text for a vector is short, because many embedding models take
+   only short texts.
 3. The deployment's status shows the HTTP status of a failure, and the text of a rejection by a router of Fleet. The
    texts of other servers are not shown, because they may contain anything. API keys are never shown.
 4. An API key is never sent to a Service, because everybody who may write Services or EndpointSlices could redirect the
    request and read the key. So the operator first sends the request to the Service without a key. If the answer is 401,
-   it sends the request with the key to the IP address of a router's pod, which only the node of the pod can set.
-   The key crosses the network in the clear there, so it is sent only if a setting (`probe.insecure`) allows it.
-   The setting is needed for routers with TLS too, because the operator does not verify their certificates: it knows no
-   authority for them, and they do not contain the addresses of pods.
+   it sends the request with the key to the IP address of a router's pod. Only the node of the pod can set this address.
+   The key crosses the network in the clear, so it is sent only if a setting (`probe.insecure`) allows it. Routers with
+   TLS need the setting too, because the operator does not verify their certificates: it does not know their authority,
+   and the certificates do not contain the addresses of pods.
 5. A probe has the normal priority, because priority counts only among requests of one tenant, and a tenant with few
    waiting requests is admitted first anyway (`fleet.router.queueing.admission_queue`, rule 4). The probe states a time
    limit, so that a router that cannot place it in time rejects it.
@@ -42,8 +43,8 @@ BUSY = frozenset({Reason.QUEUE_FULL, Reason.RATE_LIMITED})
 """Reasons of a rejection that show only that a router is busy, and that do not count as failures."""
 
 PATIENCE = 0.9
-"""Share of the time limit of a probe that the router gets as the request's own limit. So the router's rejection arrives
-before the prober gives up."""
+"""The deadline that a probe's request states to the router, as a share of the time limit of the probe. Because the
+deadline is earlier, a rejection by the router arrives before the prober gives up."""
 
 LONGEST_ANSWER = 64 << 10
 MOST_CHARACTERS = 200

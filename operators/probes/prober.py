@@ -5,8 +5,8 @@
 Rules:
 
 1. At most one probe of a deployment runs at a time, and at most `at_once` probes of all deployments. At most half of
-   these are for deployments whose last probe failed, so that other deployments do not wait for probes that only end at
-   their time limit. No reconcile waits for a probe.
+   these are for deployments whose last probe failed, because such a probe may run until its time limit and would make
+   other deployments wait. No reconcile waits for a probe.
 2. After each failure, the prober pauses. The pause doubles each time, up to `longest_seconds`, and starts from the
    shortest one again when the pods of the deployment change.
 3. Only the leader sends probes.
@@ -138,7 +138,10 @@ class Prober:
 
 
 def _probe(key: ReconcileKey, subject: ProbeSubject, target: ProbeTarget, number: int) -> Probe:
-    """Return the next probe; `number` is the count of earlier probes, by which probes go to the routers in turn."""
+    """Return the next probe.
+
+    `number` is the number of earlier probes; it selects the router, so that the routers take turns.
+    """
     return Probe(
         namespace=key.namespace,
         deployment=key.name,

@@ -64,7 +64,7 @@ def status(
     at_rest: bool,
     now: str,
 ) -> tuple[DisaggDeploymentStatus, PendingProbes | None]:
-    """Return the status to write, and the probes that are needed, or None instead if no probes are sent now.
+    """Return two values: the status to write, and the probes that are needed (None if no probes are sent now).
 
     Args:
         desired: The desired deployment.
@@ -172,7 +172,8 @@ def _router(desired: DesiredDeployment, observed: ObservedState, replicas: int) 
         ready=there.ready,
         updated=there.updated,
         registered=there.ready,
-        # Pods that the Deployment no longer counts are about to leave. Probes wait until they are gone.
+        # Pods that the Deployment no longer counts are about to end, and count as draining. Probes wait until they have
+        # ended.
         draining=max(0, len(there.pods) - there.replicas),
     )
 
@@ -255,7 +256,8 @@ def _served(desired: DesiredDeployment, observed: ObservedState, wanted: Pending
         return "Ready", TRUE, "AllRolesReady", ""
     failure, was = evidence.reported, _former_condition(observed, "Ready")
     what = f"{len(subject.targets) - len(missing)} of {len(subject.targets)} workers have answered a request"
-    # Until a new leader has seen two failed probes, the condition that the former leader has written counts.
+    # A new leader reports a failure only after two failed probes. Until then, the condition that the former leader has
+    # written stays.
     saturated = failure.busy if failure is not None else was[2] == "Saturated"
     if saturated:
         words = was[3] if failure is None else f"{what}; {evidence.failed}: {failure}; {BUSY}"
@@ -366,7 +368,7 @@ def _kv_path(desired: DesiredDeployment, observed: ObservedState, wanted: Pendin
 def _rebalancing(pools: Sequence[ScaledRole], present: str, at_rest: bool) -> ConditionUpdate:
     """Return the condition Rebalancing: whether the number of prefill or decode replicas changes.
 
-    A rollout does not count, because it changes neither number.
+    A rollout does not count, because it changes neither of these two numbers.
     """
     pairs = [pool for pool in pools if pool.side is not PairSide.ALONE]
     asked = {

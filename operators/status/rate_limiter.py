@@ -2,12 +2,13 @@
 
 Rules:
 
-1. Urgent changes are written at once if the last write is at least SHORT ago. Urgent are: a new specification, the end
-   of a start or rollout, and a problem. So a rollout causes one write at its start and one at its end.
+1. A change is urgent if there is a new specification, if a start or rollout has ended, or if there is a problem. An
+   urgent change is written at once if the last write is at least SHORT ago. So a rollout causes one write at its start
+   and one at its end.
 2. All other changes are progress, such as the counts of pods that start one by one. Progress is written only when the
    last write is at least LONG ago. The more deployments have progress to write, the longer each of them waits, so that
-   together they cause at most MOST_PER_SECOND writes. So urgent changes are written in time even if a hundred
-   deployments change at once.
+   together they cause at most MOST_PER_SECOND writes per second. So urgent changes are written in time, even if a
+   hundred deployments change at once.
 3. A state that usually lasts only a moment is written only after it has lasted for LONG. Examples are the wait for the
    answer to a probe, and an API server that has not read its Roles yet.
 4. An unchanged status is not written.

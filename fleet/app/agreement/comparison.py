@@ -8,8 +8,9 @@ What the test shows, and what it does not:
 
 1. Both runs use the same router machine. So equal logs show that the simulator treats the machine as production does:
    the machine gets the same events, in the same order and at the same instants, and its commands have the same effects.
-2. Both runs use the simulator's engines. Whether their step times are right is another question (`fleet hardware accuracy`). An
-   engine that reports each token would fill the log with growing reservations.
+2. Both runs use the simulator's engines. Whether their step times are right is another question (`fleet hardware
+   accuracy`). These engines report tokens block by block. If they reported each token, the log would mainly contain
+   lines about reservations that have grown by one token.
 3. Every message takes the same one-way delay in both runs, and computing takes no time. In production computing takes time, too:
    the router needs some ten microseconds for a request.
 4. Two events at the same instant on different workers have no defined order. If two workers end a step at the same

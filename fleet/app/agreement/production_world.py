@@ -179,7 +179,7 @@ class ProductionWorld(World):
 
 
 class _WorkerProcess:
-    """Represents the process of one worker by asyncio tasks, which run production's worker server and its registration."""
+    """Represents the process of one worker: asyncio tasks that run production's worker server and its registration."""
 
     def __init__(
         self, loop: VirtualLoop, description: WorkerDescription, engine: HostedEngine, registry: RegistryServer

@@ -1,6 +1,7 @@
 """Block truth: computes the right bytes of every block and the right tokens of every answer without the cluster.
 
-The fault simulation compares the cluster's blocks and answers with them. The module also defines the sizes of the simulated engine.
+The fault simulation compares the blocks and answers of the cluster with these bytes and tokens. The module also defines
+the sizes of the simulated engine.
 """
 
 from collections.abc import Sequence
@@ -81,7 +82,7 @@ def answer(prompt: TokenBytes, sampling: Sampling) -> tuple[int, ...]:
 
 
 class BlockTruth:
-    """Knows the right bytes of all blocks of a run, by block hash, so that the simulation can find wrong blocks."""
+    """Holds the right bytes of all blocks of a run, by block hash, so that wrong blocks can be found."""
 
     def __init__(self) -> None:
         self._blocks: dict[BlockHash, bytes] = {}

@@ -18,7 +18,10 @@ BATCH = 25  # number of seeds that a process runs before it reports their result
 
 
 class FailingSeed(Struct, kw_only=True):
-    """Describes a seed that broke a promise, and the smallest selection of its happenings found that breaks it, too."""
+    """Describes a seed that broke a promise.
+
+    It also has a selection of the seed's happenings: the smallest one that was found to break the same promise.
+    """
 
     seed: int
     promise: str

@@ -1,7 +1,8 @@
 """Fault points: the situations that the fault simulation must reach, and a counter for each of them.
 
-A promise that holds in 10,000 seeds proves little if no seed could have broken it. So a fault point counts how often its
-situation really occurs. A drawn fault alone does not count, because it may have had no effect.
+If a promise holds in 10,000 seeds, this proves little unless the dangerous situations occurred in these seeds. So each
+fault point counts how often its situation really occurred. The drawn faults are not counted instead, because a fault
+may have no effect.
 """
 
 from collections import Counter

@@ -35,7 +35,8 @@ PROMPTS = ((SHARED, FIRST), (SHARED, SECOND_))
 POOL_BLOCKS = 5
 LEASE = Nanos(1000)
 BOUNDS = ((1, 3), (2, 1))
-"""Numbers of handoffs and faults in each exploration: one handoff with up to three faults, and two with up to one."""
+"""Numbers of handoffs and of faults in each exploration: one handoff with up to three faults, and two handoffs with
+at most one fault."""
 
 OTHER_WORK = 1  # number of times that other requests overwrite all blocks that are not leased, in one exploration
 ENDED = (LoanState.RECEIVED, LoanState.NEEDLESS, LoanState.COMPUTING)
@@ -352,7 +353,7 @@ STEPS_BESIDE: dict[str, Callable[[_HandoffWorld, int], bool]] = {
     "lender restarts": _HandoffWorld.restart_lender,
     "other work overwrites": _HandoffWorld.overwrite,
 }
-"""Steps that may never happen. A state is final if only faults and these steps are possible in it."""
+"""Steps that nothing forces to happen. A state is final if only faults and these steps are possible in it."""
 
 DEATHS = ("borrower dies", "lender dies")
 LENDER_STEPS = ("offer", "serve", "expire", *STEPS_BESIDE)

@@ -1,8 +1,8 @@
 """Router process: production's router machine and membership machine behind virtual connections.
 
 It follows the rules of `fleet.backends.workers.streams`: it has one stream to each member, and opens it again after it
-ended, as long as the worker is a member. The router does not check the descriptions of workers. It ends a stream
-because of silence, a malformed message or missing KV events.
+ended, as long as the worker is a member. Unlike production's router, it does not check the descriptions of workers. It
+ends a stream if the worker has been silent for too long, if a message is malformed, or if KV events are missing.
 """
 
 from collections.abc import Callable
@@ -381,7 +381,9 @@ class WorkerLink:
             self.close(silent=True)
 
     def _look(self) -> None:
-        """Count the slices of time in which no message came, and close the stream if there are too many in sequence.
+        """Count the slices of the heartbeat timeout in which no message came.
+
+        Close the stream if there are too many in a row.
 
         If the router's process itself stands still, this counts as one slice.
         """

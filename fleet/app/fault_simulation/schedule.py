@@ -2,9 +2,10 @@
 
 Rules:
 
-1. A schedule is a list of requests and faults, each with its instant and all its parameters. `fleet.app.fault_simulation.seed_run`
-   performs them. Apart from the schedule, only delays are drawn from the seed. So any part of the list is also a valid
-   schedule, and the schedule of a failing run can be shrunk by leaving happenings out.
+1. A schedule is a list of requests and faults, each with its instant and all its parameters.
+   `fleet.app.fault_simulation.seed_run` performs them. Apart from the schedule, only delays are drawn from the seed. So
+   any part of the list is also a valid schedule. The schedule of a failing run can therefore be shrunk: happenings are
+   left out of it.
 2. Faults begin within the span `FAULTS`. At the instant `WELL_FROM` all of them end (`fleet.app.fault_simulation.seed_run`).
 """
 
@@ -127,13 +128,14 @@ def draw(seed: int) -> list[Happening]:
 
 
 def _request(chance: Random) -> RequestDrawn:
-    # one of a few prefixes, so that prompts share blocks, also those of different seeds
+    # one of a few prefixes, so that prompts share blocks, even the prompts of different runs
     opening = Random(chance.randrange(OPENINGS))
     prompt = [opening.choice(TOKENS) for _ in range(opening.choice((16, 48, 96, 160)))]
     prompt += [chance.choice(TOKENS) for _ in range(chance.choice((3, 20, 60, 140)))]
     sampled = chance.random()
     sampling = Sampling(temperature=0.0, max_tokens=chance.randint(1, 40), ignore_eos=True)
-    if sampled < 0.15:  # penalties and seeds: some workers continue an answer with a penalty, and none one with a seed
+    # Some workers can continue an answer with a penalty, but no worker can continue one with a seed (next branch).
+    if sampled < 0.15:
         sampling = structs.replace(sampling, frequency_penalty=2.0)
     elif sampled < 0.35:
         sampling = structs.replace(sampling, temperature=0.75, seed=chance.randrange(1 << 20))

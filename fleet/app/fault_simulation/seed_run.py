@@ -59,7 +59,8 @@ ORDINARY = {Reason.QUEUE_FULL, Reason.NO_WORKER, Reason.DEADLINE_PASSED}
 """Reasons for which the router may reject a request even if none of its attempts has failed."""
 
 NO_EXCUSE = {"", RejectionCause.PASSED_ON}
-"""Causes with which the router must not reject a request: none at all, or one that only external servers' answers can have."""
+"""Causes with which the router must not reject a request in this simulation: an empty cause, and a cause that only
+requests to external servers can have."""
 
 CANCEL_POINTS = {
     RequestStage.QUEUED: FaultPoint.CANCELLED_IN_QUEUE,

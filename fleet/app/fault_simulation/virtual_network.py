@@ -29,7 +29,11 @@ Ended = Callable[[], None]
 
 
 class ConnectionEnd:
-    """One side of a connection. Its owner sets `received`, which gets each message, and `ended`, called at the connection's end."""
+    """One side of a connection.
+
+    The process that owns this side sets two functions: `received` is called with each message, and `ended` is called
+    when the connection has ended.
+    """
 
     def __init__(self, network: "VirtualNetwork", process: VirtualProcess):
         self.process = process

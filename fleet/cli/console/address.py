@@ -27,7 +27,7 @@ CAUSES = {
 """Causes in plain words for messages of gRPC, by a part of the message."""
 
 CREDENTIALS = "control_credentials"
-"""Name under which a TLS diagnosis mentions the options `--control-…`."""
+"""Name by which a TLS diagnosis refers to the credentials. Messages replace it by the options `--control-…`."""
 
 
 def add_address(parser: argparse.ArgumentParser) -> None:
@@ -164,7 +164,7 @@ def describe_error(error: FleetError, address: str, tls: ClientTls | None = None
 
 
 def _in_options(cause: str) -> str:
-    """Return a result of `tls_cause` in the words of the options of `add_tls`."""
+    """Return a text of `tls_cause`, in which options of `add_tls` replace the names of settings."""
     for told, meaning in (
         (LEAVE_OUT_TLS, "; leave out --tls, --ca and --certificate"),
         (GIVE_TLS, ": set --ca, or --tls if gRPC knows the authority"),

@@ -39,7 +39,8 @@ SUMMARIES = {  # help texts of Fleet's own sub-commands, in the order of the hel
 }
 
 IN_FOLDERS = {"logs": "local.logs", "down": "local.down", "completion": "console.completion"}
-"""Modules of those of Fleet's own sub-commands whose module has another name than the command."""
+"""Modules of Fleet's own sub-commands, by the name of the command. Only commands whose module has another name are
+listed."""
 
 
 class CommandParser(argparse.ArgumentParser):

@@ -6,7 +6,7 @@ LONGEST = 86_400  # maximum duration in seconds: one day; a longer one is probab
 
 
 def seconds(text: str) -> float:
-    """Parse the `type` of an argument: a number of seconds above 0, up to one day.
+    """Parse a command-line argument: a number of seconds above 0, up to one day. It is a `type` for argparse.
 
     Raises:
         ArgumentTypeError: The text is no such number.

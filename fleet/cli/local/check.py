@@ -4,7 +4,8 @@ Rules:
 
 1. The reference is one engine that does everything, without a store and without a connector.
 2. Then a cluster of one prefill and one decode worker is started for each KV path, and every prompt is disaggregated.
-   It gets the same prompts as the reference, eight at a time, with greedy decoding. So all tokens must be the same.
+   The cluster gets the same prompts as the reference, eight at a time. Decoding is greedy, so all tokens must be the
+   same.
 3. Equal tokens alone do not prove that blocks moved, because an engine that cannot fetch a block computes it. So the KV
    report of each prompt must show that its decode phase fetched blocks, unless the decode engine had all of them
    already.
@@ -317,7 +318,7 @@ def _pool(topology: Topology, role: Role) -> PoolSection:
 def reference_prompts(model_dir: Path, *, max_tokens: int) -> list[TokenBytes]:
     """Return token ids of at least 20 prompts, none longer than `max_tokens`.
 
-    The prompts are cut from texts that are shipped with Python, so they are equal on machines with the same Python.
+    The prompts are cut from texts that are shipped with Python, so machines with the same Python have the same prompts.
     """
     topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
     codec = load_codec(model_dir)

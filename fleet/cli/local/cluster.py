@@ -170,7 +170,8 @@ async def hold(processes: LocalProcesses, when_ready: Callable[[], Awaitable[Non
 def _log_folder(wanted: Path | None) -> Iterator[Path | None]:
     """Make the folder of `--log-dir`, and keep other clusters from it while the context is open; yield it.
 
-    Two clusters would mix their lines in the files of equal names, and the cleanup after one would take processes of the other for its own.
+    Logs of two clusters in one folder would have the same names, so each file would contain lines of both clusters. The
+    cleanup after one cluster could also end processes of the other one.
 
     Raises:
         ConfigurationRefused: The folder cannot be made, or another cluster keeps its logs there.

@@ -26,7 +26,10 @@ class RecentRates:
             self._reports.popleft()
 
     def lines(self) -> Iterator[str]:
-        """Yield a line for each model. There is none before the second report, because rates need two reports."""
+        """Yield a line for each model.
+
+        Before the second report there are no lines, because rates are computed from two reports.
+        """
         if len(self._reports) < 2:
             return
         first, last = self._reports[0], self._reports[-1]

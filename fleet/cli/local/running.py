@@ -1,4 +1,4 @@
-"""Running cluster: finds the cluster on this machine, started by `fleet up`, that a command has to use."""
+"""Running cluster: finds the cluster of `fleet up` on this machine to which a command refers."""
 
 import argparse
 

@@ -9,9 +9,9 @@ Rules:
    capacity.
 4. `seconds` is the duration of the replay, without the time to read the file.
 5. With `--pauses`, the field `pauses` states the cost of continuing sessions (`kvstore.eviction.session_pauses`). For
-   this, the store has memory of the first capacity, and a lower tier that is `BELOW` times as large; their speeds are
-   constants of this module, and the eviction policy is always lru. `--beside` adds the requests of another trace, until
-   one of the traces ends. The two traces share no sessions and no blocks.
+   this computation, the store has memory of the first capacity, and a lower tier that is `BELOW` times as large. The
+   speeds of memory and lower tier are constants of this module, and the eviction policy is always lru. `--beside` adds
+   the requests of another trace, until one of the traces ends. The two traces share no sessions and no blocks.
 """
 
 import argparse

@@ -8,9 +8,9 @@ measurements, and the errors on measurements that were held out of the fit. Rule
    so an estimate always exists, and uses the nearest measurements.
 2. The `EstimateBasis` says how near these measurements are. Each basis has its own error, which was measured by leaving
    curves, whole models or whole GPUs out of the fit.
-3. For a GPU without measurements of engines, the shares of compute and bandwidth are scaled. The factor compares the
-   efficiency of single matrix products on this GPU with that on the measured GPUs (`OperatorEfficiency`), if it is
-   known.
+3. For a GPU without measurements of engines, the shares of compute and bandwidth are scaled. The factor is the
+   efficiency of single matrix products on this GPU, relative to the measured GPUs (`OperatorEfficiency`). If this
+   efficiency is unknown, the factor is 1.
 4. Models are recognised by their sizes, so all fine-tuned variants of a base model count as one model.
 """
 
@@ -43,7 +43,7 @@ OTHER_MAKERS_ERRORS = (0.5, 0.35)
 median over five published figures of the MI300X that were not used for the fit (docs/hardware.md). The error of TTFT is
 a guess."""
 
-LEAST_ROWS = 10  # an error is used only if it was computed from at least this many measurements
+LEAST_ROWS = 10  # minimum number of measurements from which an error must have been computed to be used
 
 
 class CoefficientSubject(Struct, frozen=True, kw_only=True):
@@ -234,8 +234,8 @@ def compose(
 def scaled(efficiency: Efficiency, placement: ShardedModel, known: Coefficients) -> Efficiency:
     """Scale an efficiency that was measured on other GPUs to the GPU of a sharded model (rule 3).
 
-    The efficiencies of attention and of reading KV are scaled only if GPUs of the same maker were measured, because
-    these use the same kernels.
+    The efficiencies of attention and of reading KV are scaled only if GPUs of the same maker were measured, because the
+    kernels for attention are the same on all GPUs of one maker.
     """
     gpu, precision = placement.gpu.id, placement.model.precision
     groups = known.groups()

@@ -7,8 +7,8 @@ HALVINGS = 40
 
 LEAST_STRIDE = 0.25
 STRIDE = 1.1
-"""Ratio of two consecutive loads that the search tries. They also differ by at least `LEAST_STRIDE` running requests.
-The search finds all peaks of the latencies, because no peak is narrower than this.
+"""Ratio of two consecutive loads that the search tries. The loads also differ by at least `LEAST_STRIDE` running
+requests. The search finds every peak of the latencies, because no peak is narrower than the distance of two such loads.
 """
 
 
@@ -17,8 +17,8 @@ def highest_unbroken(
 ) -> float:
     """Return the highest load up to which every load keeps the goal, or 0 if the load `least` misses it.
 
-    An even higher load may keep the goal again, because a prompt delays the other requests of a large batch less than
-    those of a small batch.
+    A load above the result may keep the goal again, because in a large batch a prompt delays the other requests less
+    than in a small batch.
     """
     if not kept(least):
         return 0.0

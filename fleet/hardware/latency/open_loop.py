@@ -11,11 +11,12 @@ Rules:
    M/G/inf; percentiles are taken from the normal distribution with the same mean and variance). If clients wait for
    their answers, this number is at most the number of other clients. A percentile of the TPOT is the TPOT with the same
    percentile of this number.
-4. Prompts wait for earlier prompts, as in an M/D/1 queue: the share `u` of prompts has to wait, and the waiting times
-   have an exponential tail of rate 2 (1 - u) / s (Kingman's heavy-traffic limit, 1962; its mean is that of Pollaczek
-   and Khinchine). Waiting prompts are computed in full steps, so `s` is a prompt's part of the time of a full step. All
-   prompts of one step end together. So a prompt also waits for prompts that arrived later, at most half as many as
-   arrived before it, if its step has room for them. It waits at least until the running step has ended.
+4. Prompts wait for earlier prompts, as in an M/D/1 queue with the utilisation `u` and the service time `s`. The share
+   `u` of all prompts has to wait. The waiting times have an exponential tail of rate 2 (1 - u) / s (Kingman's
+   heavy-traffic limit, 1962; its mean is that of Pollaczek and Khinchine). Waiting prompts are computed in full steps,
+   which several prompts share, so `s` is the part of one prompt in the time of a full step. All prompts of one step end
+   together. So a prompt also waits for prompts that arrived later, at most half as many as arrived before it, if its
+   step has room for them. It waits at least until the running step has ended.
 5. If `replicas` is 1, requests are assumed to be spread over engines at random. Otherwise, a router that knows the load
    of all engines distributes the requests. A prompt then waits only if all engines are busy (Sakasegawa's approximation
    of Erlang's C formula, 1977), and waiting times shrink with the number of engines (Allen and Cunneen's formula). The
@@ -203,7 +204,7 @@ def _added(engine: EngineReplica, request: RequestShape, others: float) -> float
 
 
 def _full(engine: EngineReplica, request: RequestShape) -> float:
-    """Return a prompt's part of the time of full steps, in which it is computed together with other prompts."""
+    """Return the seconds that one prompt takes if full steps compute it together with other prompts."""
     share = engine.budget_tokens / request.new_tokens
     return (
         engine.step.seconds(engine.budget_tokens, share * pairs(request.new_tokens, request.cached_tokens), 0.0, 0.0)

@@ -19,8 +19,8 @@ from fleet.planner.ports import PlanConnector
 from fleet.planner.settings import EtcdTarget, FolderTarget, KubernetesTarget, Target
 
 CONNECTORS = "fleet.plan_connectors"
-"""Name of the entry points by which connectors in other packages are found. They are not imported directly, because
-`fleet` must not import from `operators`."""
+"""Group of entry points by which connectors in other packages are found. Such connectors are not imported directly,
+because `fleet` must not import from `operators`."""
 
 
 @asynccontextmanager

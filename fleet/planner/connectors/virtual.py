@@ -1,4 +1,4 @@
-"""Virtual connector: writes plans into a record for an external orchestrator, which acknowledges them by another record.
+"""Virtual connector: writes plans into one record for an external orchestrator, and reads its reports from another.
 
 Rules:
 
@@ -74,7 +74,7 @@ class PoolReport(Struct, frozen=True, kw_only=True):
     ready: Count
     draining: Count = 0
     why: PoolGapReason | None = None
-    """Why the number of ready replicas differs from the plan; null if it does not differ, or will not for long."""
+    """Why the number of ready replicas differs from the plan; null if it does not differ, or only for a short time."""
 
     message: str = ""
     pinned: str = ""

@@ -1,4 +1,4 @@
-"""Etcd election: elects the candidate that owns a key in etcd, which is bound to the candidate's etcd lease.
+"""Etcd election: elects the candidate that owns a certain key in etcd.
 
 Rules:
 

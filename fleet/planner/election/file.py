@@ -59,7 +59,7 @@ class FileElection:
             self._file = None
 
     def _is_in_place(self, file: int) -> bool:
-        """Return whether the open file is still the file at the path, which other candidates try to lock."""
+        """Return whether the open file is still the file at the path; other candidates try to lock that file."""
         try:
             there = self._path.stat()
         except OSError:

@@ -4,10 +4,10 @@ Rules:
 
 1. The goals allow a certain share of all requests to be late; the number that this share allows is the budget. By
    chance, some minutes have more late requests than others, so a single bad minute is no reason to add replicas.
-2. A goal is missed if both the last `FAST_SECONDS` and the last `SLOW_SECONDS` have more late requests than the budget,
-   and if chance does not explain the excess in the last `FAST_SECONDS`. A goal is also missed if the last
-   `FAST_SECONDS` alone have `FAST_BURN` times the budget. These are the two windows of alerts on burn rates (Beyer et
-   al., The Site Reliability Workbook, 2018, chapter 5).
+2. A goal is missed if two conditions hold. First, the last `FAST_SECONDS` have so many more late requests than the
+   budget that chance does not explain the excess. Second, the last `SLOW_SECONDS` also have more late requests than the
+   budget, or the last `FAST_SECONDS` have at least `FAST_BURN` times the budget. Alerts on burn rates use the same two
+   windows (Beyer et al., The Site Reliability Workbook, 2018, chapter 5).
 3. Requests that still wait in routers, longer than the TTFT goal, count as late too. Their number is estimated: the
    ages of waiting requests are assumed to be evenly spread between 0 and the age of the oldest one.
 """
@@ -87,7 +87,10 @@ class Attainment:
 
     @property
     def unspent(self) -> bool:
-        """Return whether hardly any request was late: at most `UNSPENT` of the budget, for both times and both goals.
+        """Return whether hardly any request was late.
+
+        For each goal, the late requests in the last `FAST_SECONDS`, and also those in the last `SLOW_SECONDS`, have to
+        be at most the share `UNSPENT` of the budget.
 
         Return False if so few requests were measured that the budget is below one request. A request that was refused
         because of too much load counts as late, because routers refuse requests whose first token would come too late.
@@ -116,7 +119,10 @@ class Attainment:
         return slow is not None and slow[0] > slow[1]
 
     def _burn(self, field: int, seconds: float, waiting: float) -> tuple[float, float] | None:
-        """Return how many requests in the last `seconds` were late, and how many may be late; None without requests."""
+        """Return how many requests in the last `seconds` were late, and how many may be late.
+
+        Return None if there were no requests.
+        """
         since = self._windows[-1].ended - seconds * SECOND if self._windows else 0.0
         recent = [each for each in self._windows if each.ended > since]
         count = sum(each.counts[field] for each in recent) + waiting

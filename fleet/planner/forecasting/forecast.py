@@ -1,6 +1,6 @@
 """Forecast: predicts the demand at the instant from which on a replica that is started now will serve. Pure.
 
-It predicts from samples of the past demand, which are taken at equal time steps.
+The input is samples of the past demand at equal time steps.
 
 Rules:
 

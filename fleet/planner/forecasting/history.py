@@ -107,7 +107,7 @@ class DemandHistory:
     def recent_rate(self) -> float:
         """Arrivals per second in the last `RECENT_SECONDS` if they clearly exceed the level, or else the level.
 
-        The level alone is not enough, because it has a high threshold for changes and so follows a slow rise late.
+        The level alone is not enough: it changes only after a large difference, so it follows a slow rise too late.
         """
         seconds = sum(each.seconds for each in self._recent)
         arrivals = sum(each.arrivals for each in self._recent)

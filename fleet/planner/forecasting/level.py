@@ -7,10 +7,10 @@ Rules:
    samples.
 2. After each sample, the means of the last 1, 2, 3, 6, 12, ... samples are compared with the mean of the earlier
    samples. If they differ by more than `threshold` standard errors, chance is an unlikely explanation: the measure has
-   changed, and the earlier samples are dropped. The caller gives the variance of one unit of weight as a function of
-   the mean. For a fall, the variance at the earlier mean is used. For a rise, the mean of the standard deviations at
-   both means is used, because the variance of counts grows with their mean (Anscombe's transformation, 1948, has the
-   same effect).
+   changed, and the earlier samples are dropped. The caller gives a function that returns, for a mean, the variance of
+   the amount in one unit of weight. For a fall, the variance at the earlier mean is used. For a rise, the standard
+   deviation is the average of the two standard deviations at the earlier and at the new mean, because the variance of
+   counts grows with their mean (Anscombe's transformation, 1948, has the same effect).
 3. So the level of a constant load becomes more exact with time. It follows a sudden change at once, and a gradual
    change in several steps.
 """

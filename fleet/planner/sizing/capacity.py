@@ -5,8 +5,8 @@ Rules:
 1. A pool is described by the engine of one replica (`PoolEngine`): its step model, the size of its KV cache, and the
    time to transfer the KV of a prompt.
 2. The goals hold for a percentile of all requests, and not for the mean. Random arrivals, bursts
-   (`OfferedLoad.dispersion`), the prompts of other requests, and the length of the own prompt all increase the TTFT.
-   Independent increases are combined as the square root of the sum of their squares.
+   (`OfferedLoad.dispersion`), the prompts of other requests, and the length of the request's own prompt all increase
+   the TTFT. Independent increases are combined as the square root of the sum of their squares.
 3. The replicas of a pool share a load, which the router balances. So twice as many replicas serve more than twice the
    rate (`fleet.hardware.latency.open_loop`).
 4. Loads are rounded to a grid (`GRID`). So a small change of the measured lengths gives the same cached results and the
@@ -226,13 +226,13 @@ class _SharedEngine:
 
     @cached_property
     def _prefilled_alone(self) -> tuple[float, float]:
-        """TTFT of a lone request in a prefill engine, and the seconds that a long prompt adds to it."""
+        """TTFT in seconds of a lone request in a prefill engine, and the seconds that a long prompt adds."""
         alone = prefill_ttft(self._engine, self._shape, self._occupancy, 0.0)
         return alone, prefill_ttft(self._engine, self._long, self._occupancy, 0.0) - alone
 
     @cached_property
     def _answered_alone(self) -> tuple[float, float]:
-        """TTFT of a lone request in an aggregated engine, and the seconds that a long prompt adds to it."""
+        """TTFT in seconds of a lone request in an aggregated engine, and the seconds that a long prompt adds."""
         alone = aggregated_ttft(self._engine, self._shape, self._occupancy, 0.0)
         return alone, aggregated_ttft(self._engine, self._long, self._occupancy, 0.0) - alone
 
@@ -309,7 +309,7 @@ def linear_engine(
     token = latency.prefill_ms_per_token * 1e-3
     step = StepModel(
         base=(latency.prefill_base_ms if role is Role.PREFILL else latency.step_base_ms) * 1e-3,
-        # the step model counts a decoding sequence as one token too, so the time of a token is subtracted
+        # the step model adds the time of a token for each decoding sequence, so this time is subtracted here
         sequence=latency.step_ms_per_sequence * 1e-3 - token,
         token=token,
         dense_read=0.0,
@@ -336,7 +336,7 @@ def linear_engine(
 
 
 def _longer(load: OfferedLoad, percentile: float) -> RequestShape:
-    """Return a request whose prompt length is at the given percentile of log-normally distributed lengths."""
+    """Return a request whose prompt length is at a percentile; lengths are assumed to be log-normally distributed."""
     variance = log1p(load.prompt_spread)
     factor = max(1.0, exp(NormalDist().inv_cdf(percentile) * sqrt(variance) - 0.5 * variance))
     return structs.replace(

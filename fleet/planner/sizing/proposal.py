@@ -47,7 +47,7 @@ class ProposedPool(Struct, frozen=True, kw_only=True):
     role: Role
     gpu: str
     tp: int
-    """Number of GPUs of one replica, which share the model by tensor parallelism."""
+    """Tensor parallelism: number of GPUs of one replica."""
 
     replicas: int
     gpus: int

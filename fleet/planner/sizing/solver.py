@@ -180,7 +180,9 @@ def _mix(candidates: Sequence[Candidate], replicas: Sequence[int], rate: float, 
 def _trimmed(
     candidates: Sequence[Candidate], replicas: Sequence[int], rate: float, rates: Rates, budget: PlanBudget
 ) -> list[int]:
-    """Return the numbers without replicas that the rate does not need, which can remain because rates are rounded.
+    """Return the numbers of replicas without those that the rate does not need.
+
+    Such replicas can remain in a solution, because the solver computes with rounded rates.
 
     The most expensive replicas are removed first.
     """
@@ -229,7 +231,10 @@ def fewest(candidate: Candidate, rate: float, rates: Rates) -> int:
 
 
 def _alone(candidate: Candidate, rate: float, rates: Rates) -> float:
-    """Return the rate of one replica, in a pool that is large enough to serve the whole rate alone."""
+    """Return the rate per replica if the pool has enough replicas to serve the whole rate alone.
+
+    If its bounds allow fewer replicas, their number counts.
+    """
     if candidate.most == 0:
         return 0.0
     one = rates(candidate.pool, 1)

@@ -5,7 +5,7 @@ Rules:
 1. A round first queries the age of the routers' samples, and then the samples. The round fails if not all answers have
    arrived within `deadline_seconds`.
 2. A router process counts if its last sample is not older than `stale_seconds` by the server's own clock. This check is
-   necessary, because Prometheus returns the last sample of a target that it cannot scrape for five minutes.
+   necessary: if Prometheus cannot scrape a target any more, it still returns the last sample for five minutes.
 3. If fewer than `routers` processes count, or if a series is missing or has an impossible value, the whole round is
    dropped. When all rounds have been dropped for `stale_seconds`, the planner stops changing replicas, and a condition
    names the server and the cause.
@@ -203,5 +203,8 @@ def _number(each: InstantValue) -> float:
 
 
 def _quoted(text: str) -> str:
-    """Return a text as a string literal of PromQL, in the form of JSON, whose escapes PromQL accepts."""
+    """Return a text as a string literal of PromQL.
+
+    It is encoded as JSON, because PromQL accepts the escapes of JSON.
+    """
     return msgspec.json.encode(text).decode()

@@ -3,8 +3,9 @@
 The prompt of a simulated request has a length and block keys, but no tokens. The blocks of its answer get names, too.
 
 A trace names only the blocks of prompts. The next prompt of a conversation begins with all full blocks of the previous
-prompt. Then follow blocks that contain the end of the previous prompt and its answer. The trace names these blocks only
-in the next prompt, but an engine caches them already when the answer ends. So:
+prompt. The blocks after these contain the end of the previous prompt, and its answer. The trace names these blocks only
+in the next prompt. But an engine caches them as soon as the answer ends, so the simulation needs names for them at that
+time:
 
 1. `AnswerBlockNames` creates new names for the blocks of an answer. When a later prompt continues the conversation, the names that
    the trace gives these blocks are translated into the created names, in this prompt and in all later ones.
@@ -30,7 +31,10 @@ FIRST_OWN_NAME = 1 << 63  # the first name that this module creates; all names i
 
 
 class BlankTokens(bytes):
-    """Stands for the token ids of a prompt: has their length in bytes and block keys for each block size, but stores no tokens."""
+    """Stands for the token ids of a prompt.
+
+    The object has their length in bytes, and the block keys for each block size, but no tokens.
+    """
 
     _length: int
     keys: Mapping[int, tuple[int, ...]]
@@ -92,7 +96,7 @@ class AnswerBlockNames:
         own = self._own_names
         chain = tuple([own.get(name, name) for name in traced]) if own else traced
         tokens = request.prompt_tokens + request.output_tokens
-        # minus 1, because an engine never computes the KV of the last token
+        # minus 1, because an engine never computes the KV of an answer's last token
         count = max(0, (tokens - 1) // size - blocks)
         answer = tuple(range(self._next, self._next + count))
         self._next += count

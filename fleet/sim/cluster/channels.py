@@ -61,7 +61,8 @@ class Channel(Generic[Message]):
     def _arrive(self) -> None:
         messages = self._under_way.popleft()
         if messages is self._latest:
-            self._sent_at = None  # a message that is sent from now on gets a new list, because this one has arrived
+            # the list has arrived, so the next message that is sent gets a new list, even at this instant
+            self._sent_at = None
         deliver = self._deliver
         for message in messages:
             deliver(message)

@@ -27,7 +27,7 @@ from fleet.sim.kernel import Kernel, ScheduledEvent, cancel
 
 
 class ElasticPool(Struct, frozen=True, kw_only=True):
-    """Settings of an elastic pool: its profile, how much the durations of starts vary, and the longest drain."""
+    """Settings of an elastic pool: its profile, the variation of its start durations, and the time limit of a drain."""
 
     profile: PoolProfile
     """Profile of the pool's workers; `workers` is the number at the start, and `start_time` the mean duration of a start."""
@@ -210,7 +210,10 @@ def _counts(state: PoolState) -> tuple[int, ...]:
 
 
 def _cache_values(workers: Sequence[SimulatedWorker], among: Sequence[SimulatedWorker]) -> dict[WorkerId, float]:
-    """Return the cache value of each worker in `among`: the seconds to compute again the blocks that no other worker caches."""
+    """Return the value of the cache of each worker in `among`, in seconds.
+
+    It is the time to compute again those of its blocks that no other worker in `workers` caches.
+    """
     copies = Counter(name for worker in workers for name in worker.engine.names())
     values = {}
     for worker in among:

@@ -39,8 +39,9 @@ class WorkerSlow(Struct, frozen=True, kw_only=True):
 class NetworkCut(Struct, frozen=True, kw_only=True):
     """The network between a worker and the router is cut: no message passes for a time.
 
-    A short cut delays the messages. In a cut that is longer than the router's heartbeat timeout, the router gives the worker up and
-    places its requests elsewhere, and the worker drops its attempts. After the cut, the worker returns with its cache.
+    A short cut only delays the messages. In a cut that is longer than the router's heartbeat timeout, the router gives
+    the worker up and places its requests elsewhere, and the worker drops its attempts. After the cut, the worker
+    returns with its cache.
     """
 
     at: Nanos

@@ -2,8 +2,9 @@
 
 Rules:
 
-1. A prefill worker keeps the computed blocks of a prompt until the decode worker has fetched them, or does not need them, or the
-   transfer has failed. If no transfer begins within `LEASE`, the blocks are released.
+1. A prefill worker keeps the computed blocks of a prompt until the decode worker has fetched them, until the decode
+   worker does not need them any more, or until the transfer has failed. If no transfer begins within `LEASE`, the
+   prefill worker releases the blocks.
 2. A decode worker whose KV memory is full waits until it has free blocks. Then it fetches the prompt's blocks, if the prefill worker
    still keeps them.
 3. If a transfer fails because one of its ends died, the decode worker computes the prompt.

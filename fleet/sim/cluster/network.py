@@ -6,8 +6,8 @@ Rules:
 
 1. A link is one direction of a network or disk connection, such as from a worker to the network. It has a bandwidth.
 2. A transfer uses one or several links at once. Each link divides its bandwidth evenly among its transfers. The rate of
-   a transfer is the smallest share that one of its links gives it. (Under max-min fairness, a transfer could also use
-   bandwidth that others cannot use; this is not simulated.)
+   a transfer is the smallest share that one of its links gives it. (With max-min fairness, a transfer could also use
+   bandwidth of a link that the link's other transfers cannot use. This is not simulated.)
 3. Each transfer first waits for its latency. During this time it uses no bandwidth.
 4. If a link is closed, its transfers are lost.
 """
@@ -153,7 +153,7 @@ class Network:
         self._share_out(transfer)
 
     def _share_out(self, changed: Transfer) -> None:
-        """Compute the rates of all transfers again that share a link with a transfer that has begun or ended."""
+        """Compute the rates again of all transfers that share a link with `changed`, which has begun or ended."""
         now, bandwidth, transfers = self._kernel.instant, self._bandwidth, self._transfers
         affected: dict[Transfer, None] = {}
         for link in changed.links:

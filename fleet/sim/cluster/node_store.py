@@ -7,9 +7,9 @@ Rules:
 2. Computed blocks are saved to the pool. When they are saved, and again whenever they are used, they are demoted to each lower
    tier that admits them. No request waits for a demotion. At most `QUEUE_BLOCKS` blocks wait for a demotion to one tier. If more
    blocks have to wait, they are not demoted.
-3. A load fetches the leading blocks that an engine does not have. It takes each from the first tier that has it, and stops at the
-   first blocks that can be computed faster than loaded (rule 4 of `kvstore.hierarchy`). Blocks from lower tiers are then also
-   stored in the pool.
+3. A load fetches the leading blocks of a prompt that an engine does not have. Each block comes from the first tier that
+   has it. The load stops at the first blocks that the engine can compute faster than load (rule 4 of
+   `kvstore.hierarchy`). Blocks that were loaded from lower tiers are also stored in the pool.
 4. Blocks are not evicted while they are loaded.
 5. A store that dies loses its pool and all transfers; engines then compute the blocks. Lower tiers keep their blocks until the
    store returns.
@@ -122,9 +122,10 @@ class NodeStore:
     # Loads.
 
     def offer(self, attached_worker: AttachedWorker, keys: Sequence[int], here: int) -> int:
-        """Return how many leading blocks of `keys` the engine will have after a load.
+        """Return how many leading blocks of `keys` a worker's engine will have after a load.
 
-        The engine has the first `here` of these blocks already. Blocks that are faster to compute than to load are not loaded.
+        The engine has the first `here` of these blocks already. Blocks that the engine can compute faster than load are
+        not loaded.
         """
         return here + sum(len(run.keys) for run in self._worth_loading(attached_worker, keys, here))
 

@@ -34,7 +34,8 @@ from fleet.sim.cluster.worker import FINGERPRINT, SimulatedRequests, SimulatedWo
 from fleet.sim.kernel import Kernel, ScheduledEvent
 from fleet.sim.results.outcomes import PoolSample
 
-# Number of nanoseconds before a fault at which its workers send their progress, so that all generated tokens arrive.
+# Number of nanoseconds before a fault at which the workers that it affects send their progress, so that all generated
+# tokens arrive at the router.
 JUST_BEFORE = 1000
 JOIN_MESSAGES = 6
 """Number of message delays from a worker's start until a router knows the worker.
@@ -221,7 +222,8 @@ class SimulatedCluster:
             case RoleFlip() if worker.leaves:
                 pass
             case RoleFlip() if worker.flips_to is not None:
-                worker.flips_to = fault.role  # the worker already drains for an earlier change, which this one replaces
+                # the worker already drains for an earlier change of its role; the new change replaces that one
+                worker.flips_to = fault.role
             case RoleFlip() if fault.role is worker.role:
                 pass
             case RoleFlip():

@@ -74,7 +74,7 @@ class SimulatedTier:
                 rule.withdraw(victim)
                 if pins[victim]:
                     self._aside[victim] = None
-                elif victim not in own:  # a victim that is in `keys` stays; `_use` gives it back to the policy
+                elif victim not in own:  # a block in `keys` stays, and `_use` gives it back to the policy
                     del pins[victim]
                     removed.append(victim)
                     missing -= 1

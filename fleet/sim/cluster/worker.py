@@ -5,8 +5,8 @@ Rules:
 1. Events and commands travel through channels (`fleet.sim.cluster.channels`) and take a message delay each.
 2. The worker sends progress as the engine reports it: with the first token, when an answer begins a new block, and at its end.
 3. A prefill ends with a handoff. If the handoff goes through the node's store, the prefill ends when the store has its blocks.
-4. A worker ignores an attempt whose request is over, and rejects new attempts while it drains. While it changes from one role to
-   another, it is not registered, and commands that arrive in this time are lost.
+4. A worker ignores an attempt whose request is over, and rejects new attempts while it drains. While a worker changes
+   its role, it is not registered, and commands that arrive in this time are lost.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -2,9 +2,9 @@
 
 Apart from noise, attainment falls when the load grows. So the load is doubled until the SLO is missed. Then a bisection
 begins between the highest load that kept the SLO and the lowest load that missed it. It ends when the relative distance
-of these two loads is at most `CLOSE`. The load is the rate of arrivals, or the number of users if users wait for answers.
-Every run has the same requests in the same order, and is a point of the curve. While a run is under way, the two loads
-that may follow can already run in other processes. A run whose result is not needed in the end is no point of the curve.
+of these two loads is at most `CLOSE`. The load is the rate of arrivals, or the number of users if users wait for
+answers. Every run has the same requests in the same order. While a run is under way, the two loads of which one comes
+next can already run in other processes. The curve has a point for each run whose result the search has used.
 """
 
 from collections import deque
@@ -117,7 +117,10 @@ class _Search:
         return self.at(load).attainment >= self._wanted
 
     def same(self, load: float, other: float) -> bool:
-        """Return True if two loads mean the same number of users. Return False if loads of this scenario are rates."""
+        """Return True if two loads give the same number of users.
+
+        Always return False if the load of this scenario is a rate.
+        """
         users = waiting_users(scaled(self._scenario, load))
         return 0 < users == waiting_users(scaled(self._scenario, other))
 

@@ -27,7 +27,8 @@ LOADS = (0.5, 1.0, 1.5, 2.0)
 FURTHER, MOST_FURTHER, ENOUGH = 1.5, 4, 0.5
 """Parameters of the rule by which a curve is continued above its highest load.
 
-At most `MOST_FURTHER` loads are added, each `FURTHER` times the previous load, until attainment is below `ENOUGH`.
+Further loads are run until attainment is below `ENOUGH`, but at most `MOST_FURTHER` of them. Each is `FURTHER` times
+the previous load.
 """
 
 MOST_REQUESTS = 20_000

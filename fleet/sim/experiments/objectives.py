@@ -1,6 +1,7 @@
 """Objectives of a sweep: rank the scenarios that keep the SLO by their cost or energy for each good request.
 
-A late request is useless but costs as much as a good one. So cost and energy are divided by good requests, not by tokens.
+A request that misses its SLO costs as much as a good one, but is useless. So cost and energy are divided by the number
+of good requests, and not by the number of tokens.
 """
 
 from collections.abc import Sequence

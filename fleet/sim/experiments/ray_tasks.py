@@ -17,14 +17,14 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 AHEAD = 4
-"""Number of unfinished tasks for each CPU of the cluster. With it all nodes are busy, and Ray's queue does not hold thousands of
-tasks."""
+"""Maximum number of unfinished tasks for each CPU of the cluster. It is large enough to keep all nodes busy, and
+small enough that Ray's queue does not hold thousands of tasks."""
 
 KNOCK_SECONDS = 10.0  # time limit of one attempt to connect to the cluster
 
 TASK_SECONDS = 6 * 3600
-"""Maximum wait for the next result, in seconds. No simulation takes so long. So if the time ends, the cluster has no nodes
-that run tasks."""
+"""Maximum time to wait for the next result, in seconds. No simulation takes so long. So if no result has come within
+this time, no node of the cluster runs tasks."""
 
 
 def map_on_ray(

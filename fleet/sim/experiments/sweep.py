@@ -142,7 +142,7 @@ def _trace(prepared: _Prepared) -> Path | None:
 
 
 def _as_read(prepared: _Prepared) -> tuple[object, ...]:
-    """Return the settings of a scenario that determine which rows of its trace are read, and whether these are valid.
+    """Return the settings of a scenario that determine which rows of its trace are read and which of them are valid.
 
     If two cases have equal settings, the trace needs to be checked for only one of them.
     """

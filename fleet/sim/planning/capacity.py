@@ -92,7 +92,11 @@ class ReplicaCapacity(Struct, frozen=True, kw_only=True, dict=True):
         return self._mixed_rate(shape, tpot_seconds, prefill)
 
     def _mixed_rate(self, shape: TrafficShape, tpot_seconds: float, prefill: float) -> float:
-        """Return the result of `rate` for a replica that prefills and decodes. Its prefill steps delay the running sequences."""
+        """Return the result of `rate` for a replica that prefills and decodes.
+
+        `prefill` is the seconds to compute one prompt. In this time, no running sequence gets a token, so prefills
+        increase the time per token.
+        """
 
         def tpot(running: float) -> float:
             step = self.step_seconds(shape, running)

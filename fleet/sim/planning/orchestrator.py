@@ -1,7 +1,7 @@
 """Simulated orchestrator: carries out plans on the elastic pools of a simulated cluster.
 
-It keeps the plan and the report of a virtual connector in memory. The planner writes them through `VirtualConnector`, as
-in production. So the code of production also handles conflicts, pinned pools and revisions here.
+It keeps two records in memory: the plan and the plan report. The planner writes the plan through `VirtualConnector`, as
+in production. So production's code also handles conflicts, pinned pools and revisions in the simulation.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ TAKES_UP = Nanos(SECOND // 2)
 """Time from the write of a plan until the orchestrator acts on it. It is half the typical interval at which plans are polled."""
 
 EPOCH = datetime(2026, 1, 1, tzinfo=UTC)
-"""Wall-clock time that reports state for the beginning of virtual time."""
+"""Wall-clock time at the beginning of virtual time, from which the times in plans are computed."""
 
 
 class SimulatedOrchestrator:

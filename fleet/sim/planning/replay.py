@@ -50,7 +50,8 @@ looks ahead."""
 
 WORST_OF = Nanos(300 * SECOND)
 LEAST_REQUESTS = 20
-"""Length of the spans for `worst_attainment`, and the minimum number of requests in a span. Spans with fewer are not counted."""
+"""Length of the spans of time for `ReplayOutcome.worst_attainment` (`WORST_OF`), and the minimum number of requests
+in a span. A span with fewer requests is not counted."""
 
 AROUND = Nanos(30 * SECOND)
 """Time before and after the instant of a forecast in which the real arrivals are counted, to compare their rate with the
@@ -303,7 +304,7 @@ class _Run:
         )
 
     def _wanted(self, history: Sequence[PoolState]) -> Iterable[int]:
-        """Return the wanted numbers of replicas of a pool in the measured span: at the begin of the span, and at each change."""
+        """Return a pool's wanted numbers of replicas: at the beginning of the measured span, and after each change."""
         return [state.wanted for state in history if state.at <= self._end][
             max(0, sum(state.at < self._begin for state in history) - 1) :
         ]
@@ -332,7 +333,7 @@ class _Score:
         self.history = History(slo)
         self.requests = self.refused = self._good = 0
         self._prompt_tokens = self._cached_tokens = 0
-        # maps the number of each span of length `WORST_OF` to its numbers of requests and good requests
+        # maps the index of each span of time (its length is `WORST_OF`) to two counts: all requests, and good requests
         self._spans: dict[int, list[int]] = {}
         self._arrivals: list[Nanos] = []
         self._forecasts: list[tuple[Nanos, float]] = []

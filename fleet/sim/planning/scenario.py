@@ -1,4 +1,4 @@
-"""Replay scenario: a simulation whose pools are sized by a rule while it runs. It is a scenario with a section `[planner]`."""
+"""Replay scenario: a scenario with the section `[planner]`, in which a scaling rule sizes the pools during the run."""
 
 from pathlib import Path
 from typing import Annotated, Any

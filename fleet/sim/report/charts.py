@@ -116,7 +116,10 @@ def chart(
 
 
 def thinned(points: Points, rise: float) -> Points:
-    """Return fewer points of a rising curve: the first and last point, and points at least `rise` above the previously kept one."""
+    """Return fewer points of a rising curve: the first one, the last one, and some between them.
+
+    A point between them is kept if it is at least `rise` above the point that was kept before it.
+    """
     kept: list[tuple[float, float]] = []
     for point, after in zip(points, [*points[1:], None], strict=True):
         if not kept or after is None or point[1] - kept[-1][1] >= rise:
@@ -153,7 +156,7 @@ def _scales(
 
 
 def _full(value: float) -> float:
-    """Return the highest value of an axis: the given value, rounded up so that a grid line is at the top of the chart."""
+    """Return the value at the end of an axis: the given value, rounded up so that a grid line is at the end."""
     if value <= 0:
         return 1.0
     step = _round_up(value / TICKS)

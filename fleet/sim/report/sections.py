@@ -309,7 +309,10 @@ def refusals(outcome: RunOutcome) -> ReportSection:
 
 
 def trust(pools: Sequence[PoolOutcome]) -> ReportSection:
-    """Return the section on the accuracy of step times: for each pool, the measurements they were fitted to, and their errors."""
+    """Return the section on the accuracy of step times, with a row for each pool.
+
+    A row names the measurements to which the step times were fitted, and the errors of the predictions.
+    """
     rows = [
         (
             pool.name,

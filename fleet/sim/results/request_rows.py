@@ -17,7 +17,8 @@ from fleet.core.errors import ConfigurationRefused
 from fleet.sim.results.outcomes import EndedRequest, Slo
 
 GROUP = 20_000
-"""Number of rows in one row group of a Parquet file; these rows are in memory at a time."""
+"""Number of rows in one row group of a Parquet file. The rows of one group are kept in memory until the group is
+written."""
 
 PARQUET = ".parquet"
 

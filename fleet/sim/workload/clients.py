@@ -8,8 +8,9 @@ Rules:
 3. Session clients send the turns of sessions (`TraceSession`): a turn is sent after the answers to earlier turns. Either a fixed
    number of sessions runs at a time, or each session begins at the time that the workload states.
 4. A client that waits for an answer sends its next request in an event of its own, so the router is never called recursively.
-5. A request that is rejected for a temporary reason is sent again, each time after a longer pause. It counts as one request that
-   began when it was sent first. If clients have a deadline, it is sent with the request, and the client stops waiting at it.
+5. A request that is rejected for a temporary reason is sent again, each time after a longer pause. It counts as one
+   request that began when it was sent first. If clients have a deadline, the request contains it, and the client stops
+   waiting when the deadline has passed.
 """
 
 from collections.abc import Callable, Iterator
@@ -74,7 +75,8 @@ class SessionClients(
     """Sessions whose turns wait for the answers to earlier turns."""
 
     users: Annotated[int, Meta(ge=0, le=1 << 20)] = 64
-    """Number of sessions that run at a time; 0: each session begins at the time of the workload, which traces do not contain."""
+    """Number of sessions that run at a time; 0: each session begins at the time that the workload states. Traces
+    state no such times."""
 
     longest_gap_seconds: Seconds = 1e9
     """Maximum time between an answer and the next turn; longer gaps in the trace (such as a night) are shortened to it."""
@@ -119,7 +121,8 @@ class _Sender:
         self._kernel, self._world, self._patience, self._ended = kernel, world, patience, ended
         self._deadline = Nanos(round(patience.deadline_seconds * SECOND))
         self._patient = bool(self._deadline or patience.retries)
-        self._live = 0  # number of unfinished requests that may be sent again, or whose end the sender has to report
+        # number of unfinished requests whose end is reported to this sender; requests that wait to be sent again count
+        self._live = 0
 
     @property
     def idle(self) -> bool:

@@ -1,9 +1,10 @@
 """Drawn workloads: makes requests and sessions by a seeded random generator.
 
-Arrivals are a Poisson process, evenly spaced, or have gamma-distributed gaps. Their rate can also vary over a day, rise
-in bursts, or follow stated phases; phases can also change the lengths of requests. Prompts may begin with one of a few
-shared prefixes, such as system prompts; the n-th prefix is used 1/n as often as the first one (Zipf). Requests may be
-turns of conversations; each turn then begins with all earlier prompts and answers of its conversation.
+Arrivals are a Poisson process, evenly spaced, or have gamma-distributed gaps. The rate of Poisson arrivals can also
+vary over a day, rise in bursts, or follow stated phases. Phases can also change the lengths of requests. Prompts may
+begin with one of a few shared prefixes, such as system prompts; the n-th prefix is used 1/n as often as the first one
+(Zipf). Requests may be turns of conversations; each turn then begins with all earlier prompts and answers of its
+conversation.
 """
 
 from bisect import bisect
@@ -219,7 +220,10 @@ def _rate(workload: DrawnWorkload, rate: float, now: float) -> float:
 
 
 def _outside(workload: DrawnWorkload, rate: float) -> float:
-    """Return the rate of arrivals outside of bursts. `rate` is the mean over time."""
+    """Return the rate of arrivals between two bursts, in requests per second.
+
+    `rate` is the mean over bursts and pauses together.
+    """
     return rate / (1 + (workload.burst_factor - 1) * workload.burst_seconds / workload.burst_every_seconds)
 
 

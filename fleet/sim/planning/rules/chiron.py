@@ -1,9 +1,11 @@
 """Chiron: a scaling rule that sizes pools by the back-pressure of interactive requests.
 
-Source: arXiv 2501.08090, in the form of SageServe's simulator. The interactive back-pressure is the share of instances that have
-    interactive work. The pool grows while it is above 0.6, and shrinks while it is below. With continuous batching every instance
-    has some request all the time, so here an instance counts as having work only if it runs more than the share `busy` of the
-    requests that it can run within the goals. Batch work is not simulated.
+Source: arXiv 2501.08090, in the form of SageServe's simulator. The paper defines the interactive back-pressure of a
+    pool as the share of its instances that have interactive work. The pool grows while this pressure is above 0.6
+    (`pressure`). It may lose one replica in an interval in which the pressure is below this target by more than the
+    share `band`. With continuous batching, every instance has some request all the time. So here an instance counts as
+    having work only if it runs more than the share `busy` of the requests that it can run within the goals. Batch work
+    is not simulated.
 """
 
 from math import ceil

@@ -1,11 +1,13 @@
 """Dynamo's planner: a scaling rule that sets a minimum by the forecast rate, and adds or removes single replicas by the load.
 
-Source: ai-dynamo, `components/planner` of release 1.6. Every 180 s (a throughput tick) the minimum of a pool is computed: the
-forecast rate divided by the rate of one profiled engine within the goals. It changes by at most eight replicas at a time. Every
-5 s (a load tick) one replica is added if the estimated latency of all engines of a pool exceeds the goal. One is removed if all
-engines would stay below 0.8 of the goal with their load multiplied by N / (N - 1). The goal is the queueing part of the TTFT for
-prefill, and the TPOT for decode. Latencies are estimated as means, not as tail percentiles. The forecast is here a linear trend of
-the last throughput ticks.
+Source: ai-dynamo, `components/planner` of release 1.6. Every 180 s (a throughput tick), the minimum number of replicas
+of a pool is computed: the forecast rate divided by the rate that one engine serves within the goals. The minimum
+differs by at most eight from the present number of replicas. Every 5 s (a load tick), one replica is added if the
+estimated latency of every engine of a pool exceeds the goal. One of the N replicas is removed if every engine would
+stay below 0.8 of the goal with N / (N - 1) times its load. For a prefill engine, the latency is the waiting time of a
+prompt, and its goal is the part of the TTFT goal that the computation of the prompt itself leaves. For a decode engine,
+the latency is the TPOT. Latencies are estimated as means, not as tail percentiles. Here the forecast continues the
+linear trend of the last throughput ticks.
 """
 
 from math import ceil
@@ -34,7 +36,7 @@ class DynamoRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A replica is removed only if the estimated latencies stay below this share of the goal."""
 
     margin: float = 1.0
-    """Factor by which the forecast rate is multiplied before a floor is computed."""
+    """Factor by which the forecast rate is multiplied before the minimum numbers of replicas are computed from it."""
 
     def open(self, context: RuleContext) -> "_Dynamo":
         return _Dynamo(self, context)

@@ -56,7 +56,10 @@ def _weight(role: Role, request: TraceRequest, shape: TrafficShape) -> float:
 
 
 def peak_replicas(context: RuleContext, shape: TrafficShape, span_seconds: float, use: float) -> dict[PoolName, int]:
-    """Return the number of replicas of each pool that serve the highest load with the share `use` of their throughput."""
+    """Return the replicas of each pool for which the highest load is the share `use` of their throughput.
+
+    The load is averaged over `span_seconds` seconds.
+    """
     return {
         pool.name: context.bounded(pool.name, ceil(max(needs(context, pool.name, shape, span_seconds)) / use))
         for pool in context.pools

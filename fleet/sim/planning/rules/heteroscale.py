@@ -1,9 +1,10 @@
 """HeteroScale: a scaling rule that sizes decode pools by generated tokens per second, and prefill pools in a fixed ratio to them.
 
-Source: arXiv 2508.19559. The wanted number of decode replicas is the present number, times the generated tokens per second of one
-    instance divided by their target. The number of prefill replicas is a fixed multiple of that number. Latency only corrects
-    the result: above a share of a latency goal no pool shrinks, and above the goal pools grow by a step. Pools that prefill
-    and decode follow the same law without a ratio.
+Source: arXiv 2508.19559. The wanted number of decode replicas is the number of ready ones, multiplied by the generated
+    tokens per second of one instance, and divided by the target for this rate. The number of prefill replicas is the
+    number of decode replicas multiplied by a fixed ratio. Latency only corrects the result: above the share
+    `latency_share` of a latency goal no pool shrinks, and above the goal each decode pool grows by one replica. Pools
+    with the role `both` are sized like decode pools.
 """
 
 from math import ceil

@@ -1,9 +1,9 @@
 """HPA: a scaling rule that works like Kubernetes' Horizontal Pod Autoscaler, with the utilisation of each pool as its metric.
 
-Source: the algorithm of the Kubernetes documentation with its default behaviour. Every 15 s the wanted number is the number of
-ready replicas times utilisation divided by target; differences of up to 10 % are ignored. A pool shrinks only to the highest number
-that was computed in the last 300 s. In 15 s it grows by at most 100 % or four replicas, whichever is more. Starting replicas count
-as unused.
+Source: the algorithm of the Kubernetes documentation with its default behaviour. Every 15 s the wanted number is the
+number of ready replicas times utilisation divided by target; differences of up to 10 % are ignored. A pool shrinks only
+to the highest number that was computed in the last 300 s. In 15 s it grows by at most 100 % or four replicas, whichever
+is more. The utilisation of a replica that is starting counts as 0.
 """
 
 from math import ceil

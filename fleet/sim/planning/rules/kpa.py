@@ -68,7 +68,11 @@ class _Kpa:
         return self._context.bounded(pool.name, max(wanted, min(highest, before)))
 
     def _most(self, pool: PlannedPool) -> float:
-        """Return the number of requests that a replica can run within the goals; TTFT or the batch size limits it, by the role."""
+        """Return the number of requests that a replica of a pool can run within the goals.
+
+        For a prefill pool, the TTFT goal limits this number. For other pools, the TPOT goal and the batch size limit
+        it.
+        """
         context, shape = self._context, self._load.shape
         if pool.role is Role.PREFILL:
             return max(1.0, context.goals.ttft_seconds / context.capacities[pool.name].prefill_seconds(shape))

@@ -1,11 +1,17 @@
 """Oracle: searches the cheapest timetable of replicas, with all requests known in advance.
 
-Level k of a pool is its k-th replica; it is needed while the load needs at least k replicas. Levels are independent of
-each other. In a gap between two needs, a level's replica is kept if the gap is not longer than start-up and drain
-together, because a replica occupies its GPUs in both. Replicas start early enough to serve when they are needed. All
-needs are multiplied by a scale. The smallest scale that keeps the attainment is found by halving: each trial replays the
-same requests. The result is an estimate of the best that any rule can reach on this workload. It is no proof, because
-the needs ignore queueing, and each pool has one scale for the whole replay.
+The search has two parts:
+
+1. The need of a pool is the number of replicas that its load keeps busy (`fleet.sim.planning.rules.future_load`). Level
+   k of a pool is its k-th replica, which is needed while the need is at least k. For each level alone, the timetable
+   starts a replica early enough to serve when it is needed. A replica that is not needed for a short time is kept, if
+   this time is not longer than a start and a drain together. Ending it would save nothing, because a replica occupies
+   its GPUs during its start and its drain.
+2. The need of each pool is multiplied by a scale. A bisection finds the smallest scales that keep the attainment. Each
+   of its steps replays the same requests with another timetable.
+
+The result is an estimate of the best that any rule can reach on this workload. It is no proof, because the needs ignore
+queueing, and each pool has one scale for the whole replay.
 """
 
 from collections.abc import Sequence
@@ -24,7 +30,7 @@ from fleet.sim.planning.rules.future_load import BIN_SECONDS, needs
 from fleet.sim.planning.rules.static import known_shape
 
 HIGHEST, LOWEST = 2.5, 0.5
-"""Upper and lower end of the scales between which the search begins; a scale multiplies the estimated needs."""
+"""Highest and lowest scale, between which the bisection begins. A scale multiplies the need of a pool."""
 
 
 class OracleRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -35,7 +41,8 @@ class OracleRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     halvings: int = 5
     refinements: int = 2
-    """Number of replays that search the scale of all pools, and number of replays that then search the scale of each pool."""
+    """Number of replays that search one scale for all pools (`halvings`), and number of replays that afterwards
+    search a lower scale for each single pool (`refinements`)."""
 
     def open(self, context: RuleContext) -> ScheduledReplicas:
         return _OracleSearch(self, context).best()
@@ -85,7 +92,10 @@ class _OracleSearch:
 def _levels(
     context: RuleContext, pool: PlannedPool, need: Sequence[float], scale: float, shape: TrafficShape
 ) -> list[tuple[float, int]]:
-    """Return the timetable of a pool: pairs of an instant in seconds and the number of replicas from then on. The first is 0."""
+    """Return the timetable of a pool: pairs of an instant in seconds and the number of replicas from then on.
+
+    The instant of the first pair is 0.
+    """
     counts = [context.bounded(pool.name, ceil(each * scale)) for each in need]
     # one bin earlier, because a need may begin anywhere within its bin
     early = pool.start_seconds + TAKES_UP / SECOND + BIN_SECONDS
@@ -108,7 +118,10 @@ def _levels(
 
 
 def _spans(needed: Sequence[bool], bridged_seconds: float) -> list[tuple[int, int]]:
-    """Return the spans in which a level's replica is kept, as first bin and end; short gaps (`bridged_seconds`) do not end a span."""
+    """Return the spans in which a level's replica is kept, each as its first bin and the bin after its last one.
+
+    A time without need of at most `bridged_seconds` seconds does not end a span.
+    """
     spans: list[tuple[int, int]] = []
     for place, needs_it in enumerate(needed):
         if not needs_it:

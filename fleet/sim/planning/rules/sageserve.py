@@ -1,10 +1,11 @@
 """SageServe: a scaling rule that plans each hour by forecasts, and adds or removes single replicas by memory use in between.
 
-Source: arXiv 2502.14617 and its published simulator, variants UT and UA. At each planning instant the number of replicas is the
-smallest whose throughput covers the highest forecast of a horizon ahead. Between two plans, one replica is added if memory use is
-above 0.5 and the pool is smaller than planned, and one is removed if it is below 0.25. Above 0.9, or if the last minute's rate is
-five times the forecast, one is added even beyond the plan. The forecast here is the last rate with its trend over the last
-planning interval.
+Source: arXiv 2502.14617 and its published simulator, variants UT and UA. At each planning instant, the planned number
+of replicas is the smallest one whose throughput is enough for the forecast rate. Between two plans, one replica is
+added if memory use is above 0.5 and the pool is smaller than planned. One replica is removed if memory use is below
+0.25 and the pool is larger than planned. If memory use is above 0.9, or if the rate of the last minute is more than
+five times the forecast, one replica is added even if the pool then exceeds the plan. Here the forecast is the present
+rate, plus its growth since the previous plan if it has grown.
 """
 
 from math import ceil
@@ -85,7 +86,12 @@ class _SageServe:
         return self._context.bounded(pool.name, wanted)
 
     def _used(self, pool: PlannedPool) -> float:
-        """Return the used share of KV memory. For a prefill pool, return the time to compute its waiting prompts over the TTFT goal."""
+        """Return a pool's use of memory, on which `_stepped` decides.
+
+        For a decode pool, it is the used share of KV memory. For a prefill pool, it is the time to compute the
+        prompts that wait on one replica, divided by the TTFT goal. For a pool with the role `both`, it is the larger
+        one.
+        """
         workers = self._load.workers(pool.name)
         if not workers:
             return 0.0

@@ -1,9 +1,14 @@
 """WVA saturation: llm-d's Workload Variant Autoscaler, version 2, which compares tokens in use with token capacity.
 
-Source: llm-d-workload-variant-autoscaler, saturation analyzer V2. The capacity of a replica is the smaller of 0.80 of its KV tokens and
-of the tokens that its batch holds: N (I + O / 2) with N = min(B O / (I + O), S). Demand is the tokens in use, and for each queued request
-its prompt and answer. A pool grows if demand / 0.85 exceeds the capacity of ready and pending replicas. It shrinks if one replica less
-has capacity for demand / 0.70. For prefill pools, demand is prompt tokens, and capacity is what they compute within the TTFT goal.
+Source: llm-d-workload-variant-autoscaler, saturation analyzer V2. The capacity of a replica is a number of tokens: the
+smaller one of two numbers. The first is 0.80 of the tokens for which its KV cache has room. The second is the tokens of
+a full batch, N (I + O / 2). Here I and O are the mean lengths of prompts and answers, and N = min(B O / (I + O), S) is
+the number of running requests, for B tokens in one step and at most S requests in the batch.
+
+The demand of a pool is the tokens in its KV caches, plus the uncached prompt tokens and the answer of each queued
+request. The pool grows if demand / 0.85 exceeds the capacity of all requested replicas. It shrinks if fewer replicas
+have the capacity for demand / 0.70. For a prefill pool, the demand is the prompt tokens of its requests, and the
+capacity of a replica is the prompt tokens that it computes within the TTFT goal.
 """
 
 from math import ceil, floor

@@ -1,9 +1,14 @@
 """SLO law of llm-d: the number of replicas is proportional to the tail latency divided by its goal.
 
-Source: llm-d-autoscaling, RFC 1018 and pull request 1376. The signal s is the mean over 45 s of min(2, max(P90 TTFT / goal, P90 TPOT /
-goal)). Above 0.55 a pool grows to n + ceil(n (s r / 0.55 - 1)), where n is its number of replicas and r the ready share of them; below
-0.40 it may shrink by floor(n (1 - s / 0.40)). A pool grows after 30 s above the limit, by at most 100 % or four replicas in 60 s. It
-shrinks after 180 s, by one replica in 120 s. For an idle model s is 0. Prefill pools follow the TTFT, and decode pools the TPOT.
+Source: llm-d-autoscaling, RFC 1018 and pull request 1376. Each pool has a signal s. It is the P90 latency of the last
+45 s divided by its goal, but at most 2; without requests it is 0. If the oldest waiting request is older than the P90
+TTFT, its age is used instead. Prefill pools use the TTFT, decode pools the TPOT, and pools with the role `both` use the
+larger ratio.
+
+If s has been above 0.55 for 30 s, the pool grows to n + ceil(n (s r / 0.55 - 1)) replicas, where n is its number of
+replicas, and r is the share of them that is ready. It grows at most once in 60 s, by at most n or four replicas,
+whichever is more. If s has been below 0.40 for 180 s, and n (1 - s / 0.40) is at least 1, the pool loses one replica,
+at most once in 120 s.
 """
 
 from math import ceil, floor
@@ -38,9 +43,10 @@ class SloLawRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class _PoolTimers:
-    """Four instants of a pool: when its signal was not above the upper limit, when not below the lower one, when it grew and shrank.
+    """Holds the latest instants of four events in one pool.
 
-    Each is the latest such instant.
+    The events are: the signal was not above the upper limit, the signal was not below the lower limit, the pool grew,
+    and the pool shrank.
     """
 
     def __init__(self) -> None:

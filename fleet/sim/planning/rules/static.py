@@ -1,10 +1,14 @@
 """Static pools: three rules with fixed sizes, for the peak, for the lowest cost of these requests, and by Mélange's method.
 
-Sources: Most administrators size a pool for the peak. It is sized as `fleet.hardware.sizing` does it: the highest
-minute, with 0.8 of the throughput used, or larger until no five minutes miss the goals. The best static size is the
-cheapest fixed number that keeps the attainment on these requests; it is found by replays. Mélange (arXiv 2404.14527)
-divides the load into slices by prompt length, and covers each slice with the cheapest replicas. These scenarios have
-one GPU type for each role, so Mélange's integer program is here a sum over the slices, rounded up.
+Rules:
+
+1. `StaticPeakRule` sizes pools for the peak of the load, as most administrators do. As in `fleet.hardware.sizing`, the
+   minute with the highest load uses 0.8 of the throughput. If some five minutes miss the goals, the pools are made
+   larger.
+2. `StaticBestRule` finds by replays the cheapest fixed sizes that keep the attainment on these requests.
+3. `MelangeRule` follows Mélange (arXiv 2404.14527). It divides the load into slices by prompt length, and computes the
+   cheapest replicas for each slice. These scenarios have one GPU type for each role. So instead of Mélange's integer
+   program, the needs of the slices are added and rounded up.
 """
 
 from math import ceil

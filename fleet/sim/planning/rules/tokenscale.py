@@ -1,10 +1,13 @@
 """TokenScale: a scaling rule that divides the rate of tokens at each stage by the rate that one replica can process.
 
-Source: arXiv 2512.03416, which calls these rates token velocities. The number of prefill replicas is the incoming prompt tokens per
-second, divided by the velocity of one replica: the smaller one of what it computes and what its network sends. The number of decode
-replicas is the KV tokens per second that ending requests release, divided by those that one replica releases at the TPOT goal. In the
-paper, convertible decoders compute bursts of prompts until new instances serve. Here the router's conditional disaggregation does that
-for short prompts, so only the velocities are compared.
+Source: arXiv 2512.03416, which calls these rates token velocities. In the paper, the number of prefill replicas is the
+incoming prompt tokens per second, divided by the velocity of one replica: the tokens per second that it can compute, or
+that its network can send if these are fewer. The number of decode replicas is the KV tokens per second that ending
+requests release, divided by those that one replica releases at the TPOT goal. Here both velocities are expressed in
+requests per second (`RuleContext.rate`), and the network is no limit.
+
+In the paper, decode instances also compute prompts during a burst, until new instances serve (convertible decoders).
+This module does not simulate them, because the router already lets decode workers compute short prompts.
 """
 
 from math import ceil
@@ -26,7 +29,7 @@ class TokenScaleRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Seconds over which velocities are measured; the paper's idea is that this span is short."""
 
     use: float = 0.85
-    """Share of a replica's velocity that the sizing uses."""
+    """Share of a replica's velocity with which the number of replicas is computed; the rest is a reserve."""
 
     interval_seconds: float = 5.0
     down_seconds: float = 60.0

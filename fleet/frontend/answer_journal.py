@@ -5,12 +5,14 @@ Rules:
 1. The journal only notes answers over server-sent events, whose clients come back with the header `Last-Event-ID`.
    Fleet's own client library needs no journal, because it keeps the tokens itself.
 2. The router that serves an answer notes the tokens before the client gets them, and sends them to its peer routers
-   (`fleet.peers`). So the peers still have them if that router is killed. The tokens that all answers get from one message
-   of a worker are sent together. They are noted before the tasks of the answers wake up, so these tasks need not wait. If sending fails, the event loop logs the error, and the clients get their tokens.
-3. An answer is forgotten a set time after its last tokens. If the journal exceeds its memory limit, the answers without new
-   tokens for the longest time are forgotten first. A router that lacks the tokens generates them again, where that gives
-   the same tokens (`ResumedAnswer`).
-4. Tokens that would leave a gap after the known tokens of an answer are not noted.
+   (`fleet.peers`). So the peers still have them if that router is killed. The tokens that arrive in one turn of the event
+   loop are sent together. They are noted before the tasks of their answers wake up, so these tasks need not wait. If
+   sending fails, the event loop logs the error, and the clients get their tokens.
+3. An answer is forgotten a set time after its end at this router, or after its last tokens from a peer. If the journal
+   exceeds its memory limit, the answers that have ended or got no tokens for the longest time are forgotten first, and the
+   streams of this router last. A router that lacks the tokens generates them again, where that gives the same tokens
+   (`ResumedAnswer`).
+4. Tokens of a peer that would leave a gap after the known tokens of an answer are not noted.
 5. Each stream has an entry of its own: an answer that is resumed begins a new one with its known tokens. Otherwise, two
    streams of one answer at random would mix their tokens. Two streams run, for example, if a router hung and goes on
    although its client now reads from another router.
@@ -46,8 +48,10 @@ class JournalEntry(Struct, frozen=True):
 class _Answer(Struct):
     tokens: "array[int]"
     turn: int
-    at: Nanos  # when the last tokens came; of an answer that is streamed here, an earlier time
-    streamed_here: bool = False  # True while a `JournaledStream` of this router adds tokens, which does not set `at`
+    # When the last tokens came. While the answer is streamed here: when it began, or when `_forget` last met it.
+    at: Nanos
+    # True while a `JournaledStream` of this router adds tokens, which does not set `at`.
+    streamed_here: bool = False
 
 
 class JournaledStream:
@@ -61,21 +65,31 @@ class JournaledStream:
         self._answer = answer
         self._journal = journal
         self._tokens = answer.tokens
+        self._first = (
+            0  # number of the answer's tokens before `_tokens`; above 0 only after the journal has forgotten it
+        )
         self._told = 0  # number of tokens that the peer routers have been sent
-        self.is_untold = False  # True if the peer routers lack tokens; `told` waits until they have been sent them
+        self.is_untold = False
+        """True if the peer routers lack tokens; `told` waits until they have been sent them."""
 
     def note(self, token_ids: Sequence[int]) -> None:
         """Note the next tokens. The peer routers are sent them at the beginning of the next turn of the event loop."""
         self._tokens.extend(token_ids)
         if self._answer.streamed_here:
             self._journal.grow(TOKEN_BYTES * len(token_ids))
-        if not self.is_untold and self._journal.tell is not None:
-            self.is_untold = True
-            self._journal.tell_soon(self)
+        if self._journal.tell is not None:
+            if not self.is_untold:
+                self.is_untold = True
+                self._journal.tell_soon(self)
+        else:
+            self._drop_unkept()
 
     async def told(self) -> None:
-        """Wait until the peer routers have been sent all noted tokens."""
-        await asyncio.sleep(0)  # the event loop calls `AnswerJournal._tell` first: its callbacks run in their order
+        """Wait until the peer routers have been sent all noted tokens.
+
+        One turn is enough: the event loop calls its callbacks in their order, and `note` has scheduled the sending before.
+        """
+        await asyncio.sleep(0)
 
     def end(self) -> None:
         """Note that no more tokens follow, so that the time for which they are kept begins."""
@@ -83,8 +97,16 @@ class JournaledStream:
 
     def news(self) -> JournalEntry:
         """Return the tokens that the peer routers have not been sent, and count them as sent."""
-        position, self._told, self.is_untold = self._told, len(self._tokens), False
-        return JournalEntry(self._key, self._answer.turn, position, self._tokens[position:])
+        entry = JournalEntry(self._key, self._answer.turn, self._told, self._tokens[self._told - self._first :])
+        self._told, self.is_untold = self._first + len(self._tokens), False
+        self._drop_unkept()
+        return entry
+
+    def _drop_unkept(self) -> None:
+        """Drop the tokens, which the peer routers have been sent, unless the journal keeps them."""
+        if not self._answer.streamed_here and not self._journal.keeps(self._key, self._answer):
+            self._first += len(self._tokens)
+            del self._tokens[:]
 
 
 class AnswerJournal:
@@ -130,10 +152,17 @@ class AnswerJournal:
         return stream
 
     def ended(self, key: AnswerKey, answer: _Answer) -> None:
-        """Keep the tokens of a stream that has ended for the set time."""
-        if answer.streamed_here:
-            answer.streamed_here, answer.at = False, self._clock.now()
-            self._answers.move_to_end(key)
+        """Keep the tokens of a stream that has ended for the set time; forget a stream that got none."""
+        if not answer.streamed_here:
+            return
+        answer.streamed_here, answer.at = False, self._clock.now()
+        self._answers.move_to_end(key)
+        if not answer.tokens:
+            self._remove(key, answer)
+
+    def keeps(self, key: AnswerKey, answer: _Answer) -> bool:
+        """Return whether the journal still has the tokens of a stream of this router."""
+        return self._answers.get(key) is answer
 
     def tell_soon(self, stream: JournaledStream) -> None:
         """Send the new tokens of a stream to the peer routers in the next turn of the event loop."""
@@ -142,9 +171,9 @@ class AnswerJournal:
         self._untold.append(stream)
 
     def _tell(self) -> None:
+        assert self.tell is not None, "`tell_soon` is only called if there are peers"
         untold, self._untold = self._untold, []
-        if self.tell is not None:
-            self.tell([stream.news() for stream in untold])
+        self.tell([stream.news() for stream in untold])
 
     def grow(self, num_bytes: int) -> None:
         """Count memory for new tokens, and forget old answers if the journal exceeds its limit."""
@@ -157,15 +186,19 @@ class AnswerJournal:
         begin, count = entry.position, len(entry.token_ids)
         answer = self._answers.get(entry.key)
         held = 0 if answer is None else len(answer.tokens)
-        if begin > held or not self._max_bytes or (answer is not None and entry.turn < answer.turn):
+        if begin > held or not self._max_bytes:
             return
         now = self._clock.now()
         if answer is None:
             answer = self._answers[entry.key] = _Answer(array("I"), entry.turn, now)
             self.held_bytes += ENTRY_BYTES
-        elif (
-            answer.streamed_here
-        ):  # a router has resumed the answer under the same key (rule 6), so this stream adds no more
+        # In the same turn, tokens are only added: a peer that connects again sends all that it knows, also an old state of what
+        # it has heard from this router.
+        elif entry.turn < answer.turn or (
+            entry.turn == answer.turn and (answer.streamed_here or begin + count <= held)
+        ):
+            return
+        elif answer.streamed_here:  # a later turn: a router has resumed the answer under the same key (rule 6)
             answer.streamed_here = False
             answer = self._answers[entry.key] = _Answer(answer.tokens[:], entry.turn, now)
         self._answers.move_to_end(entry.key)
@@ -194,7 +227,10 @@ class AnswerJournal:
             if oldest.streamed_here and oldest.at < now:  # it is not as old as `at` says
                 oldest.at = now
                 self._answers.move_to_end(key)
-                continue
-            oldest.streamed_here = False
-            del self._answers[key]
-            self.held_bytes -= TOKEN_BYTES * len(oldest.tokens) + ENTRY_BYTES
+            else:
+                self._remove(key, oldest)
+
+    def _remove(self, key: AnswerKey, answer: _Answer) -> None:
+        answer.streamed_here = False
+        del self._answers[key]
+        self.held_bytes -= TOKEN_BYTES * len(answer.tokens) + ENTRY_BYTES

@@ -620,6 +620,8 @@ class Generation:
                     known = () if resumed is None else resumed.token_ids
                     journaled = journal.begin(claims.stream, claims.resumes, known)
                     submitted.on_tokens = journaled.note
+                    if journaled.is_untold:
+                        await journaled.told()
                 yield Admitted(
                     request_id=request.id,
                     model=card.name,

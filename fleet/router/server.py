@@ -71,9 +71,8 @@ class RequestStream:
         self._server = server
         self.kv: tuple[KvPhase, ...] = ()  # KV reports of all attempts so far
         self.cached_tokens = 0  # prompt tokens that were cached, in all attempts so far
-        self.on_tokens: Callable[[Sequence[int]], None] | None = (
-            None  # is called for the tokens of each step, before the reader wakes up
-        )
+        # Is called for the tokens of each step, before the reader wakes up.
+        self.on_tokens: Callable[[Sequence[int]], None] | None = None
         self._waiting: deque[Progress | StartedOver | Complete | RequestRejected] = deque()
         self._wake: asyncio.Future[None] | None = None
         self._over = False

@@ -1,6 +1,7 @@
 import asyncio
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -30,7 +31,7 @@ def test_tokens_are_those_that_were_noted_in_order():
 def test_resumed_answer_replaces_what_its_client_never_got():
     journal = a_journal()
     journal.heard(JournalEntry(A, 0, 0, (1, 2, 3, 4)))
-    journal.heard(JournalEntry(A, 0, 2, (7,)))
+    journal.heard(JournalEntry(A, 1, 2, (7,)))
     assert journal.tokens(A) == (1, 2, 7)
 
 
@@ -198,6 +199,53 @@ def test_streams_that_exceed_the_limit_are_forgotten():
 
     assert (journal.tokens(A), journal.tokens(B)) == ((), ())
     assert journal.held_bytes == 0
+
+
+@pytest.mark.parametrize("known", [1, 3])
+@pytest.mark.parametrize("ended", [False, True])
+def test_echo_of_a_stream_by_a_peer_changes_nothing(known, ended):
+    journal = a_journal()
+    stream = journal.begin(A, 0)
+    stream.note((1, 2, 3))
+    if ended:
+        stream.end()
+    journal.heard(JournalEntry(A, 0, 0, (1, 2, 3)[:known]))
+    if not ended:
+        stream.note((4,))
+
+    assert journal.tokens(A) == ((1, 2, 3) if ended else (1, 2, 3, 4))
+    assert journal.held_bytes == ENTRY_BYTES + 4 * len(journal.tokens(A))
+
+
+def test_stream_without_tokens_leaves_nothing_behind():
+    journal = a_journal()
+    journal.begin(A, 0).end()
+    assert journal.held_bytes == 0
+
+
+async def test_forgotten_stream_keeps_only_what_peers_lack():
+    journal, told = a_journal(ENTRY_BYTES + 4 * 2), []
+    journal.tell = told.extend
+    forgotten, kept = journal.begin(A, 0), journal.begin(B, 0)
+    for token in range(100):
+        forgotten.note((token,))
+        await forgotten.told()
+    kept.end()
+
+    assert [(entry.position, list(entry.token_ids)) for entry in told] == [(token, [token]) for token in range(100)]
+    assert journal.tokens(A) == ()
+
+
+async def test_tokens_that_peers_lack_at_the_end_are_sent_and_kept():
+    journal, told = a_journal(), []
+    journal.tell = told.extend
+    stream = journal.begin(A, 0)
+    stream.note((1, 2))
+    stream.end()
+    await stream.told()
+
+    assert [list(entry.token_ids) for entry in told] == [[1, 2]]
+    assert journal.tokens(A) == (1, 2)
 
 
 def test_stream_changes_no_answer_that_a_router_took_over():

@@ -2,12 +2,14 @@
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import aclosing, nullcontext
 from hashlib import sha256
 
 import pytest
 from msgspec import structs
 from prometheus_client import CollectorRegistry
 
+from fleet.core.clock import SECOND
 from fleet.core.errors import Reason, RequestRejected
 from fleet.core.requests import (
     Admitted,
@@ -37,6 +39,7 @@ from fleet.frontend.text.tokenizer_threads import TokenizerThreads
 from fleet.router.tenants import Tenants, TenantSettings
 from tests.support.builders import MODEL, a_request, token_ids
 from tests.support.frontend.text_model import EOS, write_seeing_model
+from tests.support.kvstore.builders import ManualClock
 from tests.support.router.fake_router import FakeRouter, a_model_card
 
 GREEDY = Sampling(max_tokens=100, temperature=0)
@@ -218,6 +221,47 @@ async def test_streams_of_one_answer_at_random_keep_their_tokens_apart(open_gene
     await got([0] * 20, 20, ours)
 
     assert router.submitted[-1].answered == (*range(100, 105), *range(200, 205))
+
+
+@pytest.mark.parametrize(
+    "seen", [0, 6, 21]
+)  # of 22 events: the stream is new, resumed, or has ended but for its last event
+async def test_peers_are_sent_tokens_before_the_client_has_them(open_generation, seen):
+    journal, sent = AnswerJournal(1 << 20, 60, SystemClock()), []
+    journal.tell = lambda entries: sent.extend(token for entry in entries for token in entry.token_ids)
+    generation = open_generation(FakeRouter(range(100, 120)), journal=journal)
+    request = a_request(sampling=Sampling(max_tokens=20), resumable=True, journaled=True)
+    if seen:
+        before = (await events_of(generation, request))[:seen]
+        position = len(received(before)[1])
+        request = structs.replace(request, resume=Resume(token=received(before)[2], position=position))
+        sent.clear()
+
+    tokens = list(range(100, 100 + seen - 1))
+    async for event in generation.generate(request):
+        if isinstance(event, Delta):
+            tokens += event.token_ids
+        assert sent == tokens
+    assert sent == list(range(100, 120))
+
+
+@pytest.mark.parametrize("end", ["complete", "left", "broken"])
+async def test_tokens_are_kept_for_a_time_after_any_end(open_generation, end):
+    clock = ManualClock()
+    journal, router = AnswerJournal(1 << 20, 60, clock), FakeRouter(range(100, 120))
+    router.break_after = 10 if end == "broken" else None
+    request = a_request(sampling=Sampling(max_tokens=20), resumable=True, journaled=True)
+    with pytest.raises(RequestRejected) if end == "broken" else nullcontext():
+        async with aclosing(open_generation(router, journal=journal).generate(request)) as events:
+            async for event in events:
+                if end == "left" and isinstance(event, Delta):
+                    break
+    (entry,) = journal.entries()
+    clock.move(60 * SECOND)
+    assert journal.tokens(entry.key)
+    clock.move(1)
+    assert not journal.tokens(entry.key)
+    assert journal.held_bytes == 0
 
 
 async def test_access_log_names_resumed_request_and_its_tenant(open_generation, codec, caplog):

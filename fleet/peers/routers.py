@@ -11,7 +11,7 @@ Rules:
    only sent every `FULL_STATE_SECONDS`. Otherwise two idle routers would answer each other's messages forever, because
    each message is an event for its receiver.
 4. A router that was silent for `SILENCE_SECONDS`, or whose connection broke, counts as gone, and its reservations are
-   dropped.
+   dropped. It is dialled again soon: at once after a connection that had lasted, and when it has dialled this router.
 5. A worker registers with one router, and that router forwards each registration to the others. A router that is
    reached later gets all registrations with the rest of their leases, so a lease ends at the same time on all routers.
 6. A router forwards two queries of its administrators to the other routers: the explanation of a request, which only
@@ -104,6 +104,7 @@ log = logging.getLogger(__name__)
 SEND_INTERVAL_SECONDS = 0.002
 FULL_STATE_SECONDS = 0.5
 SILENCE_SECONDS = 2.0
+LATE_SECONDS = 0.5  # a timer that fires so much later than it was set to shows that this process stood still
 DIAL_SECONDS = 1.0  # time limit for a connection attempt, and maximum pause between two attempts
 # pause in seconds after the first failed attempt; short, because processes of one host start at the same time
 FIRST_PAUSE_SECONDS = 0.05
@@ -206,6 +207,7 @@ class PeerRouters:
         self._told: Mapping[WorkerId, ReservationTotals] = {}
         self._heard_of: set[str] = set()
         self._caught_up = asyncio.Event()
+        self._reached = asyncio.Event()  # is set when the next peer router connects to this one
         self._settling: asyncio.Event | None = None
         self._limits = limits
         self._overflow = overflow
@@ -458,7 +460,7 @@ class PeerRouters:
                 if (why := _cause(error)) != cause:  # log the same cause only once in a row
                     cause = why
                     log.warning("peer router unreachable", extra={"address": address, "cause": cause})
-                await asyncio.sleep(pause)
+                await self._rest(pause)
                 pause = min(2 * pause, DIAL_SECONDS)
                 continue
             pause, cause = FIRST_PAUSE_SECONDS, ""
@@ -485,6 +487,7 @@ class PeerRouters:
             ):
                 link.send(message.SerializeToString())
             self.links[address] = link
+            began = asyncio.get_running_loop().time()
             self._count_others()
             try:
                 await link.over.wait()
@@ -497,8 +500,26 @@ class PeerRouters:
                 log.warning(
                     "peer router lost", extra={"address": address, "cause": link.cause or "it closed the connection"}
                 )
-            # Without this pause, a router that accepts connections but closes them at once would be dialled without end.
-            await asyncio.sleep(DIAL_SECONDS)
+            # Without the longer pause, a router that accepts connections but closes them at once would be dialled without end.
+            lasted = asyncio.get_running_loop().time() - began
+            await self._rest(FIRST_PAUSE_SECONDS if lasted > DIAL_SECONDS else DIAL_SECONDS)
+
+    async def _rest(self, seconds: float) -> None:
+        """Wait before the next attempt to connect, but not much longer than until a peer router connects here.
+
+        A router that has started, or that goes on after it hung, dials its peers. They dial it soon afterwards, and so it gets their
+        state, with the tokens of streams that its clients resume.
+        """
+        reached = self._reached
+        await asyncio.sleep(FIRST_PAUSE_SECONDS)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds - FIRST_PAUSE_SECONDS):
+                await reached.wait()
+
+    def reached_by_peer(self) -> None:
+        """Note that a peer router has connected to this one, so that it can probably be dialled."""
+        self._reached.set()
+        self._reached = asyncio.Event()
 
     def _left(self) -> list[pb.ReplicaMessage]:
         left = {} if self._limits is None else self._limits.tenants.left(self._limits.clock.now())
@@ -655,6 +676,7 @@ class _IncomingPeer:
                 self._router_id = message.hello.router_id
                 if not self._agrees_with(message.hello):
                     return
+                self._replicas.reached_by_peer()
                 # name of the connection, under which its reservations are kept; unique, because a router may dial again
                 self._replica = f"{self._router_id}@{id(self)}"
                 self._router.hear(SessionsBound(clock=decode_instant(message.hello.unix_ms * MILLISECOND)))
@@ -721,8 +743,12 @@ class _IncomingPeer:
             log.warning("peer router rejected", extra={"cause": str(cause)})
 
     def _check_silence(self) -> None:
+        now = self._loop.time()
+        if now > self._silence.when() + LATE_SECONDS:
+            # This process stood still, and what the other router has sent meanwhile waits to be read.
+            self._heard_at = now
         due = self._heard_at + SILENCE_SECONDS
-        if self._loop.time() >= due:
+        if now >= due:
             self._connection.abort(ConnectionError(f"it was silent for {SILENCE_SECONDS:g} s"))
         else:
             self._silence = self._loop.call_at(due, self._check_silence)

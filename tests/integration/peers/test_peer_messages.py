@@ -15,7 +15,7 @@ from fleet.router.settings.router import RouterSettings
 from fleet.v1 import replica_pb2 as pb
 from kvstore.net.frames import connect
 from tests.support.router.recording_router import RecordingRouter
-from tests.support.waiting import until
+from tests.support.waiting import pace, until
 
 pytestmark = pytest.mark.integration
 
@@ -66,6 +66,54 @@ def received_by_router(tmp_path, *said, **fields):
         return heard
 
     return asyncio.run(play())
+
+
+async def test_peer_is_given_up_once_it_is_silent(tmp_path, monkeypatch):
+    monkeypatch.setattr("fleet.peers.routers.SILENCE_SECONDS", 1.0)
+    router, speaker, address = RecordingRouter(), SendingPeer(), f"unix:{tmp_path}/r.sock"
+    replicas = PeerRouters(RouterSettings(replicas_listen=address), router, router, router, lambda: "")
+    running = asyncio.create_task(replicas.run())
+    await until((tmp_path / "r.sock").exists)
+    connection = await connect(address, lambda _: speaker)
+    connection.send(HELLO.SerializeToString())
+    for _ in range(8):
+        await pace(0.2, "the peer sends something in each fifth of the time for which it may be silent")
+        assert not speaker.over.is_set()
+        connection.send(pb.ReplicaMessage(bookings=pb.ReplicaBookings()).SerializeToString())
+    assert "PeerLeft" not in router.events
+
+    await until(lambda: "PeerLeft" in router.events)
+    await until(speaker.over.is_set)
+    running.cancel()
+    with suppress(asyncio.CancelledError):
+        await running
+
+
+async def test_peer_that_connects_is_dialled_at_once(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("fleet.peers.routers.DIAL_SECONDS", 3600.0)  # the pause after a connection that did not last
+    accepted = []
+
+    async def accept(_, writer):
+        accepted.append(writer)
+        if len(accepted) == 1:
+            writer.close()
+
+    router, address = RecordingRouter(), f"unix:{tmp_path}/r.sock"
+    settings = RouterSettings(replicas_listen=address, replicas=(f"unix:{tmp_path}/other.sock",))
+    async with await asyncio.start_unix_server(accept, f"{tmp_path}/other.sock"):
+        replicas = PeerRouters(settings, router, router, router, lambda: "")
+        running = asyncio.create_task(replicas.run())
+        await until((tmp_path / "r.sock").exists)
+        await until(lambda: "peer router lost" in caplog.text)  # the pause has begun
+        connection = await connect(address, lambda _: SendingPeer())
+        connection.send(HELLO.SerializeToString())
+
+        await until(lambda: len(accepted) == 2)
+        running.cancel()
+        with suppress(asyncio.CancelledError):
+            await running
+        for writer in accepted:
+            writer.close()
 
 
 @pytest.mark.parametrize("blocks", [float("nan"), float("inf"), 1e300, -1.0])

@@ -18,11 +18,12 @@ import pytest
 
 from fleet.client import AsyncClient, Client, DeadlineExceeded, FleetError, Unavailable
 from fleet.client.errors import error_of
+from fleet.peers.routers import LATE_SECONDS, SILENCE_SECONDS
 from fleet.v1 import inference_pb2, inference_pb2_grpc
 from tests.support.frontend.http_clients import sse_events
 from tests.support.kvstore.builders import a_short_folder
 from tests.support.router.router_pair import RouterProcess, open_router_pair, open_workers
-from tests.support.waiting import until, until_answered
+from tests.support.waiting import pace, until, until_answered
 
 pytestmark = pytest.mark.integration
 
@@ -264,6 +265,21 @@ async def test_random_sse_answer_goes_on_from_the_peers_journal(workers, folder)
         met = Met()
         running = asyncio.ensure_future(ask_sse([first.http, second.http], "random", met, temperature=1))
         await until(lambda: met.clients or running.done())
+        first.signal(signal.SIGKILL)
+        met.happened.set()
+        assert await running
+        assert await metric(second, "fleet_resumed_requests_total") == 1
+
+
+async def test_woken_router_has_the_tokens_of_its_peers_streams(workers, folder):
+    """It reads what its peer sent while it stood still, before it asks whether the peer was silent."""
+    with open_router_pair(workers, folder) as (first, second):
+        met = Met()
+        second.signal(signal.SIGSTOP)
+        await pace(SILENCE_SECONDS + 2 * LATE_SECONDS, "a router may be silent for a shorter time")
+        running = asyncio.ensure_future(ask_sse([first.http, second.http], "woken", met, temperature=1))
+        await until(lambda: met.clients or running.done())
+        second.signal(signal.SIGCONT)
         first.signal(signal.SIGKILL)
         met.happened.set()
         assert await running

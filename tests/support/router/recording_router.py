@@ -15,6 +15,9 @@ class RecordingRouter:
         self.sessions = SessionTable(ttl_seconds=1, capacity=1)
         self.prompts = PromptAnnouncements()
 
+    def registrations(self):
+        return ()
+
     def booked(self):
         return {}
 

@@ -177,7 +177,8 @@ def validate_length(request: GenerateRequest, card: ModelCard, prompt_tokens: in
     if request.fill_context:
         if request.sampling.min_tokens > room:
             raise too_long(
-                "sampling.min_tokens", f"{request.sampling.min_tokens} is more than the {room} that the prompt leaves"
+                "sampling.min_tokens",
+                f"{request.sampling.min_tokens} and the prompt's {prompt_tokens} are too many: {limit}; ask for at most {room}",
             )
     elif request.sampling.max_tokens > room:
         raise too_long(

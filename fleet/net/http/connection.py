@@ -849,18 +849,21 @@ class HttpConnection(asyncio.Protocol):
         limit = self._settings.max_head_bytes
         self._reject(
             HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
-            f"the request's head is larger than {limit} bytes (max_head_bytes)",
+            f"the request's head is larger than {limit} bytes (setting http.max_head_bytes)",
         )
 
     def _reject_overhead(self) -> None:
         limit = self._settings.max_head_bytes
-        message = f"the request's body has more than {limit} bytes of chunk sizes and trailers"
+        message = (
+            f"the request's body has more than {limit} bytes of chunk sizes and trailers (setting http.max_head_bytes)"
+        )
         self._reject(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, message)
 
     def _reject_body(self) -> None:
         limit = self._settings.max_body_bytes
         self._reject(
-            HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the request's body is larger than {limit} bytes (max_body_bytes)"
+            HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+            f"the request's body is larger than {limit} bytes (setting http.max_body_bytes)",
         )
 
     def _linger(self) -> None:

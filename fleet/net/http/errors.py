@@ -85,19 +85,23 @@ def _error(refused: RequestRejected) -> dict[str, object]:
         "message": refused.message,
         "type": REASON_STATUSES[refused.reason].openai,
         "param": refused.field or None,
-        # OpenAI's clients know an exceeded context by this code, in the place of the reason.
-        "code": CONTEXT_LENGTH_EXCEEDED if refused.cause == CONTEXT_LENGTH_EXCEEDED else refused.reason,
+        "code": _code(refused),
     }
     if refused.cause:
         error["cause"] = refused.cause
     return error
 
 
+def _code(refused: RequestRejected) -> str:
+    """Return the error code. OpenAI's clients know an exceeded context by its cause, in the place of the reason."""
+    return CONTEXT_LENGTH_EXCEEDED if refused.cause == CONTEXT_LENGTH_EXCEEDED else refused.reason
+
+
 def responses_error_event(refused: RequestRejected, events: int | None) -> bytes:
     """Return the last event of a failed stream of the Responses API, after this number of events."""
     error: dict[str, object] = {
         "type": "error",
-        "code": refused.reason,
+        "code": _code(refused),
         "message": refused.message,
         "param": refused.field or None,
     }

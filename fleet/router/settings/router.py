@@ -245,10 +245,10 @@ class ResumeSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     journal_mib: Annotated[int, Meta(ge=0, le=1 << 14)] = 64
     """MiB for the tokens of resumable answers over server-sent events, here and at peers. An answer takes 4 bytes for each token and 400
-    more. Beyond it, those without new tokens for the longest time are forgotten. 0: none are kept."""
+    more. Beyond it, answers are forgotten, first those that have ended or got no tokens for the longest time. 0: none are kept."""
 
     journal_seconds: Annotated[float, Meta(ge=0, le=86_400)] = 60.0
-    """Time for which the tokens of such an answer are kept after its last one: longer than clients take to come back."""
+    """Time for which the tokens of such an answer are kept after its end: longer than clients take to come back."""
 
 
 class Thresholds(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -281,10 +281,10 @@ def test_clients_know_a_full_context_by_its_words(prompt_tokens):
 def test_max_tokens_is_ignored_with_fill_context():
     validate(a_request(fill_context=True, sampling=Sampling(max_tokens=16)), a_model_card(max_model_len=100), 99)
 
-    with pytest.raises(RequestRejected) as refused:
+    with pytest.raises(RequestRejected, match="this model's maximum context length is 100 tokens") as refused:
         validate(a_request(fill_context=True, sampling=Sampling(min_tokens=2)), a_model_card(max_model_len=100), 99)
 
-    assert refused.value.field == "sampling.min_tokens"
+    assert (refused.value.field, refused.value.cause) == ("sampling.min_tokens", "context_length_exceeded")
 
 
 def test_lengths_are_not_checked_before_the_prompt_is_tokenised():

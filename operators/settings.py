@@ -69,10 +69,10 @@ class OperatorSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """A file that says how to reach the API server; empty: the pod's service account."""
 
     control_secret: Annotated[str, Meta(max_length=253)] = OWN_SECRET
-    """The Secret in the operator's own namespace (`lease.namespace`) from which the control secrets of all deployments are
-    derived. Routers demand these at their control ports, and workers and the operator prove them. The operator creates
-    the Secret if it is missing. Empty: control ports of deployments demand nothing, and only their NetworkPolicies
-    restrict access."""
+    """The Secret in the operator's own namespace (`lease.namespace`) from which the control secrets of all
+    deployments are derived. Callers of the routers' control ports, such as workers and the operator, have to prove
+    these control secrets. The operator creates the Secret if it is missing. Empty: control ports of deployments
+    demand nothing, and only their NetworkPolicies restrict access."""
 
     ask_routers: bool = True
     """Ask every router which workers it knows. If off, only the workers' Leases show which workers are registered."""

@@ -42,7 +42,7 @@ from fleet.v1 import worker_pb2_grpc as pb_grpc
 LOOK_EVERY = 0.2  # seconds between two reads of the plan
 # time limit of a drain of a removed worker (on Kubernetes, `drain.timeoutSeconds` of a role is this limit)
 DRAIN = Nanos(300 * SECOND)
-GRACE_SECONDS = 10.0  # seconds beyond the time limit of a drain in which the worker must answer that it has ended
+GRACE_SECONDS = 10.0  # seconds after the time limit of a drain within which the worker must answer that it has drained
 
 
 # Time limit in seconds for the router to report what the caches are worth. If it does not answer in time, the newest

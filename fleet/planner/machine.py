@@ -31,8 +31,9 @@ Rules, in the order in which `PlannerMachine.decide` applies them:
    grows because lengths have changed, the other one shrinks in the same plan.
 7. **Cheaper mix.** Another mix of pools is used only if it saves at least the share `mix_saving` of the cost. Its new
    replicas start before old ones end.
-8. **Limits** (floors, ceilings, budgets, ratio) are kept at every instant, and also count replicas that start or drain.
-   If no budget is free, a replica that replaces another one starts only when the other one has drained.
+8. **Limits** (minimum and maximum numbers of replicas, budgets, ratio) are kept at every instant, and also count
+   replicas that start or drain. If no budget is free, a replica that replaces another one starts only when the other
+   one has drained.
 9. **Pinned** pools keep their number, and the sizes of the other pools are computed with this number. Pools that find
    no room, whose replicas fail, or whose numbers were rolled back, do not grow for `retry_seconds`; the other pools
    grow instead.

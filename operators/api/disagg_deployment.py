@@ -271,10 +271,10 @@ class RatioBounds(Resource, frozen=True):
     """Bounds of the ratio of prefill to decode replicas. The operator keeps them at every moment of a change."""
 
     least: Ratio = "1:999"
-    """Fewest prefill replicas for the decode replicas, as `1:4`."""
+    """Minimum ratio of prefill to decode replicas, such as `1:4`."""
 
     most: Ratio = "999:1"
-    """Maximum number of prefill replicas for the decode replicas, as `1:2`."""
+    """Maximum ratio of prefill to decode replicas, such as `1:2`."""
 
 
 class Balance(Resource, frozen=True):
@@ -556,4 +556,4 @@ class DisaggDeploymentStatus(Resource, frozen=True):
     """Digest of the pods that have answered a probe. No further probe is sent while these pods stay the same."""
 
     conditions: Conditions = ()
-    """`Ready`, `Available`, and the conditions that explain them."""
+    """The conditions `Ready` and `Available`, and conditions that explain these two."""

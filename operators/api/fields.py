@@ -68,8 +68,9 @@ class ModelSource(Resource, frozen=True):
     """A PersistentVolumeClaim with the weights, mounted read-only at /models. Nothing is fetched then."""
 
     cache_claim: Annotated[str, Meta(max_length=253)] = ""
-    """A PersistentVolumeClaim that keeps fetched models for all pods that may write to it (ReadWriteMany, if they are on
-    several nodes). Empty: each pod fetches the model for itself, and keeps it on its node's disk while it exists."""
+    """A PersistentVolumeClaim in which fetched models are kept for all pods. The pods write to it, so it must be
+    ReadWriteMany if they are on several nodes. Empty: each pod fetches the model for itself, and keeps it on the
+    disk of its node until the pod ends."""
 
     token_secret: Annotated[str, Meta(max_length=253)] = ""
     """A Secret whose key `token` opens the repository; pods read it from a file."""

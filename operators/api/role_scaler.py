@@ -46,4 +46,5 @@ class RoleScalerStatus(Resource, frozen=True):
     """The time at which `replicas` was last changed."""
 
     conditions: Conditions = ()
-    """`Bound`: the role exists, and this object scales it. `WithinBounds`: the requested replicas are allowed."""
+    """The condition `Bound` is True if the role exists and this object scales it. `WithinBounds` is True if the
+    bounds allow the requested replicas."""

@@ -46,7 +46,8 @@ class RoleBounds(Resource, frozen=True):
     """The GPU type, by its name in `fleet hardware list`. Empty: the one that `gpus.product` of the role names."""
 
     cents_per_hour: Annotated[int, Meta(ge=0, le=10_000_000)] = 0
-    """Price of one GPU, or of one replica without a GPU. 0: the list price of the GPU type; nothing without a GPU."""
+    """Price of one GPU, or of one replica if it has no GPU, in cents per hour. 0: the list price of the GPU type; a
+    replica without a GPU then costs nothing."""
 
     start_seconds: Seconds = 120
     """Time from asking for a replica until it serves; the observed time replaces it."""
@@ -72,7 +73,7 @@ class ServingPlanSpec(Resource, frozen=True):
     """The DisaggDeployment, in the plan's namespace. Of several plans for one deployment, the first by name is obeyed."""
 
     mode: PlanMode = PlanMode.SHADOW
-    """Effect of the plan."""
+    """Mode of the planner: it makes no plans, only shows its plans, or applies them."""
 
     objective: ServingObjective = ServingObjective()
     """Latency goals, and the percentage of requests that must keep them."""
@@ -82,7 +83,8 @@ class ServingPlanSpec(Resource, frozen=True):
     """Time between two decisions."""
 
     cool_down_seconds: Seconds = 300
-    """Time for which a lower load must last, and time after a growth, before a role shrinks."""
+    """A role shrinks only if the load has been lower for this time, and if the last growth is at least this time
+    ago."""
 
     requests_per_replica: Annotated[int, Meta(ge=0, le=100_000)] = 0
     """Running and waiting requests that one replica should have: the rule `load`, which needs no model of the engines. 0: the
@@ -149,4 +151,4 @@ class ServingPlanStatus(Resource, frozen=True):
     """Time between output tokens at the percentile of the objective, as measured last; 0: nothing was served."""
 
     conditions: Conditions = ()
-    """`TargetFound`, `Settled`, and what hinders the planner."""
+    """The conditions `TargetFound` and `Settled`, and conditions that name what hinders the planner."""

@@ -164,4 +164,4 @@ class ServingRequestStatus(Resource, frozen=True):
     """A DisaggDeployment for `kubectl apply`."""
 
     conditions: Conditions = ()
-    """`Feasible`, and what hinders the request."""
+    """The condition `Feasible`, and conditions that name what hinders the request."""

@@ -279,8 +279,8 @@ class Routers(_Values, frozen=True):
 
     settings: RouterSettings = RouterSettings()
     """Settings of a router's settings file (docs/router.md), such as `openai_workers` and `tenants`. With
-    `endpoint_picker` (`{}` at least), gateways send requests to port 9002: of the routers' Service if `models` are
-    named, else of `…-routers-picker`."""
+    `endpoint_picker` (`{}` at least), gateways ask the endpoint picker at port 9002. The port is in the routers'
+    Service if `models` are named, and otherwise in the Service `…-routers-picker`."""
 
     picker_lease: bool = True
     """With `endpoint_picker` and no `models`: gateways ask only the router that holds a Lease, because routers do
@@ -493,8 +493,8 @@ class MetricsReaders(_Values, frozen=True):
 
 class Alerts(_Values, frozen=True):
     enabled: bool = True
-    """Create a PrometheusRule, if the cluster has this kind. Its alert fires if a router cannot reach the directory of
-    its workers."""
+    """Create a PrometheusRule for the routers, if the cluster has this kind. Its alerts report that a router cannot
+    reach the directory of its workers, that a certificate ends soon, or that a renewed certificate cannot be used."""
 
     labels: Texts = {}
     """Labels by which a Prometheus selects the PrometheusRule."""

@@ -53,7 +53,10 @@ def revision(deployment: DesiredDeployment, images: Images) -> str:
 
 
 def grouped(role: RoleSpec, served: OptionalKinds) -> bool:
-    """Return whether each replica of a role is a StatefulSet: it has several nodes, without LeaderWorkerSets."""
+    """Return whether each replica of a role is a StatefulSet of its own.
+
+    This is so if a replica has several nodes, and the API server has no LeaderWorkerSets.
+    """
     return role.nodes_per_replica > 1 and not served.leader_worker_sets
 
 

@@ -239,9 +239,9 @@ def say(line: str) -> None:
 def with_certificate(topology: Topology, folder: Path) -> Topology:
     """Return the topology with the certificate that `cluster.tls` demands, and write its files into the runtime folder.
 
-    The authority's key is not kept, so nobody can sign another certificate with it. The certificate is for this machine's
-    loopback addresses, for the hosts at which the router listens, and for those of metrics; an address of all interfaces adds the
-    machine's name.
+    The authority's key is not kept, so nobody can sign another certificate with it. The certificate is valid for this
+    machine's loopback addresses, and for the hosts in the listen addresses of the router and of metrics. If such an
+    address stands for all interfaces, the certificate is also valid for the machine's name.
     """
     if not topology.cluster.tls:
         return topology

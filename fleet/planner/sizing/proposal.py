@@ -31,7 +31,7 @@ from fleet.planner.sizing.prices import MILLION, SECONDS_PER_HOUR
 from fleet.planner.sizing.solver import Candidate, solve
 
 LONG_PROMPT = 1000
-"""Length in tokens of the prompt from whose transfer time the transfer time of one token is computed."""
+"""Number of tokens of a prompt whose transfer time is computed; the time of one token follows from it."""
 
 
 class PricedGpu(Struct, frozen=True, kw_only=True):

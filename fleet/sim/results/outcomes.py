@@ -142,7 +142,7 @@ class RequestSums:
 
 
 class PredictionQuality(Struct, frozen=True, kw_only=True):
-    """States how well the latencies and power of a pool are predicted, and where its prices come from."""
+    """States how well the latencies and the power of a pool are predicted, and the source of the pool's price."""
 
     # kind of measurements from which the step times were estimated, a value of `EstimateBasis`; empty: unknown
     basis: str = ""

@@ -1,4 +1,7 @@
-"""Cache view: the engine's cached blocks, as its KV events reported them, for routers that connect later."""
+"""Cache view: the engine's cached blocks, as its KV events reported them, for routers that connect later.
+
+`workers.server` adds the events and sends each one to the connected routers.
+"""
 
 from collections.abc import Iterable
 from itertools import islice

@@ -162,7 +162,9 @@ async def run_worker(settings: WorkerSettings, announce: Announce) -> None:
 
 
 def _certificate_watch(settings: WorkerSettings, scraped: CertificateFiles | None) -> CertificateWatch:
-    """Return an object that watches all certificates of the settings. `scraped` is the certificate of the port for metrics.
+    """Return an object that watches the certificates of the worker's streams, its control port, and its calls to registries and stores.
+
+    `scraped` is the certificate of the port for metrics, which is watched too.
 
     Raises:
         ConfigurationRefused: A file cannot be used.

@@ -1,6 +1,6 @@
 """`fleet up`: runs a whole cluster on this machine until Ctrl-C.
 
-`fleet.cli.local.cluster` decides which processes there are, and `fleet.local.processes` starts them.
+`fleet.local.topology` decides which processes there are, and `fleet.local.processes` starts them.
 """
 
 import argparse

@@ -38,8 +38,8 @@ class ReaperProcess:
     async def start(self) -> None:
         """Start a reaper.
 
-        The running groups are its arguments, because the supervisor may be killed before it can write them to the
-        reaper.
+        The ids of all running process groups are arguments of its command line. If they were written to its standard
+        input later, the supervisor might be killed before it has written them.
         """
         known = list(self._groups)
         self._process = await asyncio.create_subprocess_exec(

@@ -7,7 +7,7 @@ Rules:
 2. Until all children have been ready once, the death of one child, or a readiness timeout, ends the whole cluster. So
    no part of a cluster stays after a failed start, and wrong settings are not tried again. Later, only a stop request
    ends the cluster.
-3. After that, a child that dies is restarted alone, after a pause. The pause doubles with every death in a row, from
+3. After all children have been ready once, a child that dies is restarted alone, after a pause. The pause doubles with every death in a row, from
    `FIRST_BACKOFF` up to `Supervision.longest_pause`. The pause is shortened by a random share of at most `JITTER`, so
    that children that died together do not always restart together. A dying child never stops the others. If a child
    stays ready for `HEALTHY_AFTER`, its deaths are counted from zero again.

@@ -60,7 +60,7 @@ class RegistryServer:
         return self.machine.lease // MILLISECOND
 
     def register(self, event: Register) -> RegistrationRefusal | None:
-        """Register a worker or renew its registration. Return None if it was accepted, else the rejection."""
+        """Register a worker or renew its registration. Return None if it was accepted, else why it was refused."""
         commands = self.machine.handle(event, self._clock.now())
         self._announce(commands)
         return next((command for command in commands if isinstance(command, RegistrationRefusal)), None)

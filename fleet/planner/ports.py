@@ -15,8 +15,9 @@ CALL_SECONDS = 10.0
 
 
 class PlanConnector(Protocol):
-    """Port to an orchestrator: reads the state of the pools, and writes plans as a `fleet.planner.messages.PlanWriter`.
+    """Port to an orchestrator: reads the state of the pools, and writes plans.
 
+    Each connector writes in the name of one kind of writer (`fleet.planner.messages.PlanWriter`): the planner or a person.
     Each call ends within `CALL_SECONDS`.
     """
 

@@ -142,7 +142,10 @@ class PeerLeft(Struct, frozen=True, kw_only=True):
 
 
 class SessionsBound(Struct, frozen=True, kw_only=True):
-    """Event: a peer router has bound or forgotten sessions, or has reported its clock."""
+    """Event: a peer router has bound or forgotten sessions, or this router or a peer has stated its Unix time.
+
+    The latest stated time advances the common clock of session bindings (`fleet.router.sessions`).
+    """
 
     bindings: tuple[SessionBinding, ...] = ()
     clock: int = 0  # Unix time in nanoseconds; 0: not reported

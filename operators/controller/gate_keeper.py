@@ -10,12 +10,12 @@ Rules:
 3. The operator's gate is the last one to open. A group whose pods also have gates of other controllers is not in the
    queue: the scheduler would not look at its pods, and all other groups would wait until the other controller removes
    its gate.
-4. Groups pass in the order in which they entered the queue. A group keeps its place until the cache shows that its
+4. Groups pass in the order in which they entered the queue. A group keeps its place until the informer's cache shows that its
    gates are open, so that no other group overtakes it between the decision and the write. A group that no reconcile has
    named for STALE is forgotten.
 5. The turn of a group is limited. If its gates are not open after OPENING, for example because the API server refuses
-   the write, the group goes to the end of the queue. Pods without a gate that wait for a node block other groups for
-   TURN at most, even if no scheduler reports on these pods.
+   the write, the group goes to the end of the queue. Pods that have no gate any more may still wait for a node.
+   They make other groups wait for TURN at most, even if no scheduler reports on these pods.
 6. If some pods of a group are open already, its other gates are opened at once, because the group may hold GPUs. This
    also covers a pod that was replaced later, and an operator that was killed between two writes.
 7. A group for which no node was found gives its turn back if others wait: it is removed, made again, and waits behind them.

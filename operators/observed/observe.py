@@ -227,12 +227,13 @@ def _is_owned(item: NamedObject, deployment: str, uid: str) -> bool:
 
 
 def _has_our_name(item: NamedObject, deployment: str) -> bool:
-    """Return whether an object without an owner has the name that the operator gives to such an object.
+    """Return whether the operator may have made an object that has no owner.
 
-    The labels alone do not prove that the operator has created the object, because a user's copy of it has them too.
+    A workload must have the name that the operator would give it. Its labels alone prove nothing, because a user's copy of
+    the workload has them too. All other kinds count as the operator's.
     """
     if not isinstance(item, WorkloadResource):
-        # The operator applies other kinds only under its own names, and never removes them, so no check is needed.
+        # The operator applies other kinds only under its own names, and never removes them.
         return True
     labels = item.metadata.labels
     parts = (deployment, labels.get(ROLE), labels.get(REVISION), labels.get(GROUP_LABEL))

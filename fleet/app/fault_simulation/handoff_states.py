@@ -360,10 +360,10 @@ LENDER_STEPS = ("offer", "serve", "expire", *STEPS_BESIDE)
 
 
 def explore(bounds: Sequence[tuple[int, int]] = BOUNDS) -> HandoffExploration:
-    """Visit every reachable state, breadth first, so that the reported path to a violation is as short as possible.
+    """Visit the reachable states, breadth first, until a violation is found, so that the reported path to it is short.
 
     Args:
-        bounds: For each exploration, the number of handoffs and the number of faults.
+        bounds: For each exploration, the number of handoffs and the largest number of faults.
     """
     result = HandoffExploration(states=0, steps=0, ends=0, deaths=0)
     for handoffs, faults in bounds:

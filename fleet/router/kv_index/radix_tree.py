@@ -217,7 +217,7 @@ class RadixTree:
             last = parent
 
     def check(self, chains: Sequence[Chain]) -> None:
-        """Assert that `chains` are all chains of the tree, and that all derived values follow from them."""
+        """Assert that the tree contains exactly these chains, and that all its counts, masks and keys are those of the chains."""
         ends: dict[int, dict[int, int]] = {}
         through: dict[int, set[int]] = {}
         nodes: dict[int, RadixNode] = {}

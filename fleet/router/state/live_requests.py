@@ -150,7 +150,10 @@ class LiveRequest(Struct):
         return self.arrived.sampling.max_tokens - len(self.sent)
 
     def wait_key(self) -> Hashable:
-        """Return a value that is equal for requests that the same workers may serve. Session and length are not part of the value."""
+        """Return a value that describes what a request demands of its worker.
+
+        Requests with equal values may be served by the same workers, apart from what their sessions and lengths exclude.
+        """
         arrived = self.arrived
         if (
             arrived.pin is None

@@ -1,6 +1,7 @@
 """Faults: failures and actions of administrators in a simulated cluster, each at an instant.
 
-No fault loses a request. The router repeats interrupted attempts on other workers, and requests that no worker can serve wait.
+No fault loses a request as long as another worker can serve it: the router repeats interrupted attempts there. If no worker
+is left, or after `max_attempts` failures, the router rejects the request, as in production.
 """
 
 from msgspec import Struct

@@ -11,7 +11,7 @@ Rules:
    starts, or joins in another role, the router knows it `JOIN_MESSAGES` message delays later.
 4. A worker that has to leave for good drains, and leaves when it is idle. If it dies during the drain, no new worker
    starts.
-5. `fleet.sim.cluster.faults` lists all faults. No fault loses a request.
+5. `fleet.sim.cluster.faults` lists all faults. No fault loses a request as long as another worker can serve it.
 """
 
 from collections.abc import Callable, Iterator

@@ -312,25 +312,26 @@ async def test_log_probabilities_come_as_json_when_they_are_asked_for(frontends,
 
 
 @pytest.mark.parametrize(
-    ("message", "field"),
+    ("message", "field", "cause"),
     [
-        (a_message(parameters={"temperature": -1.0}), "temperature"),
-        (a_message(parameters={"max_tokens": -1}), "max_tokens"),
-        (a_message(parameters={"session": "s" * 300}), "session"),
-        (a_message(parameters={"sequence_id": "s" * 300}), "sequence_id"),
-        (a_message(""), "text_input"),
-        (a_message("x " * 5000), "text_input"),
-        (a_message(None), "text_input"),
-        (streaming(a_message()), "stream"),
+        (a_message(parameters={"temperature": -1.0}), "temperature", ""),
+        (a_message(parameters={"max_tokens": -1}), "max_tokens", ""),
+        (a_message(parameters={"session": "s" * 300}), "session", ""),
+        (a_message(parameters={"sequence_id": "s" * 300}), "sequence_id", ""),
+        (a_message(""), "text_input", ""),
+        (a_message("x " * 5000), "text_input", "context_length_exceeded"),
+        (a_message(None), "text_input", ""),
+        (streaming(a_message()), "stream", ""),
     ],
 )
-async def test_invalid_input_is_rejected_under_the_clients_name(frontends, stub, message, field):
+async def test_invalid_input_is_rejected_under_the_clients_name(frontends, stub, message, field, cause):
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await stub.ModelInfer(message)
 
     assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert raised.value.details().startswith(f"{field}: ")
-    assert details_of(raised.value)[0] == inference_pb2.ErrorDetail(reason="invalid_argument", field=field)
+    told = inference_pb2.ErrorDetail(reason="invalid_argument", field=field, cause=cause)
+    assert details_of(raised.value)[0] == told
     assert frontends.router.submitted == []
 
 

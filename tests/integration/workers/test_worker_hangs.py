@@ -229,8 +229,8 @@ def workers_of(result) -> list[str]:
 class Streams:
     """One stream per prompt, whose first tokens have arrived."""
 
-    def __init__(self, client: Client, **more: object) -> None:
-        self._streams = [client.generate(prompt, **ASK | more) for prompt in PROMPTS]
+    def __init__(self, client: Client, prompts: list[list[int]] = PROMPTS, **more: object) -> None:
+        self._streams = [client.generate(prompt, **ASK | more) for prompt in prompts]
         self._tokens = [list(next(stream).token_ids) for stream in self._streams]
 
     def finish(self) -> list[tuple[int, ...]]:
@@ -240,10 +240,22 @@ class Streams:
         return [tuple(tokens) for tokens in self._tokens]
 
 
+def answers_of_both_workers(client: Client) -> tuple[list[list[int]], list[list[int]]]:
+    """Return prompts and their answers; each worker has computed some of them, and so is chosen for them again."""
+    prompts, answers, used = [], [], set()
+    while len(prompts) < len(PROMPTS) or len(used) < 2:
+        prompts.append([1000 + 100 * len(prompts) + token for token in range(80)])
+        answer = client.complete(prompts[-1], **ASK)
+        answers.append(answer.token_ids)
+        used.update(workers_of(answer))
+        assert len(prompts) < 20, "every prompt went to one worker"
+    return prompts, answers
+
+
 def test_streams_of_a_hung_worker_continue_exactly_elsewhere(folder):
     with a_cluster(folder) as (up, client):
-        expected = [client.complete(prompt, **ASK).token_ids for prompt in PROMPTS]
-        streams = Streams(client)
+        prompts, expected = answers_of_both_workers(client)
+        streams = Streams(client, prompts)
 
         hang(folder)
 

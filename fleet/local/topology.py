@@ -67,6 +67,10 @@ ANY_PORT = "127.0.0.1:0"
 
 ALL_INTERFACES = ("0.0.0.0", "[::]")  # noqa: S104 - compared, not bound
 MOST_PORT = 65_535
+EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+CHOSEN_PORTS = 10_000
+"""Number of ports below the ephemeral ones, from which a port is chosen for port 0."""
+PORT_TRIES = 100
 
 ROUTER = "router"
 STORE = "kvstore"
@@ -477,6 +481,8 @@ def claim_address(
     """Return the address with a free port, which stays reserved while `held` is open.
 
     After that, another process may take the port before the router starts; the router then refuses its settings.
+    A port for 0 lies outside the ephemeral range where possible: connections of other processes never take it, even
+    while the router starts anew.
 
     Args:
         field: The path of the setting, for errors.
@@ -494,13 +500,41 @@ def claim_address(
         probe = held.enter_context(socket.socket(socket.AF_INET6 if host.startswith("[") else socket.AF_INET))
         # connections of an earlier run may still be closing
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind((host.strip("[]"), int(port)))
+        _bind(probe, host.strip("[]"), int(port))
         probe.listen(1)
         return f"{host}:{probe.getsockname()[1]}"
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise ConfigurationRefused(f"{field}: {listen} is in use; {advice}") from error
         raise ConfigurationRefused(f"{field}: {listen}: {error.strerror or error}") from error
+
+
+def _bind(probe: socket.socket, host: str, port: int) -> None:
+    """Bind the socket to the port; for port 0, to a free one that is outside the ephemeral range if one is found.
+
+    Raises:
+        OSError: The address cannot be listened on.
+    """
+    if port == 0:
+        ephemeral = _first_ephemeral_port()
+        for _ in range(PORT_TRIES if ephemeral > 2 * CHOSEN_PORTS else 0):
+            chosen = ephemeral - 1 - secrets.randbelow(CHOSEN_PORTS)
+            try:
+                probe.bind((host, chosen))
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+            else:
+                return
+    probe.bind((host, port))
+
+
+def _first_ephemeral_port() -> int:
+    """Return the first port that the system chooses for connections, or 0 if the system does not state it."""
+    try:
+        return int(EPHEMERAL_PORTS.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return 0
 
 
 def _picker(settings: EndpointPickerSettings | None, http: str) -> EndpointPickerSettings | None:

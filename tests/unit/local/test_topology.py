@@ -3,6 +3,7 @@
 import re
 import socket
 from contextlib import ExitStack
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -23,6 +24,16 @@ def test_a_host_that_does_not_resolve_is_refused_in_words():
 
     assert str(refused.value).startswith("router.http_listen: nosuch.invalid:0: ")
     assert "Unknown error" not in str(refused.value)
+
+
+def test_port_for_0_is_none_that_connections_of_others_take():
+    ephemeral = range(*map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()))
+    with ExitStack() as held:
+        chosen = [claim_address("router.http_listen", "127.0.0.1:0", held) for _ in range(50)]
+
+    ports = {int(address.rpartition(":")[2]) for address in chosen}
+    assert len(ports) == 50
+    assert ephemeral.start <= 20_000 or not ports & set(ephemeral)
 
 
 @pytest.mark.parametrize(

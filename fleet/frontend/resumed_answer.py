@@ -16,7 +16,7 @@ Rules:
    first worker.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from types import TracebackType
 from typing import Self
@@ -46,7 +46,7 @@ class ResumedAnswer(Struct, kw_only=True):
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """The known tokens: the beginning of the answer, from the client or from the answer journal."""
+        """The known tokens: the beginning of the answer, from the client or from the worker that kept them."""
         return self.resume.token_ids
 
     def check(self, sampling: Sampling, prompt: bytes, vocab_size: int, *, in_engine: bool) -> None:
@@ -158,7 +158,6 @@ class EndedAnswer:
 
     kv: tuple[KvPhase, ...] = ()
     cached_tokens = 0
-    on_tokens: Callable[[Sequence[int]], None] | None = None
 
     def __init__(self, request_id: RequestId, finish: Finish) -> None:
         self._complete: Complete | None = Complete(request_id=request_id, finish=finish, kv=(), cached_tokens=0)

@@ -190,6 +190,7 @@ class Attempts:
             generated_tokens=len(live.sent),
             pooling=arrived.pooling,
             images=arrived.images,
+            answer_key=live.answer_key,
         )
         out.append(Dispatch(worker_id=attempt.worker_id, start=start))
 

@@ -5,11 +5,10 @@ Rules:
 1. Each router dials every other one and sends its messages on that connection. It receives the messages of others on
    the connections that it has accepted. On a dialled connection it receives only the answers to its own queries.
 2. Each message about reservations contains all of them. So if a message is lost, the next one replaces it.
-3. Reservations are sent `SEND_INTERVAL_SECONDS` after a change, because many change at once, and at least every
-   `FULL_STATE_SECONDS`. The longer the interval, the more routers send their next requests to the same worker: if a
-   quarter of the running requests changes between two messages, the messages are of no use. Unchanged reservations are
-   only sent every `FULL_STATE_SECONDS`. Otherwise two idle routers would answer each other's messages forever, because
-   each message is an event for its receiver.
+3. Reservations are sent `SEND_INTERVAL_SECONDS` after one has begun or ended or a prompt was computed, because many change
+   at once, and at least every `FULL_STATE_SECONDS`, which is soon enough for answers that grow. The longer the interval,
+   the more routers send their next requests to the same worker: if a quarter of the running requests changes between two
+   messages, the messages are of no use.
 4. A router that was silent for `SILENCE_SECONDS`, or whose connection broke, counts as gone, and its reservations are
    dropped. It is dialled again soon: at once after a connection that had lasted, and when it has dialled this router.
 5. A worker registers with one router, and that router forwards each registration to the others. A router that is
@@ -205,7 +204,7 @@ class PeerRouters:
         self._overflow = overflow
         router.on_change = self._changed
         if limits is not None:
-            limits.tenants.on_taken = self._changed
+            limits.tenants.on_taken = self._tell_soon
             limits.tenants.settle_with_others = self._settle
 
     async def run(self) -> Never:
@@ -349,6 +348,11 @@ class PeerRouters:
         return None
 
     def _changed(self) -> None:
+        """Tell the peers soon of a change that matters for their placement. This is called after each event of the router."""
+        if self._timer is None and (self._router.prompts.is_due or self._router.sessions.has_news):
+            self._tell_soon()
+
+    def _tell_soon(self) -> None:
         if self._timer is None and self.links:
             self._timer = asyncio.get_running_loop().call_later(SEND_INTERVAL_SECONDS, self._tell_changes)
 

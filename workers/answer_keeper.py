@@ -8,7 +8,7 @@ Rules:
 2. An answer is kept for a set time after its end. The end of the stream to its router counts as its end, too.
 3. If the tokens exceed the memory limit, the answers that have ended are forgotten first, beginning with the earliest
    end, and then the running ones, beginning with the earliest start.
-4. An attempt with the key of an earlier attempt, such as the decode after a prefill on one worker, replaces its tokens.
+4. An attempt with the key of an earlier attempt replaces its tokens. Routers use a key for one attempt only.
 """
 
 from array import array
@@ -21,7 +21,7 @@ from fleet.core.clock import SECOND, Nanos
 from fleet.core.requests import TOKEN_BYTES, TokenBytes
 
 AnswerKey = int
-"""Key of an answer, 64 random bits. A router changes it when it starts an attempt again, because tokens of the lost
+"""Key of an answer, a random number of 64 bits. A router changes it when it starts an attempt again, because tokens of the lost
 attempt that it has not received could be different. Request ids do not serve as keys, because clients may use one twice."""
 
 ENTRY_BYTES = 400  # memory for an answer besides its tokens

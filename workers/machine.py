@@ -343,9 +343,9 @@ class WorkerMachine:
             return  # the stream was closed a moment ago
         found: list[KeptAnswer] = []
         num_bytes = 0
-        for wanted in event.wanted.answers:
+        for wanted in dict.fromkeys(event.wanted.answers):
             tokens = self._kept.find(wanted.key, wanted.tokens, now)
-            found.append(KeptAnswer(wanted.key, tokens))
+            found.append(KeptAnswer(wanted.key, tokens, wanted.tokens))
             num_bytes += len(tokens)
             if num_bytes >= KEPT_ANSWERS_BYTES:
                 yield Tell(stream=event.stream, message=KeptAnswers(answers=tuple(found)))

@@ -259,6 +259,10 @@ class KeepTrace(Struct, frozen=True, kw_only=True):
     leave_room: bool = False  # these spans may fill only a part of the queue for the collector
 
 
+MAX_WANTED_ANSWERS = 1000
+"""Maximum number of answers in one `AnswersWanted`, which then takes 20 kB."""
+
+
 class WantedAnswer(Struct, frozen=True):
     key: int  # `Start.answer_key` of the latest attempt whose tokens the client has
     tokens: int  # number of the answer's first tokens that are wanted
@@ -273,6 +277,7 @@ class AnswersWanted(Struct, frozen=True, kw_only=True):
 class KeptAnswer(Struct, frozen=True):
     key: int
     tokens: TokenBytes  # the first tokens of the answer; empty if the worker does not know the answer
+    wanted: int = 0  # `WantedAnswer.tokens`
 
 
 class KeptAnswers(Struct, frozen=True, kw_only=True):

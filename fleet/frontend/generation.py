@@ -21,8 +21,15 @@ router's server, turn tokens into text, look for stop strings, count. Rules:
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager, nullcontext
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    aclosing,
+    asynccontextmanager,
+    contextmanager,
+    nullcontext,
+)
 from functools import partial
 from itertools import chain
 from math import inf
@@ -133,7 +140,7 @@ class KeptAnswerSearch(Protocol):
     """Port: finds the tokens of answers that workers keep for clients."""
 
     async def tokens(self, key: int, most: int) -> tuple[int, ...]:
-        """Return the first tokens of an answer, at most `most`; fewer or none if no worker has all of them.
+        """Return the first `most` tokens of an answer; fewer or none if no worker is found that has all of them.
 
         Args:
             key: The key of the answer, `ResumeClaims.stream`.
@@ -313,44 +320,31 @@ class Generation:
         if self.tracing is not None:
             measured.begin_trace(self.tracing, request)
         resumed = None
-        if request.resume is not None:
-            try:
+        with measured.counted():
+            if request.resume is not None:
                 request, resumed = await self._resumed(request, authorization)
-            except RequestRejected as refused:
-                measured.ended(refused.reason)
-                raise
-            if entry is not None:
-                entry.request_id, entry.tenant = request.id, request.tenant
-        if request.id in self._running or request.id in self.relayed_ids:
-            measured.ended(Reason.INVALID_ARGUMENT)
-            raise invalid("request_id", "a running request has the same id; use another one")
-        self._running.add(request.id)
-        try:
-            tenant = self._tenants.tenant(authorization, request.tenant)
-            if tenant != request.tenant:
-                request = structs.replace(request, tenant=tenant)
                 if entry is not None:
-                    entry.tenant = tenant
-            if measured.trace is not None:
-                measured.trace.follow(traced_request(request))
-            generate = self._generate_with_images if request.remote_images else self._generate
-            async with aclosing(generate(request, measured, overflow, resumed)) as events:
-                noted = entry if entry is not None and entry.notes_answer else None
-                async for event in events:
-                    if noted is not None:
-                        noted.note(event)
-                    yield event
-        except RequestRejected as refused:
-            measured.ended(refused.reason)
-            raise
-        except (asyncio.CancelledError, GeneratorExit):
-            measured.ended(Reason.CANCELLED)
-            raise
-        except Exception:
-            measured.ended(Reason.INTERNAL)
-            raise
-        finally:
-            self._running.discard(request.id)
+                    entry.request_id, entry.tenant = request.id, request.tenant
+            if self.serves(request.id):
+                raise invalid("request_id", "a running request has the same id; use another one")
+            self._running.add(request.id)
+            try:
+                tenant = self._tenants.tenant(authorization, request.tenant)
+                if tenant != request.tenant:
+                    request = structs.replace(request, tenant=tenant)
+                    if entry is not None:
+                        entry.tenant = tenant
+                if measured.trace is not None:
+                    measured.trace.follow(traced_request(request))
+                generate = self._generate_with_images if request.remote_images else self._generate
+                async with aclosing(generate(request, measured, overflow, resumed)) as events:
+                    noted = entry if entry is not None and entry.notes_answer else None
+                    async for event in events:
+                        if noted is not None:
+                            noted.note(event)
+                        yield event
+            finally:
+                self._running.discard(request.id)
 
     @asynccontextmanager
     async def with_images(
@@ -591,7 +585,8 @@ class Generation:
         replayed, ended = 0, None
         if resumed is not None:
             in_engine = isinstance(answer, EngineParsedAnswer)
-            resumed.check(sampling, _digest(card, tokens, digests), codec.vocab_size, in_engine=in_engine)
+            digest = _digest(card, tokens, digests)
+            resumed.check(sampling, digest, codec.vocab_size, in_engine=in_engine, is_kept=request.is_kept)
             if len(resumed.token_ids) <= INLINE_TOKENS:
                 resumed.replay(answer)
             else:
@@ -732,14 +727,14 @@ class Generation:
             raise invalid(RESUME_FIELD, "is only for streams")
         tenant = self._tenants.tenant(authorization, request.tenant)
         claims = self._resume_tokens.read(request.resume.token, tenant)
-        request_id = claims.next_id
-        # An earlier resumption broke off, but its request has not ended on this router yet.
-        while self.serves(request_id):
-            request_id = RequestId(f"{request_id}x")
         resume = request.resume
         if request.is_kept and self._kept_answers is not None:
             known = await self._kept_answers.tokens(claims.stream, resume.position)
             resume = structs.replace(resume, token_ids=known)
+        request_id = claims.next_id
+        # An earlier resumption broke off, but its request has not ended on this router yet.
+        while self.serves(request_id):
+            request_id = RequestId(f"{request_id}x")
         answer = ResumedAnswer(resume=resume, claims=claims, is_free=self._is_free(claims))
         return structs.replace(request, id=request_id, tenant=tenant), answer
 
@@ -947,6 +942,7 @@ def _joined(deltas: Sequence[Delta]) -> Delta:
         token_ids=tuple(chain.from_iterable(each.token_ids for each in deltas)),
         logprobs=tuple(chain.from_iterable(each.logprobs for each in deltas)),
         prompt_logprobs=deltas[0].prompt_logprobs,
+        resume_token=next((each.resume_token for each in reversed(deltas) if each.resume_token), ""),
     )
 
 
@@ -1034,6 +1030,21 @@ class _RequestTimes:
         self.trace = tracing.begin(traced_request(request), self.began)
         if self._entry is not None:
             self._entry.trace_id = self.trace.trace_id
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count the request as ended if an exception leaves the context, or if its generator is closed there."""
+        try:
+            yield
+        except RequestRejected as refused:
+            self.ended(refused.reason)
+            raise
+        except (asyncio.CancelledError, GeneratorExit):
+            self.ended(Reason.CANCELLED)
+            raise
+        except Exception:
+            self.ended(Reason.INTERNAL)
+            raise
 
     def admitted(self, prompt_tokens: int) -> None:
         self.usage = Usage(prompt_tokens=prompt_tokens, completion_tokens=0, cached_tokens=0)

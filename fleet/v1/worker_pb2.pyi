@@ -289,7 +289,9 @@ class AnswersWanted(_message.Message):
 
     ANSWERS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def answers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WantedAnswer]: ...
+    def answers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WantedAnswer]:
+        """at most 1000"""
+
     def __init__(
         self,
         *,
@@ -1372,18 +1374,22 @@ class KeptAnswer(_message.Message):
 
     KEY_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
+    WANTED_FIELD_NUMBER: _builtins.int
     key: _builtins.int
     tokens: _builtins.bytes
     """its first tokens, unsigned 32-bit little-endian; empty: the answer is unknown"""
+    wanted: _builtins.int
+    """`WantedAnswer.tokens`"""
     def __init__(
         self,
         *,
         key: _builtins.int = ...,
         tokens: _builtins.bytes = ...,
+        wanted: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "tokens", b"tokens", "wanted", b"wanted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -45,6 +45,7 @@ from fleet.core.requests import (
 )
 from fleet.core.roles import KvPath, Phase, Role
 from fleet.core.work import (
+    MAX_WANTED_ANSWERS,
     NOTHING_PULLED,
     AnswersWanted,
     Cancel,
@@ -158,6 +159,8 @@ def decode_router_message(message: pb.RouterMessage) -> RouterMessage | None:
             return KeepTrace(trace_id=kept.trace_id, parent_ids=tuple(kept.parent_ids), leave_room=kept.leave_room)
         case "answers_wanted":
             wanted = message.answers_wanted.answers
+            if len(wanted) > MAX_WANTED_ANSWERS:
+                raise MalformedMessage("answers_wanted", f"has {len(wanted)} answers, more than {MAX_WANTED_ANSWERS}")
             return AnswersWanted(answers=tuple([WantedAnswer(each.key, each.tokens) for each in wanted]))
         case _:
             return None
@@ -190,7 +193,7 @@ def encode_worker_message(message: WorkerMessage) -> pb.WorkerMessage:
             protocols = None if message.protocols is None else range_message(message.protocols)
             return pb.WorkerMessage(goodbye=pb.Goodbye(reason=message.reason, protocols=protocols))
         case KeptAnswers():
-            kept = [pb.KeptAnswer(key=each.key, tokens=each.tokens) for each in message.answers]
+            kept = [pb.KeptAnswer(key=each.key, tokens=each.tokens, wanted=each.wanted) for each in message.answers]
             return pb.WorkerMessage(kept_answers=pb.KeptAnswers(answers=kept))
         case _:
             assert_never(message)
@@ -254,7 +257,7 @@ def _kept_answer_from_wire(kept: pb.KeptAnswer) -> KeptAnswer:
         raise MalformedMessage(
             "kept_answers.tokens", f"{len(kept.tokens)} bytes are not a number of {TOKEN_BYTES}-byte ids"
         )
-    return KeptAnswer(kept.key, kept.tokens)
+    return KeptAnswer(kept.key, kept.tokens, kept.wanted)
 
 
 def encode_description(description: WorkerDescription) -> pb.Description:

@@ -2,10 +2,9 @@
 
 Rules:
 
-1. Every worker is asked that keeps answers (`workers.answer_keeper`), because an answer may have moved to another worker
-   since its key was chosen. The search ends as soon as one worker has all wanted tokens, when all workers have answered
-   or left, or after `SEARCH_SECONDS`. A worker with a key has the tokens that were sent under this key, so the first
-   complete result is right.
+1. Every worker is asked that keeps answers (`workers.answer_keeper`), because a resume token does not name the worker. The
+   search ends as soon as one worker has all wanted tokens, when all workers have answered or left, or after
+   `SEARCH_SECONDS`. Only one attempt has a key, so only one worker has tokens under it.
 2. After the death of a router, all its streams are resumed at once. So the searches that begin in one turn of the event
    loop are sent together, in one message to each worker.
 """
@@ -17,14 +16,15 @@ from msgspec import Struct
 
 from fleet.core.ids import WorkerId
 from fleet.core.requests import TOKEN_BYTES
-from fleet.core.work import AnswersWanted, KeptAnswers, WantedAnswer
+from fleet.core.work import MAX_WANTED_ANSWERS, AnswersWanted, KeptAnswers, WantedAnswer
 
-SEARCH_SECONDS = 0.5  # an idle worker on another host answers within milliseconds
-ANSWERS_A_MESSAGE = 1000  # maximum number of searches in one message; 20 kB
+SEARCH_SECONDS = 3.0
+"""Time limit of a search. Only a worker that hangs is waited for so long, until its stream ends: a working one answers
+within milliseconds, and what it does not find may be nowhere else."""
 
 
-class _Search(Struct, eq=False):
-    num_bytes: int  # of the wanted tokens
+class _RunningSearch(Struct, eq=False):
+    most: int  # number of wanted tokens
     found: bytes
     asked: set[WorkerId]  # workers that have not answered yet
     ended: asyncio.Event
@@ -41,11 +41,11 @@ class AnswerSearch:
             send: Sends a message to all workers that keep answers; returns those to which it was sent.
         """
         self._send = send
-        self._searches: dict[int, list[_Search]] = {}  # by the answer's key
-        self._unsent: list[tuple[WantedAnswer, _Search]] = []
+        self._searches: dict[int, list[_RunningSearch]] = {}  # by the answer's key
+        self._unsent: list[tuple[WantedAnswer, _RunningSearch]] = []
 
     async def tokens(self, key: int, most: int) -> tuple[int, ...]:
-        """Return the first tokens of an answer, at most `most`, as far as a worker has them.
+        """Return the first `most` tokens of an answer; fewer or none if no worker is found that has all of them.
 
         Args:
             key: The key of the answer (`Start.answer_key`).
@@ -53,7 +53,7 @@ class AnswerSearch:
         """
         if not most:
             return ()
-        search = _Search(TOKEN_BYTES * most, b"", set(), asyncio.Event())
+        search = _RunningSearch(most, b"", set(), asyncio.Event())
         self._searches.setdefault(key, []).append(search)
         if not self._unsent:
             asyncio.get_running_loop().call_soon(self._send_searches)
@@ -75,8 +75,9 @@ class AnswerSearch:
         for each in kept.answers:
             for search in self._searches.get(each.key, ()):
                 if len(each.tokens) > len(search.found):
-                    search.found = each.tokens[: search.num_bytes]
-                search.asked.discard(worker_id)
+                    search.found = each.tokens[: TOKEN_BYTES * search.most]
+                if each.wanted >= search.most:  # else it is the answer to another search
+                    search.asked.discard(worker_id)
                 _end_if_done(search)
 
     def left(self, worker_id: WorkerId) -> None:
@@ -89,14 +90,14 @@ class AnswerSearch:
 
     def _send_searches(self) -> None:
         unsent, self._unsent = self._unsent, []
-        for first in range(0, len(unsent), ANSWERS_A_MESSAGE):
-            some = unsent[first : first + ANSWERS_A_MESSAGE]
+        for first in range(0, len(unsent), MAX_WANTED_ANSWERS):
+            some = unsent[first : first + MAX_WANTED_ANSWERS]
             asked = self._send(AnswersWanted(answers=tuple([wanted for wanted, _ in some])))
             for _, search in some:
                 search.asked, search.is_sent = set(asked), True
                 _end_if_done(search)
 
 
-def _end_if_done(search: _Search) -> None:
-    if len(search.found) >= search.num_bytes or (search.is_sent and not search.asked):
+def _end_if_done(search: _RunningSearch) -> None:
+    if len(search.found) >= TOKEN_BYTES * search.most or (search.is_sent and not search.asked):
         search.ended.set()

@@ -148,6 +148,7 @@ class LiveRequest(Struct):
     def answer_key(self) -> int:
         """The key under which the worker of the next attempt keeps the tokens of the answer; 0: it keeps none.
 
+        Only one attempt has a key, so only one worker keeps tokens under it.
         After a failed attempt it is another key, because the failed attempt may have generated tokens that did not
         arrive here, and the next attempt generates other ones.
         """

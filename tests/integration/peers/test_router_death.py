@@ -18,11 +18,12 @@ import pytest
 
 from fleet.client import AsyncClient, Client, DeadlineExceeded, FleetError, Unavailable
 from fleet.client.errors import error_of
+from fleet.peers.routers import LATE_SECONDS, SILENCE_SECONDS
 from fleet.v1 import inference_pb2, inference_pb2_grpc
 from tests.support.frontend.http_clients import sse_events
 from tests.support.kvstore.builders import a_short_folder
 from tests.support.router.router_pair import RouterProcess, open_router_pair, open_workers
-from tests.support.waiting import until, until_answered
+from tests.support.waiting import pace, until, until_answered
 
 pytestmark = pytest.mark.integration
 
@@ -297,6 +298,18 @@ async def test_random_sse_answers_go_on_exactly_after_the_kept_tokens(workers, f
         met.happened.set()
         assert await running == expected
         assert await metric(second, "fleet_resumed_requests_total") == EACH
+
+
+async def test_router_that_stood_still_takes_no_peer_for_silent(workers, folder):
+    """It reads what its peer has sent meanwhile before it decides."""
+    with open_router_pair(workers, folder) as (first, second):
+        second.signal(signal.SIGSTOP)
+        await pace(SILENCE_SECONDS + 2 * LATE_SECONDS, "a router may be silent for a shorter time")
+        second.signal(signal.SIGCONT)
+        # The first router has taken the second one for dead, so they connect again.
+        await until(lambda: second.log.read_text().count("peer router reached") == 2)
+        assert "peer router left" in first.log.read_text()
+        assert "it was silent" not in second.log.read_text()
 
 
 async def test_answer_that_lost_its_worker_and_its_router_goes_on(model_dir, folder):

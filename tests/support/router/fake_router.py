@@ -20,7 +20,7 @@ from fleet.router.server import AnswerKeyChanged
 from fleet.router.settings.router import Thresholds
 from fleet.router.state.snapshot import Explanation, PoolSnapshot, RemotePrefillSnapshot, RouterCounters, RouterSnapshot
 from tests.support.builders import BLOCK_TOKENS, MODEL, a_kv_report
-from tests.support.waiting import pace
+from tests.support.waiting import pace, turns
 
 
 def a_model_card(**fields: object) -> ModelCard:
@@ -55,6 +55,7 @@ class FakeRouter:
         self.bug: Exception | None = None  # raised by the stream's iterator
         # number of steps after which the attempt fails, and another worker continues the answer
         self.retry_after: int | None = None
+        self.search_turns = 0  # turns of the event loop that a search for kept tokens takes
         self.kept: dict[int, list[int]] = {}  # the tokens that workers keep, by the answer's key
         self.hold_after: int | None = None  # number of steps after which the stream waits for `release`
         self.release = asyncio.Event()
@@ -75,6 +76,7 @@ class FakeRouter:
 
     async def tokens(self, key: int, most: int) -> tuple[int, ...]:
         """Find kept tokens as `AnswerSearch` does."""
+        await turns(self.search_turns)
         return tuple(self.kept.get(key, ())[:most])
 
     def models(self) -> tuple[ModelCard, ...]:

@@ -9,13 +9,16 @@ from msgspec import structs
 from prometheus_client import CollectorRegistry
 
 from fleet.core.errors import Reason, RequestRejected
+from fleet.core.ids import RequestId
 from fleet.core.requests import (
     Admitted,
     AnswerParsers,
+    AnswerParsing,
     CallDelta,
     ChatMessage,
     ChatPrompt,
     Delta,
+    Finish,
     Finished,
     Resume,
     Sampling,
@@ -35,8 +38,9 @@ from fleet.frontend.text.response_templates import ResponseTemplates
 from fleet.frontend.text.tokenizer_threads import TokenizerThreads
 from fleet.router.tenants import Tenants, TenantSettings
 from tests.support.builders import MODEL, a_request, token_ids
-from tests.support.frontend.text_model import EOS, write_seeing_model
+from tests.support.frontend.text_model import EOS, write_model, write_seeing_model
 from tests.support.router.fake_router import FakeRouter, a_model_card
+from tests.support.waiting import turns
 
 GREEDY = Sampling(max_tokens=100, temperature=0)
 TEXT = "Zwölf 漢字 🎉 of STOP, STOPPED"
@@ -251,6 +255,89 @@ async def test_resumed_answer_lost_before_new_tokens_goes_on(open_generation):
     again = await events_of(open_generation(router), structs.replace(request, resume=resume))
 
     assert received(again)[1] == tuple(range(100 + held, 120))
+
+
+async def test_second_resumption_during_a_search_is_served(open_generation):
+    """A client's connection may break while the router searches, and the client comes back."""
+    router = FakeRouter(range(100, 120))
+    request = a_request(sampling=Sampling(max_tokens=20), resumable=True, is_kept=True)
+    generation = open_generation(router)
+    seen = (await events_of(generation, request))[:9]
+    resume = Resume(token=received(seen)[2], position=len(received(seen)[1]))
+    router.search_turns = 5
+    again = structs.replace(request, resume=resume)
+
+    one, other = await asyncio.gather(events_of(generation, again), events_of(generation, again))
+
+    assert received(one)[1] == received(other)[1] == tuple(range(100 + resume.position, 120))
+
+
+async def test_client_that_leaves_during_a_search_is_counted(open_generation):
+    router = FakeRouter(range(100, 120))
+    request = a_request(sampling=Sampling(max_tokens=20), resumable=True, is_kept=True)
+    generation = open_generation(router)
+    seen = (await events_of(generation, request))[:9]
+    resume = Resume(token=received(seen)[2], position=len(received(seen)[1]))
+    router.search_turns = 1000
+    task = asyncio.create_task(events_of(generation, structs.replace(request, resume=resume)))
+    await turns(3)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+    (counted,) = [each.outcomes for each in generation.metrics.requests.values() if each.outcomes]
+    assert sorted(outcome for outcome, _ in counted) == [Reason.CANCELLED, Finish.LENGTH]
+
+
+@pytest.mark.parametrize("stream", [-1, -(2**40)])
+def test_token_with_an_impossible_stream_is_refused(stream):
+    """Without a secret, anybody can sign a token; it must not spoil the searches of others."""
+    tokens = ResumeTokens(b"", 60, lambda: 0)
+    forged = tokens.issue(ResumeClaims(RequestId("r"), "", 0, 0, b"", stream))
+    with pytest.raises(RequestRejected):
+        tokens.read(forged, "")
+
+
+@pytest.mark.parametrize("retry_after", range(1, 20))
+async def test_last_ids_of_a_parsed_answer_name_its_own_tokens(open_generation, tmp_path, retry_after):
+    """A stop string may end the answer in the first step of another worker, whose delta is joined with the rest of the text."""
+    folder = write_model(tmp_path)
+    template = "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}{{ messages[0].content }}"
+    (folder / "chat_template.jinja").write_text(template)
+    codec = load_codec(folder)
+    router = FakeRouter(token_ids(codec.encode("Sun and more STOP, STOPPED"))[1:])
+    router.cards = (a_model_card(parsers=AnswerParsers(tool_calls="hermes")),)
+    router.retry_after = retry_after
+    tools = '[{"type": "function", "function": {"name": "get", "parameters": {"type": "object"}}}]'
+    prompt = ChatPrompt((ChatMessage(role="user", content="x"),), tools=tools)
+    request = a_request(
+        prompt=prompt, sampling=GREEDY, stop=("STOP",), resumable=True, is_kept=True, parsing=AnswerParsing()
+    )
+
+    events = await events_of(open_generation(router, codec), request)
+    _, tokens, token = received(events)
+
+    assert events[-1].stop_string == "STOP"
+    stream = ResumeTokens(b"secret", 60, lambda: 1000).read(token, "").stream
+    assert tuple(router.kept[stream][: len(tokens)]) == tokens
+
+
+async def test_parsed_answer_of_a_client_without_tokens_is_not_resumed(open_generation):
+    """It is not known which part of the text the client has, and no part may come twice."""
+    router = FakeRouter(range(100, 110))
+    router.cards = (a_model_card(parsers=AnswerParsers(reasoning="qwen3", in_engine=True)),)
+    router.parsed = [ParsedDelta(text=letter) for letter in "abcdefghij"]
+    request = a_request(
+        sampling=structs.replace(GREEDY, max_tokens=10), resumable=True, is_kept=True, parsing=AnswerParsing()
+    )
+    seen = (await events_of(open_generation(router), request))[:4]
+    assert received(seen)[0] == "abc"
+    resume = Resume(token=received(seen)[2], position=3)
+
+    refused = await refusal_of(open_generation(router), structs.replace(request, resume=resume))
+
+    assert refused.reason is Reason.WORKER_LOST
+    from_the_beginning = structs.replace(request, resume=structs.replace(resume, position=0))
+    assert received(await events_of(open_generation(router), from_the_beginning))[0] == "abcdefghij"
 
 
 async def test_answer_that_has_ended_can_be_resumed_again(open_generation):

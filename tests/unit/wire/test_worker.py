@@ -26,6 +26,7 @@ from fleet.core.requests import (
 )
 from fleet.core.roles import KvPath, Phase, Role
 from fleet.core.work import (
+    MAX_WANTED_ANSWERS,
     AnswersWanted,
     Cancel,
     Draining,
@@ -185,7 +186,7 @@ router_messages = (
 kept_answers = st.builds(
     KeptAnswers,
     answers=st.lists(
-        st.builds(KeptAnswer, key=U64, tokens=IDS.map(token_bytes)),
+        st.builds(KeptAnswer, key=U64, tokens=IDS.map(token_bytes), wanted=U32),
         max_size=3,
     ).map(tuple),
 )
@@ -292,6 +293,18 @@ def test_router_messages_survive_the_wire(message):
     wire = encode_router_message(message).SerializeToString()
 
     assert decode_router_message(pb.RouterMessage.FromString(wire)) == message
+
+
+def test_too_many_wanted_answers_are_rejected():
+    wanted = AnswersWanted(answers=(WantedAnswer(1, 1),) * (MAX_WANTED_ANSWERS + 1))
+    with pytest.raises(MalformedMessage, match="answers_wanted"):
+        decode_router_message(encode_router_message(wanted))
+
+
+def test_kept_tokens_that_are_no_whole_ids_are_rejected():
+    kept = KeptAnswers(answers=(KeptAnswer(1, b"abc"),))
+    with pytest.raises(MalformedMessage, match="kept_answers"):
+        decode_worker_message(encode_worker_message(kept))
 
 
 @given(worker_messages)

@@ -118,9 +118,9 @@ def test_tokens_of_a_dead_routers_attempt_are_kept_for_others():
     unknown = WantedAnswer(KEY + 1, 9)
     ((first, second),) = kept_by(machine, WantedAnswer(KEY, 9), unknown, stream=other)
 
-    assert first == KeptAnswer(KEY, token_bytes([30, 40, 50])), "the token after its router's end is not needed"
-    assert second == KeptAnswer(KEY + 1, b"")
-    assert kept_by(machine, WantedAnswer(KEY, 2), stream=other) == [(KeptAnswer(KEY, token_bytes([30, 40])),)]
+    assert first == KeptAnswer(KEY, token_bytes([30, 40, 50]), 9), "the token after its router's end is not needed"
+    assert second == KeptAnswer(KEY + 1, b"", 9)
+    assert kept_by(machine, WantedAnswer(KEY, 2), stream=other) == [(KeptAnswer(KEY, token_bytes([30, 40]), 2),)]
 
 
 def test_tokens_without_a_key_are_not_kept():
@@ -142,6 +142,9 @@ def test_long_answers_are_sent_in_several_messages(monkeypatch):
     messages = kept_by(machine, *(WantedAnswer(KEY + number, 9) for number in range(3)))
 
     assert [len(answers) for answers in messages] == [2, 1]
+    assert kept_by(machine, *[WantedAnswer(KEY, 9)] * 9) == [(KeptAnswer(KEY, token_bytes([3]), 9),)], (
+        "repetitions cost nothing"
+    )
 
 
 def test_closed_stream_gets_no_kept_answers():

@@ -30,8 +30,9 @@ class Cluster:
         await until(lambda: self.asked)
         return task
 
-    def answer(self, worker_id: WorkerId, key: int, *token_ids: int) -> None:
-        self.search.heard(worker_id, KeptAnswers(answers=(KeptAnswer(key, token_bytes([*token_ids])),)))
+    def answer(self, worker_id: WorkerId, key: int, *token_ids: int, wanted: int = 3) -> None:
+        kept = KeptAnswer(key, token_bytes(token_ids), wanted)
+        self.search.heard(worker_id, KeptAnswers(answers=(kept,)))
 
 
 async def test_first_worker_with_all_tokens_ends_the_search():
@@ -74,7 +75,7 @@ async def test_search_without_workers_or_wanted_tokens_ends_at_once():
 
 
 async def test_searches_of_one_turn_are_sent_together(monkeypatch):
-    monkeypatch.setattr(answer_search, "ANSWERS_A_MESSAGE", 2)
+    monkeypatch.setattr(answer_search, "MAX_WANTED_ANSWERS", 2)
     cluster = Cluster(A)
     searches = [asyncio.create_task(cluster.search.tokens(key, 1)) for key in (5, 6, 7)]
     await until(lambda: cluster.asked)
@@ -92,23 +93,36 @@ async def test_two_searches_for_one_answer_each_get_what_they_want():
     cluster = Cluster(A)
     first = await cluster.begin(7, 3)
     second = asyncio.create_task(cluster.search.tokens(7, 1))
-    await asyncio.sleep(0)  # the second search has begun, and its question is not sent
+    await turns()  # the second search has begun, and its question is not sent
     cluster.answer(A, 7, 1, 2, 3)
 
     assert (await first, await second) == ((1, 2, 3), (1,))
 
 
-async def test_answer_to_an_earlier_question_does_not_end_a_later_search():
+async def test_reply_to_an_earlier_search_does_not_end_a_later_one():
     cluster = Cluster(A)
     first = await cluster.begin(7, 3)
     second = asyncio.create_task(cluster.search.tokens(7, 3))
-    await asyncio.sleep(0)
+    await turns()
     cluster.answer(A, 7)
     assert await first == ()
     assert not second.done()
     cluster.answer(A, 7, 1, 2, 3)
 
     assert await second == (1, 2, 3)
+
+
+async def test_answer_to_a_smaller_question_does_not_end_a_search():
+    cluster = Cluster(A)
+    await cluster.begin(7, 1)
+    cluster.asked.clear()
+    search = await cluster.begin(7, 3)
+    cluster.answer(A, 7, 1, wanted=1)
+    await turns()
+    assert not search.done()
+    cluster.answer(A, 7, 1, 2, 3)
+
+    assert await search == (1, 2, 3)
 
 
 async def test_cancelled_search_leaves_nothing_behind():

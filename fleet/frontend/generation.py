@@ -21,13 +21,12 @@ router's server, turn tokens into text, look for stop strings, count. Rules:
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import (
     AbstractAsyncContextManager,
     AsyncExitStack,
     aclosing,
     asynccontextmanager,
-    contextmanager,
     nullcontext,
 )
 from functools import partial
@@ -320,12 +319,12 @@ class Generation:
         if self.tracing is not None:
             measured.begin_trace(self.tracing, request)
         resumed = None
-        with measured.counted():
+        try:
             if request.resume is not None:
                 request, resumed = await self._resumed(request, authorization)
                 if entry is not None:
                     entry.request_id, entry.tenant = request.id, request.tenant
-            if self.serves(request.id):
+            if request.id in self._running or request.id in self.relayed_ids:
                 raise invalid("request_id", "a running request has the same id; use another one")
             self._running.add(request.id)
             try:
@@ -345,6 +344,15 @@ class Generation:
                         yield event
             finally:
                 self._running.discard(request.id)
+        except RequestRejected as refused:
+            measured.ended(refused.reason)
+            raise
+        except (asyncio.CancelledError, GeneratorExit):
+            measured.ended(Reason.CANCELLED)
+            raise
+        except Exception:
+            measured.ended(Reason.INTERNAL)
+            raise
 
     @asynccontextmanager
     async def with_images(
@@ -630,7 +638,7 @@ class Generation:
                     prompt_tokens=prompt_tokens,
                     tokens=tokens,
                     allowance=allowance,
-                    resume_token=self._first_token(request, claims, resumed),
+                    resume_token="" if claims is None else self._first_token(request, claims, resumed),
                     resumes=RequestId("") if resumed is None else resumed.claims.request_id,
                     began=0 if resumed is None else resumed.claims.issued,
                 )
@@ -752,14 +760,12 @@ class Generation:
             _new_stream(),
         )
 
-    def _first_token(self, request: GenerateRequest, claims: ResumeClaims | None, resumed: ResumedAnswer | None) -> str:
-        """Return the resume token with which an answer begins; empty if the client gets none.
+    def _first_token(self, request: GenerateRequest, claims: ResumeClaims, resumed: ResumedAnswer | None) -> str:
+        """Return the resume token with which an answer begins.
 
         If workers keep the tokens, a resumed answer begins with the client's own token: until new tokens come, no worker may
         have those that the client has under another key.
         """
-        if claims is None:
-            return ""
         return self._issued(claims if resumed is None or not request.is_kept else resumed.claims)
 
     def _is_free(self, claims: ResumeClaims) -> bool:
@@ -1030,21 +1036,6 @@ class _RequestTimes:
         self.trace = tracing.begin(traced_request(request), self.began)
         if self._entry is not None:
             self._entry.trace_id = self.trace.trace_id
-
-    @contextmanager
-    def counted(self) -> Iterator[None]:
-        """Count the request as ended if an exception leaves the context, or if its generator is closed there."""
-        try:
-            yield
-        except RequestRejected as refused:
-            self.ended(refused.reason)
-            raise
-        except (asyncio.CancelledError, GeneratorExit):
-            self.ended(Reason.CANCELLED)
-            raise
-        except Exception:
-            self.ended(Reason.INTERNAL)
-            raise
 
     def admitted(self, prompt_tokens: int) -> None:
         self.usage = Usage(prompt_tokens=prompt_tokens, completion_tokens=0, cached_tokens=0)

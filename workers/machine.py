@@ -27,6 +27,8 @@ Rules:
    requests on other workers, as if the process had been killed. There is no drain, because the engine would not respond.
    An engine that dies is no event of this machine: `Engine.outputs` raises `EngineDied`, and the process ends
    (`workers.server`).
+9. The machine keeps the tokens of attempts with an answer key for routers that resume an answer (`workers.answer_keeper`).
+   It sends them in messages of at most about `KEPT_ANSWERS_BYTES`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -40,10 +42,12 @@ from fleet.core.clock import MILLISECOND, SECOND, Nanos
 from fleet.core.errors import Reason
 from fleet.core.ids import RequestId
 from fleet.core.roles import KvPath, Role
-from fleet.core.work import Draining, Handoff, Progress, Rejected, Start, Step
+from fleet.core.work import Draining, Handoff, KeptAnswer, KeptAnswers, Progress, Rejected, Start, Step
 from workers.acceptance import refusal
+from workers.answer_keeper import AnswerKeeper, KeptTokens
 from workers.messages import (
     Abandon,
+    AnswersRequested,
     AttemptRequested,
     CancelInEngine,
     CancelRequested,
@@ -72,6 +76,9 @@ GRACE = Nanos(2 * SECOND)
 FETCHED_WITHIN = Nanos(5 * SECOND)
 """Time in which a decode worker begins to fetch a handoff from a store. Routers pass a handoff on within milliseconds.
 If a decode attempt waits longer in a queue, its worker computes the missing blocks."""
+
+KEPT_ANSWERS_BYTES = 1 << 20
+"""Bytes of tokens from which on a message with kept answers is sent, and another one begun."""
 
 
 class LifePhase(StrEnum):
@@ -128,6 +135,7 @@ class WorkerAttempt(Struct, kw_only=True):
     deadline: Nanos | None
     report: PendingReport = PendingReport.ALL
     cancelled: bool = False
+    kept: KeptTokens | None = None  # None if the tokens of its answer are not kept
 
 
 class WorkerMachine:
@@ -137,7 +145,14 @@ class WorkerMachine:
     """
 
     def __init__(
-        self, *, role: Role, facts: EngineFacts, capacity: int, evacuates: bool = False, store_goes: bool = False
+        self,
+        *,
+        role: Role,
+        facts: EngineFacts,
+        capacity: int,
+        evacuates: bool = False,
+        store_goes: bool = False,
+        kept: AnswerKeeper | None = None,
     ) -> None:
         """Start in the phase STARTING.
 
@@ -147,6 +162,7 @@ class WorkerMachine:
             capacity: The maximum number of attempts that the worker holds (rule 6).
             evacuates: True if there is an evacuator for its warm blocks.
             store_goes: True if the store's memory ends with this process.
+            kept: Keeps the tokens of answers; None: they are not kept.
         """
         assert capacity >= 1, capacity
         self.phase = LifePhase.STARTING
@@ -155,6 +171,7 @@ class WorkerMachine:
         self._capacity = capacity
         self._evacuates = evacuates
         self._store_goes = store_goes
+        self._kept = kept or AnswerKeeper(0, 0)
         self._streams: dict[StreamId, str] = {}
         self._attempts: dict[RequestId, WorkerAttempt] = {}  # all attempts that have not ended, by engine id
         # Attempts whose router does not know yet that they have ended.
@@ -178,6 +195,8 @@ class WorkerMachine:
             case CancelRequested():
                 attempt = self._unreported.get((event.stream, event.request_id))
                 return list(self._cancel(attempt)) if attempt is not None else []
+            case AnswersRequested():
+                return list(self._find_answers(event, now))
             case WorkerTicked():
                 self._lent = event.lent
                 return [*self._expire(now), *self._leave_if_empty(now)]
@@ -223,6 +242,7 @@ class WorkerMachine:
         assert self.phase is not LifePhase.GONE or not self._attempts
         assert self._lent >= 0, self._lent
         assert self._evacuates or not self._evacuating
+        self._kept.check()
 
     # Events about routers.
 
@@ -257,6 +277,7 @@ class WorkerMachine:
             request_id=start.request_id,
             stream=stream,
             deadline=Nanos(now + start.timeout_ms * MILLISECOND) if start.timeout_ms else None,
+            kept=self._kept.begin(start.answer_key, start.tokens, start.generated_tokens, now),
         )
         self._attempts[engine_id] = attempt
         self._unreported[stream, start.request_id] = attempt
@@ -306,12 +327,31 @@ class WorkerMachine:
                 if isinstance(output, Rejected):
                     commands.append(Tell(stream=attempt.stream, message=output))
                 else:
+                    if attempt.kept is not None:
+                        self._kept.add(attempt.kept, output.token_ids, now)
                     progress.setdefault(attempt.stream, []).append(output)
             if ended:
                 self._silence(attempt)
+                if attempt.kept is not None:
+                    self._kept.end(attempt.kept, now)
                 del self._attempts[attempt.engine_id]
         commands += [Tell(stream=stream, message=Step(progress=tuple(told))) for stream, told in progress.items()]
         return commands
+
+    def _find_answers(self, event: AnswersRequested, now: Nanos) -> Iterator[WorkerCommand]:
+        if event.stream not in self._streams:
+            return  # the stream was closed a moment ago
+        found: list[KeptAnswer] = []
+        num_bytes = 0
+        for wanted in dict.fromkeys(event.wanted.answers):
+            tokens = self._kept.find(wanted.key, wanted.tokens, now)
+            found.append(KeptAnswer(wanted.key, tokens, wanted.tokens))
+            num_bytes += len(tokens)
+            if num_bytes >= KEPT_ANSWERS_BYTES:
+                yield Tell(stream=event.stream, message=KeptAnswers(answers=tuple(found)))
+                found, num_bytes = [], 0
+        if found:
+            yield Tell(stream=event.stream, message=KeptAnswers(answers=tuple(found)))
 
     def _note_handoff(self, handoff: Handoff, now: Nanos) -> None:
         if handoff.kv_path is KvPath.STORE and self._store_goes:

@@ -7,7 +7,7 @@ from msgspec import Struct
 
 from fleet.core.clock import Nanos
 from fleet.core.ids import RequestId
-from fleet.core.work import Draining, Progress, Rejected, Start, Step
+from fleet.core.work import AnswersWanted, Draining, KeptAnswers, Progress, Rejected, Start, Step
 from workers.ports import EngineFacts
 
 StreamId = NewType("StreamId", int)
@@ -45,6 +45,13 @@ class CancelRequested(Struct, frozen=True, kw_only=True):
     request_id: RequestId
 
 
+class AnswersRequested(Struct, frozen=True, kw_only=True):
+    """A router wants tokens that this worker keeps."""
+
+    stream: StreamId
+    wanted: AnswersWanted
+
+
 class EngineStepped(Struct, frozen=True, kw_only=True):
     """The engine has finished a step, with these outputs."""
 
@@ -77,6 +84,7 @@ WorkerEvent = (
     | RouterGone
     | AttemptRequested
     | CancelRequested
+    | AnswersRequested
     | EngineStepped
     | DrainRequested
     | WorkerTicked
@@ -99,7 +107,7 @@ class CancelInEngine(Struct, frozen=True, kw_only=True):
 
 class Tell(Struct, frozen=True, kw_only=True):
     stream: StreamId
-    message: Step | Rejected | Draining
+    message: Step | Rejected | Draining | KeptAnswers
 
 
 class CutStream(Struct, frozen=True, kw_only=True):

@@ -3,8 +3,8 @@
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from fleet.core.work import Cancel, KeepTrace, KvEvent, KvEvents, Start, WorkerDescription, WorkerMessage
-from workers.messages import AttemptRequested, CancelRequested, StreamId
+from fleet.core.work import AnswersWanted, Cancel, KeepTrace, KvEvent, KvEvents, Start, WorkerDescription, WorkerMessage
+from workers.messages import AnswersRequested, AttemptRequested, CancelRequested, StreamId
 from workers.ports import Outlet
 
 
@@ -23,7 +23,7 @@ class RouterSession:
         description: WorkerDescription,
         cache: Sequence[tuple[KvEvent, ...]],
         limit: int,
-        absorb: Callable[[AttemptRequested | CancelRequested], None],
+        absorb: Callable[[AttemptRequested | CancelRequested | AnswersRequested], None],
         keep_trace: Callable[[KeepTrace], None] | None = None,
     ) -> None:
         """Start with the introduction; nothing is sent until `flow` is called."""
@@ -41,13 +41,15 @@ class RouterSession:
         for events in cache:
             self._introduction.append(self._numbered(events))
 
-    def receive(self, message: Start | Cancel | KeepTrace) -> None:
+    def receive(self, message: Start | Cancel | KeepTrace | AnswersWanted) -> None:
         """Pass a router's message to the worker's machine; the machine's answers are sent later, through `offer`."""
         match message:
             case Start():
                 self._absorb(AttemptRequested(stream=self.stream, start=message))
             case Cancel():
                 self._absorb(CancelRequested(stream=self.stream, request_id=message.request_id))
+            case AnswersWanted():
+                self._absorb(AnswersRequested(stream=self.stream, wanted=message))
             case KeepTrace():
                 if self._keep_trace is not None:
                     self._keep_trace(message)

@@ -19,6 +19,7 @@ from fleet.core.clock import MILLISECOND, SECOND, Clock, Nanos
 from fleet.core.ids import Incarnation
 from fleet.core.work import KeepTrace, LoadReport, Progress, Rejected, TokenizerDigests, WorkerDescription
 from kvstore.protocol.versions import own_protocols
+from workers.answer_keeper import AnswerKeeper
 from workers.cache_view import CacheView
 from workers.machine import GRACE, LifePhase, WorkerMachine
 from workers.messages import (
@@ -128,6 +129,7 @@ class WorkerServer:
             parsers=facts.parsers,
             pooling=facts.pooling,
             protocols=own_protocols(),
+            keeps_answers=settings.kept_answers_mib > 0,
         )
         self._settings = settings
         self.engine = engine
@@ -138,6 +140,7 @@ class WorkerServer:
             capacity=facts.max_running + settings.max_waiting,
             evacuates=evacuator is not None,
             store_goes=store_goes,
+            kept=AnswerKeeper(settings.kept_answers_mib << 20, settings.kept_answers_seconds),
         )
         self._observer = observer
         self._evacuator = evacuator

@@ -313,6 +313,13 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     stream_buffer: Annotated[int, Meta(ge=16)] = 1024
     """Maximum number of messages that wait for a slow router; a further one closes its stream. At 400 steps a second, this is 2.5 s."""
 
+    kept_answers_mib: Annotated[int, Meta(ge=0, le=1 << 14)] = 64
+    """MiB for the tokens of resumable answers over server-sent events. An answer takes 4 bytes for each token and 400 more. Beyond it,
+    answers are forgotten, first those that ended earliest, then running ones. 0: none are kept."""
+
+    kept_answers_seconds: Annotated[float, Meta(ge=0, le=86_400)] = 60.0
+    """Time for which the tokens of such an answer are kept after its end: longer than clients take to come back."""
+
     load_interval_ms: Annotated[int, Meta(ge=10, le=500)] = 100
     """The load is reported on change, at most this often; deadlines, also a drain's, are checked as often."""
 

@@ -27,7 +27,6 @@ from fleet.core.ids import Incarnation, ModelName
 from fleet.core.system_clock import SystemClock, unix_nanoseconds, unix_seconds, utc_now
 from fleet.core.telemetry import RouterProcessMetrics
 from fleet.frontend.access_log import AccessLog
-from fleet.frontend.answer_journal import AnswerJournal
 from fleet.frontend.control.demand import DemandWatch
 from fleet.frontend.control.port import open_control_port
 from fleet.frontend.generation import Generation
@@ -165,7 +164,6 @@ class _Shared(Struct, frozen=True, kw_only=True):
     image_fetcher: ImageFetcher | None  # None: images at URLs are refused
     control_access: ControlAccess
     store_access: LoadedCredentials
-    journal: AnswerJournal
     incompatible: IncompatiblePeers
     certificates: ServerCertificates | None  # certificates of the ports for clients; None: these ports do not speak TLS
     certificate_watch: CertificateWatch
@@ -195,7 +193,6 @@ class _Shared(Struct, frozen=True, kw_only=True):
             image_fetcher=fetcher,
             control_access=load_control_access("control_credentials", settings.control_credentials),
             store_access=_store_access(settings),
-            journal=AnswerJournal(settings.resume.journal_mib * MIB, settings.resume.journal_seconds, clock),
             incompatible=IncompatiblePeers(clock),
             certificates=certificates,
             certificate_watch=watch,
@@ -378,7 +375,7 @@ class _Core(Struct, frozen=True, kw_only=True):
             metrics=shared.metrics,
             threads=shared.threads,
             resume_tokens=_resume_tokens(settings),
-            journal=shared.journal,
+            kept_answers=backends.own.answers,
             access=access,
             tracing=traces,
             image_loader=shared.image_fetcher,
@@ -590,7 +587,6 @@ def _peers(settings: RouterSettings, shared: _Shared, backends: _Backends, core:
         private=shared.secret_keys.fingerprint,
         limits=PeerLimits(shared.tenants, shared.clock) if settings.counts_limits_without_redis else None,
         overflow=core.overflow,
-        journal=shared.journal,
         incompatible=shared.incompatible,
     )
     core.selection.others = peers

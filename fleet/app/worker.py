@@ -40,11 +40,11 @@ from kvstore.tracing.exporter import TraceExporter
 from kvstore.tracing.metrics import ExportMetrics
 from workers.attempt_traces import AttemptTraces
 from workers.connections.control_port import serve_control, serve_rank
+from workers.connections.open_ports import open_worker_ports
 from workers.connections.ranks import GroupLeader, joined_group, leading_group
 from workers.connections.router_streams import serve_routers
 from workers.machine import GRACE
 from workers.metrics import WorkerMetrics
-from workers.open_ports import open_worker_ports
 from workers.ports import BlockSaver, Engine, EngineFacts, EngineHung, WorkerReplaced
 from workers.rank_rendezvous import common_settings_digest
 from workers.registration import RegistryEntry, WorkerMembership

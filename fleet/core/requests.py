@@ -299,7 +299,7 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     leads: bool = False
     parsing: AnswerParsing | None = None  # None: the answer is one text and is not parsed
     resumable: bool = False  # True: the client gets resume tokens
-    journaled: bool = False  # True: routers keep the tokens of the answer, because the client does not
+    is_kept: bool = False  # True: workers keep the tokens of the answer, because the client does not
     resume: Resume | None = None  # the answer to continue; None for a new answer
     trace: TraceContext | None = None  # trace of the request; None if the router does not trace
     # The kind of vector that the client wants instead of tokens, or None if the client wants tokens.

@@ -82,6 +82,7 @@ class WorkerDescription(Struct, frozen=True, kw_only=True, rename={"tokenizer_di
     generation: str = ""  # generation of the deployment; only workers of one generation form pairs
     parsers: AnswerParsers | None = None  # parsers for the worker's answers; None if the worker reports none
     pooling: PoolingModel | None = None  # None if the worker's model generates tokens
+    keeps_answers: bool = False  # True if the worker keeps tokens by `Start.answer_key`
     protocols: ProtocolRange | None = None  # protocol versions that the worker speaks; None if it is not Fleet's
 
 
@@ -131,6 +132,7 @@ class Start(Struct, frozen=True, kw_only=True):
     pooling: Pooling | None = None  # vector to compute instead of tokens; `sampling` then has no effect
     # Content of the image files of the prompt. `tokens` has a placeholder for each of them, which the engine replaces.
     images: tuple[bytes, ...] = ()
+    answer_key: int = 0  # key under which the worker keeps the tokens of the answer (`AnswersWanted`); 0: it keeps none
 
     @property
     def num_tokens(self) -> int:
@@ -257,6 +259,33 @@ class KeepTrace(Struct, frozen=True, kw_only=True):
     leave_room: bool = False  # these spans may fill only a part of the queue for the collector
 
 
+MAX_WANTED_ANSWERS = 1000
+"""Maximum number of answers in one `AnswersWanted`, which then takes 20 kB."""
+
+
+class WantedAnswer(Struct, frozen=True):
+    key: int  # `Start.answer_key` of the latest attempt whose tokens the client has
+    tokens: int  # number of the answer's first tokens that are wanted
+
+
+class AnswersWanted(Struct, frozen=True, kw_only=True):
+    """Message to a worker: send the kept tokens of these answers, whose streams are to be resumed."""
+
+    answers: tuple[WantedAnswer, ...]
+
+
+class KeptAnswer(Struct, frozen=True):
+    key: int
+    tokens: TokenBytes  # the first tokens of the answer; empty if the worker does not know the answer
+    wanted: int = 0  # `WantedAnswer.tokens`
+
+
+class KeptAnswers(Struct, frozen=True, kw_only=True):
+    """Message from a worker: the kept tokens of answers. Each wanted answer is in exactly one such message."""
+
+    answers: tuple[KeptAnswer, ...]
+
+
 class Step(Struct, frozen=True, kw_only=True):
     """Message from a worker: the progress that one step made for the requests of one router."""
 
@@ -282,5 +311,5 @@ class Goodbye(Struct, frozen=True, kw_only=True):
     protocols: ProtocolRange | None = None
 
 
-RouterMessage = RouterHello | Start | Cancel | KeepTrace
-WorkerMessage = WorkerDescription | Step | KvEvents | LoadReport | Rejected | Draining | Goodbye
+RouterMessage = RouterHello | Start | Cancel | KeepTrace | AnswersWanted
+WorkerMessage = WorkerDescription | Step | KvEvents | LoadReport | Rejected | Draining | Goodbye | KeptAnswers

@@ -22,7 +22,13 @@ router's server, turn tokens into text, look for stop strings, count. Rules:
 import asyncio
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager, nullcontext
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    aclosing,
+    asynccontextmanager,
+    nullcontext,
+)
 from functools import partial
 from itertools import chain
 from math import inf
@@ -68,7 +74,6 @@ from fleet.core.validation import (
 )
 from fleet.core.work import LoraAdapter, ParsingTask
 from fleet.frontend.access_log import AccessEntry, AccessLog, RequestTimes
-from fleet.frontend.answer_journal import AnswerJournal, JournaledStream
 from fleet.frontend.request_tracing import RequestEnd, RequestTrace, RequestTracing, traced_request
 from fleet.frontend.resume_tokens import FIELD as RESUME_FIELD
 from fleet.frontend.resume_tokens import NO_RESUME_TOKENS, ResumeClaims, ResumeTokens, prompt_digest
@@ -82,7 +87,7 @@ from fleet.net.status_codes import REASON_STATUSES
 from fleet.router.api import RouterApi
 from fleet.router.messages import Arrived, Complete, StartedOver
 from fleet.router.ports import TextCodec
-from fleet.router.server import RequestStream
+from fleet.router.server import AnswerKeyChanged, RequestStream
 from fleet.router.tenants import Tenants, admit_with_peers
 from kvstore.block import adapter_salt, cache_salt, tenant_salt
 
@@ -130,6 +135,19 @@ class OverflowTerms(Protocol):
         ...
 
 
+class KeptAnswerSearch(Protocol):
+    """Port: finds the tokens of answers that workers keep for clients."""
+
+    async def tokens(self, key: int, most: int) -> tuple[int, ...]:
+        """Return the first `most` tokens of an answer; fewer or none if no worker is found that has all of them.
+
+        Args:
+            key: The key of the answer, `ResumeClaims.stream`.
+            most: Number of wanted tokens.
+        """
+        ...
+
+
 class ImageLoader(Protocol):
     """Port that fetches the images which a request names by URLs; `fleet.frontend.images.fetcher` implements it."""
 
@@ -171,7 +189,7 @@ class Generation:
         metrics: RouterProcessMetrics,
         threads: TokenizerThreads,
         resume_tokens: ResumeTokens | None = None,
-        journal: AnswerJournal | None = None,
+        kept_answers: KeptAnswerSearch | None = None,
         access: AccessLog | None = None,
         tracing: RequestTracing | None = None,
         image_loader: ImageLoader | None = None,
@@ -192,7 +210,7 @@ class Generation:
         self._resume_tokens = resume_tokens  # None: streams cannot be resumed
         self._access = access  # None: there is no access log
         self.tracing = tracing  # None: requests are not traced
-        self._journal = journal  # None: this router keeps no tokens for clients
+        self._kept_answers = kept_answers  # None: no worker keeps tokens for clients
         self._only_model = next(iter(codecs)) if len(codecs) == 1 else ModelName("")
         for model in codecs:  # the metrics show each series with 0 before its first request
             metrics.begin(model, CHAT)
@@ -301,33 +319,31 @@ class Generation:
         if self.tracing is not None:
             measured.begin_trace(self.tracing, request)
         resumed = None
-        if request.resume is not None:
-            try:
-                request, resumed = self._resumed(request, authorization)
-            except RequestRejected as refused:
-                measured.ended(refused.reason)
-                raise
-            if entry is not None:
-                entry.request_id, entry.tenant = request.id, request.tenant
-        if request.id in self._running or request.id in self.relayed_ids:
-            measured.ended(Reason.INVALID_ARGUMENT)
-            raise invalid("request_id", "a running request has the same id; use another one")
-        self._running.add(request.id)
         try:
-            tenant = self._tenants.tenant(authorization, request.tenant)
-            if tenant != request.tenant:
-                request = structs.replace(request, tenant=tenant)
+            if request.resume is not None:
+                request, resumed = await self._resumed(request, authorization)
                 if entry is not None:
-                    entry.tenant = tenant
-            if measured.trace is not None:
-                measured.trace.follow(traced_request(request))
-            generate = self._generate_with_images if request.remote_images else self._generate
-            async with aclosing(generate(request, measured, overflow, resumed)) as events:
-                noted = entry if entry is not None and entry.notes_answer else None
-                async for event in events:
-                    if noted is not None:
-                        noted.note(event)
-                    yield event
+                    entry.request_id, entry.tenant = request.id, request.tenant
+            if request.id in self._running or request.id in self.relayed_ids:
+                raise invalid("request_id", "a running request has the same id; use another one")
+            self._running.add(request.id)
+            try:
+                tenant = self._tenants.tenant(authorization, request.tenant)
+                if tenant != request.tenant:
+                    request = structs.replace(request, tenant=tenant)
+                    if entry is not None:
+                        entry.tenant = tenant
+                if measured.trace is not None:
+                    measured.trace.follow(traced_request(request))
+                generate = self._generate_with_images if request.remote_images else self._generate
+                async with aclosing(generate(request, measured, overflow, resumed)) as events:
+                    noted = entry if entry is not None and entry.notes_answer else None
+                    async for event in events:
+                        if noted is not None:
+                            noted.note(event)
+                        yield event
+            finally:
+                self._running.discard(request.id)
         except RequestRejected as refused:
             measured.ended(refused.reason)
             raise
@@ -337,8 +353,6 @@ class Generation:
         except Exception:
             measured.ended(Reason.INTERNAL)
             raise
-        finally:
-            self._running.discard(request.id)
 
     @asynccontextmanager
     async def with_images(
@@ -579,7 +593,8 @@ class Generation:
         replayed, ended = 0, None
         if resumed is not None:
             in_engine = isinstance(answer, EngineParsedAnswer)
-            resumed.check(sampling, _digest(card, tokens, digests), codec.vocab_size, in_engine=in_engine)
+            digest = _digest(card, tokens, digests)
+            resumed.check(sampling, digest, codec.vocab_size, in_engine=in_engine, is_kept=request.is_kept)
             if len(resumed.token_ids) <= INLINE_TOKENS:
                 resumed.replay(answer)
             else:
@@ -587,10 +602,9 @@ class Generation:
             replayed, ended = len(resumed.token_ids), resumed.end(answer, sampling)
         if request.resumable and self._resume_tokens is not None:
             claims = self._claims(request, _digest(card, tokens, digests), resumed)
-        elif request.journaled:  # the client needs event ids, and these need resume tokens
+        elif request.is_kept:  # the client needs event ids, and these need resume tokens
             raise invalid("resumable", NO_RESUME_TOKENS)
-        journal = self._journal if request.journaled and claims is not None else None
-        journaled: JournaledStream | None = None
+        due = claims  # claims of the next resume token for the client; None: it has the present one
         collected: list[Delta] = []  # the parts of an answer that the client gets in one piece
         allowance: RateLimitStatus | None = None
         counted_tokens = 0
@@ -610,25 +624,21 @@ class Generation:
             arrived = structs.replace(arrived, most_wait=most_wait)
         if resumed is not None:
             arrived = structs.replace(arrived, answered=resumed.token_ids, fingerprint=resumed.claims.fingerprint)
+        if request.is_kept and claims is not None:
+            arrived = structs.replace(arrived, answer_key=claims.stream)
         stream: AbstractAsyncContextManager[RequestStream | EndedAnswer]
         stream = self._router.submit(arrived) if ended is None else EndedAnswer(request.id, ended)
         async with stream as submitted:
             try:
                 if resumed is not None:
                     self._note_resumed(resumed, measured.counts)
-                if journal is not None and claims is not None:
-                    known = () if resumed is None else resumed.token_ids
-                    journaled = journal.begin(claims.stream, claims.resumes, known)
-                    submitted.on_tokens = journaled.note
-                    if journaled.is_untold:
-                        await journaled.told()
                 yield Admitted(
                     request_id=request.id,
                     model=card.name,
                     prompt_tokens=prompt_tokens,
                     tokens=tokens,
                     allowance=allowance,
-                    resume_token="" if claims is None else self._issued(claims),
+                    resume_token="" if claims is None else self._first_token(request, claims, resumed),
                     resumes=RequestId("") if resumed is None else resumed.claims.request_id,
                     began=0 if resumed is None else resumed.claims.issued,
                 )
@@ -641,10 +651,11 @@ class Generation:
                     if isinstance(event, StartedOver):
                         answer = begun()
                         collected.clear()
+                    elif isinstance(event, AnswerKeyChanged):
+                        assert claims is not None
+                        claims = due = structs.replace(claims, stream=event.answer_key)
                     elif event.token_ids or event.parsed is not None:
                         measured.tokens()
-                        if journaled is not None and journaled.is_untold:
-                            await journaled.told()
                         progress = event
                         if resumed is not None and resumed.to_skip:
                             progress = resumed.skip(answer, event)
@@ -658,9 +669,8 @@ class Generation:
                             delta = answer.take(progress)
                         if event.prompt_logprobs:
                             delta = structs.replace(delta, prompt_logprobs=event.prompt_logprobs)
-                        if claims is not None:
-                            delta = self._with_token(delta, request.id, claims)
-                            claims = None
+                        if due is not None and delta.token_ids:
+                            delta, due = self._with_token(delta, request.id, due), None
                         # `last` is yielded later, so that the engine stops now even if the client reads slowly.
                         if answer.stopped:
                             last = delta
@@ -674,8 +684,6 @@ class Generation:
                     elif event.vector:
                         collected.append(Delta(text="", token_ids=(), vector=event.vector))
             finally:
-                if journaled is not None:
-                    journaled.end()
                 generated = answer.num_tokens - replayed
                 image_tokens = 0
                 if request.images:
@@ -714,7 +722,7 @@ class Generation:
             stop_string=(answer.stop_string or request.stop[0]) if answer.stopped else "",
         )
 
-    def _resumed(self, request: GenerateRequest, authorization: str) -> tuple[GenerateRequest, ResumedAnswer]:
+    async def _resumed(self, request: GenerateRequest, authorization: str) -> tuple[GenerateRequest, ResumedAnswer]:
         """Prepare a request that resumes an answer; return the request under a new id, and the known part of the answer.
 
         Raises:
@@ -727,14 +735,14 @@ class Generation:
             raise invalid(RESUME_FIELD, "is only for streams")
         tenant = self._tenants.tenant(authorization, request.tenant)
         claims = self._resume_tokens.read(request.resume.token, tenant)
+        resume = request.resume
+        if request.is_kept and self._kept_answers is not None:
+            known = await self._kept_answers.tokens(claims.stream, resume.position)
+            resume = structs.replace(resume, token_ids=known)
         request_id = claims.next_id
         # An earlier resumption broke off, but its request has not ended on this router yet.
         while self.serves(request_id):
             request_id = RequestId(f"{request_id}x")
-        resume = request.resume
-        if request.journaled and self._journal is not None:
-            known = self._journal.tokens(claims.stream)
-            resume = structs.replace(resume, token_ids=known[: resume.position])
         answer = ResumedAnswer(resume=resume, claims=claims, is_free=self._is_free(claims))
         return structs.replace(request, id=request_id, tenant=tenant), answer
 
@@ -742,15 +750,23 @@ class Generation:
         """Return the content that the resume tokens of this stream share. `digest` is that of the prompt."""
         assert self._resume_tokens is not None
         if resumed is not None:
-            return structs.replace(resumed.claims, resumes=resumed.claims.resumes + 1, stream=secrets.randbits(64))
+            return structs.replace(resumed.claims, resumes=resumed.claims.resumes + 1, stream=_new_stream())
         return ResumeClaims(
             request.id,
             request.tenant,
             self._resume_tokens.now(),
             0,
             digest,
-            secrets.randbits(64),
+            _new_stream(),
         )
+
+    def _first_token(self, request: GenerateRequest, claims: ResumeClaims, resumed: ResumedAnswer | None) -> str:
+        """Return the resume token with which an answer begins.
+
+        If workers keep the tokens, a resumed answer begins with the client's own token: until new tokens come, no worker may
+        have those that the client has under another key.
+        """
+        return self._issued(claims if resumed is None or not request.is_kept else resumed.claims)
 
     def _is_free(self, claims: ResumeClaims) -> bool:
         assert self._resume_tokens is not None
@@ -932,6 +948,7 @@ def _joined(deltas: Sequence[Delta]) -> Delta:
         token_ids=tuple(chain.from_iterable(each.token_ids for each in deltas)),
         logprobs=tuple(chain.from_iterable(each.logprobs for each in deltas)),
         prompt_logprobs=deltas[0].prompt_logprobs,
+        resume_token=next((each.resume_token for each in reversed(deltas) if each.resume_token), ""),
     )
 
 
@@ -1064,3 +1081,8 @@ class _RequestTimes:
             self._entry.write(outcome, usage=self.usage, kv=self._kv, model=self.served_model, times=times)
         if self.trace is not None:
             self.trace.ended(RequestEnd(outcome=outcome, usage=self.usage, first_token=self._first))
+
+
+def _new_stream() -> int:
+    """Return a random `ResumeClaims.stream`. It is not 0, and leaves room for the keys after failed attempts (`LiveRequest.answer_key`)."""
+    return 1 + secrets.randbits(63)

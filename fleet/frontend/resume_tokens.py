@@ -9,7 +9,7 @@ Rules:
    tokens of the answer. The client sends them, which is safe, because the client could also write them into a prompt.
 3. A resumption is free, because the first router has charged the tenant for the request and its prompt. But only
    `MAX_FREE_RESUMES` resumptions of one request are free. And only the first resumption with a token of the same stream
-   is free at each router. All others are charged like new requests, because otherwise clients could have prompts
+   is free at each router; the rest of an answer after a failed attempt counts as another stream. All others are charged like new requests, because otherwise clients could have prompts
    computed for free.
 4. Without a common secret, tokens are signed with a key that is no secret. Tokens are then issued only if clients need
    no API keys, because such routers run only in closed networks.
@@ -50,7 +50,9 @@ class ResumeClaims(Struct, frozen=True, array_like=True):
     issued: int  # when the original request arrived, Unix time in seconds
     resumes: int  # how often the answer was resumed before this token
     prompt: bytes  # digest of model and prompt (`prompt_digest`)
-    stream: int  # 64 random bits that identify the stream at all routers; a resumed answer is a stream of its own
+    # A random number of 64 bits that identifies the stream at all routers, and under which workers keep its tokens. A resumed
+    # answer is a stream of its own, and so is the rest of an answer after a failed attempt (`LiveRequest.answer_key`).
+    stream: int
     fingerprint: str = ""  # fingerprint of the worker that began the answer; empty if not known yet
 
     @property
@@ -119,7 +121,7 @@ class ResumeTokens:
             claims = msgspec.msgpack.decode(content, type=ResumeClaims)
         except msgspec.DecodeError:
             raise _unknown() from None
-        if claims.tenant != tenant:
+        if claims.tenant != tenant or not 0 <= claims.stream < 1 << 64:
             raise _unknown()
         if self.now() - claims.issued > self._lifetime_seconds:
             raise invalid(

@@ -16,7 +16,7 @@ Rules:
    first worker.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from types import TracebackType
 from typing import Self
@@ -46,10 +46,10 @@ class ResumedAnswer(Struct, kw_only=True):
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """The known tokens: the beginning of the answer, from the client or from the answer journal."""
+        """The known tokens: the beginning of the answer, from the client or from the worker that kept them."""
         return self.resume.token_ids
 
-    def check(self, sampling: Sampling, prompt: bytes, vocab_size: int, *, in_engine: bool) -> None:
+    def check(self, sampling: Sampling, prompt: bytes, vocab_size: int, *, in_engine: bool, is_kept: bool) -> None:
         """Check that the resume token and the known tokens fit the request, and compute `to_skip`.
 
         Args:
@@ -57,6 +57,7 @@ class ResumedAnswer(Struct, kw_only=True):
             prompt: Digest of the request's model and prompt.
             vocab_size: Size of the vocabulary, which all token ids must be below.
             in_engine: Whether the worker parses the answer.
+            is_kept: Whether workers have kept the tokens, because the client keeps none.
 
         Raises:
             RequestRejected: INVALID_ARGUMENT, or WORKER_LOST if the tokens cannot be generated again.
@@ -68,7 +69,8 @@ class ResumedAnswer(Struct, kw_only=True):
             raise invalid("resume.token_ids", f"are more than max_tokens, {sampling.max_tokens}")
         if resume.token_ids and max(resume.token_ids) >= vocab_size:
             raise invalid("resume.token_ids", f"must be less than the size of the vocabulary, {vocab_size}")
-        if resume.from_start and in_engine:
+        if in_engine and (resume.from_start or (is_kept and resume.position)):
+            # It is not known which part of the parsed answer the client has.
             raise RequestRejected(
                 Reason.WORKER_LOST,
                 "an answer that a worker parses cannot be resumed over this API; send the request again",
@@ -158,7 +160,6 @@ class EndedAnswer:
 
     kv: tuple[KvPhase, ...] = ()
     cached_tokens = 0
-    on_tokens: Callable[[Sequence[int]], None] | None = None
 
     def __init__(self, request_id: RequestId, finish: Finish) -> None:
         self._complete: Complete | None = Complete(request_id=request_id, finish=finish, kv=(), cached_tokens=0)

@@ -5,11 +5,10 @@ Rules:
 1. Each router dials every other one and sends its messages on that connection. It receives the messages of others on
    the connections that it has accepted. On a dialled connection it receives only the answers to its own queries.
 2. Each message about reservations contains all of them. So if a message is lost, the next one replaces it.
-3. Reservations are sent `SEND_INTERVAL_SECONDS` after a change, because many change at once, and at least every
-   `FULL_STATE_SECONDS`. The longer the interval, the more routers send their next requests to the same worker: if a
-   quarter of the running requests changes between two messages, the messages are of no use. Unchanged reservations are
-   only sent every `FULL_STATE_SECONDS`. Otherwise two idle routers would answer each other's messages forever, because
-   each message is an event for its receiver.
+3. Reservations are sent `SEND_INTERVAL_SECONDS` after one has begun or ended or a prompt was computed, because many change
+   at once, and at least every `FULL_STATE_SECONDS`, which is soon enough for answers that grow. The longer the interval,
+   the more routers send their next requests to the same worker: if a quarter of the running requests changes between two
+   messages, the messages are of no use.
 4. A router that was silent for `SILENCE_SECONDS`, or whose connection broke, counts as gone, and its reservations are
    dropped. It is dialled again soon: at once after a connection that had lasted, and when it has dialled this router.
 5. A worker registers with one router, and that router forwards each registration to the others. A router that is
@@ -34,18 +33,15 @@ Rules:
     its answers are not waited for until it has sent one again.
 12. A router that is reached later gets all this state, and the reservations as its last message. So a process that
     shares its ports with others knows when it has the whole state. It accepts no client before that.
-13. The tokens of answers in the journal (`fleet.frontend.answer_journal`) are sent in the turn of the event loop after the
-    one in which they arrive. The client gets the tokens only after that, because this router may be killed at any time. A router that is
-    reached later gets all known tokens. A peer whose send buffer is full does not get them.
-14. The first message (`ReplicaHello`) states the protocol versions of the router that dials, and the answer states
+13. The first message (`ReplicaHello`) states the protocol versions of the router that dials, and the answer states
     those of the other router. Without a common version, the connection ends, and both routers log what to upgrade
     (`kvstore.protocol.versions`).
-15. The peers are the routers that the settings list, and all routers behind a name (`fleet.peers.named_routers`).
+14. The peers are the routers that the settings list, and all routers behind a name (`fleet.peers.named_routers`).
 """
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Never, Protocol
 
@@ -56,7 +52,6 @@ from fleet.core.clock import MILLISECOND, Clock
 from fleet.core.errors import ConfigurationRefused
 from fleet.core.ids import Incarnation, RequestId, WorkerId
 from fleet.core.system_clock import SystemClock, unix_nanoseconds
-from fleet.frontend.answer_journal import AnswerJournal, JournalEntry
 from fleet.frontend.control.cluster import explain_request
 from fleet.frontend.overflow import OverflowReports
 from fleet.membership.compatibility import IncompatiblePeers, Link
@@ -67,7 +62,6 @@ from fleet.net.streams.identity import StreamIdentity, router_identity, tls_fail
 from fleet.net.streams.proof import BETWEEN_ROUTERS, is_opening
 from fleet.peers.messages import (
     PeerThresholds,
-    decode_answer,
     decode_binding,
     decode_booked,
     decode_instant,
@@ -77,7 +71,6 @@ from fleet.peers.messages import (
     decode_registered,
     decode_taken,
     decode_thresholds,
-    encode_answers,
     encode_bookings,
     encode_left,
     encode_members,
@@ -161,7 +154,6 @@ class PeerRouters:
         private: int = 0,
         limits: "PeerLimits | None" = None,
         overflow: OverflowReports | None = None,
-        journal: AnswerJournal | None = None,
         incompatible: IncompatiblePeers | None = None,
         now_unix_ns: Callable[[], int] = unix_nanoseconds,
         look_up: ResolveAddresses = resolve_addresses,
@@ -177,7 +169,6 @@ class PeerRouters:
             private: Fingerprint of the secret for block keys (rule 9); 0: no other router has the secret.
             limits: Tenant limits to share with the other routers; None: limits are not shared by messages.
             overflow: Reports of this process's hosted endpoints; None: there are no hosted endpoints.
-            journal: Tokens of answers that another router may have to continue; None: this router keeps no journal.
             incompatible: Collects routers without a common protocol version; None: they are only logged.
             now_unix_ns: Wall clock in nanoseconds, which dates changes of thresholds and session bindings, so that the
                 latest one wins. In nanoseconds, because two requests may be less than a millisecond apart.
@@ -211,12 +202,9 @@ class PeerRouters:
         self._settling: asyncio.Event | None = None
         self._limits = limits
         self._overflow = overflow
-        self._journal = journal
-        if journal is not None:
-            journal.tell = self._tell_answers
         router.on_change = self._changed
         if limits is not None:
-            limits.tenants.on_taken = self._changed
+            limits.tenants.on_taken = self._tell_soon
             limits.tenants.settle_with_others = self._settle
 
     async def run(self) -> Never:
@@ -360,6 +348,11 @@ class PeerRouters:
         return None
 
     def _changed(self) -> None:
+        """Tell the peers soon of a change that matters for their placement. This is called after each event of the router."""
+        if self._timer is None and (self._router.prompts.is_due or self._router.sessions.has_news):
+            self._tell_soon()
+
+    def _tell_soon(self) -> None:
         if self._timer is None and self.links:
             self._timer = asyncio.get_running_loop().call_later(SEND_INTERVAL_SECONDS, self._tell_changes)
 
@@ -420,19 +413,6 @@ class PeerRouters:
         if self._limits is not None:
             self._limits.tenants.others = sum(not link.deaf for link in self.links.values())
 
-    def _tell_answers(self, entries: Sequence[JournalEntry]) -> None:
-        for message in encode_answers(entries):
-            payload = message.SerializeToString()
-            for link in list(self.links.values()):
-                link.send(payload)
-                link.connection.flush()
-
-    def answered_elsewhere(self, entries: Iterable[JournalEntry]) -> None:
-        """Write tokens of answers that another router serves to this router's answer journal."""
-        if self._journal is not None:
-            for entry in entries:
-                self._journal.heard(entry)
-
     def _send(self, message: pb.ReplicaMessage) -> None:
         payload = message.SerializeToString()
         for link in list(self.links.values()):
@@ -482,7 +462,6 @@ class PeerRouters:
                 *encode_prompts(router.prompts.latest(), (), self._private),
                 *(encode_prompts(router.assumed_prompts(), (), self._private) if self._private else ()),
                 *encode_sessions(router.sessions.latest()),
-                *encode_answers(() if self._journal is None else self._journal.entries()),
                 encode_bookings(router.booked()),
             ):
                 link.send(message.SerializeToString())
@@ -706,12 +685,10 @@ class _IncomingPeer:
                 self._replicas.took_elsewhere(decode_taken(message.taken))
             case "left":
                 self._replicas.left_elsewhere(decode_left(message.left))
-            case "answers":
-                self._replicas.answered_elsewhere(map(decode_answer, message.answers.answers))
             case "tuned":
                 self._replicas.tuned_elsewhere(decode_thresholds(message.tuned))
-            case None:
-                """Ignore messages of later versions."""
+            case "answers" | None:
+                """Ignore tokens of answers, which earlier versions send, and messages of later versions."""
 
     def _agrees_with(self, hello: pb.ReplicaHello) -> bool:
         """Answer `ReplicaHello` with this router's protocol versions. Return False if the routers have no version in common."""

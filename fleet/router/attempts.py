@@ -190,6 +190,8 @@ class Attempts:
             generated_tokens=len(live.sent),
             pooling=arrived.pooling,
             images=arrived.images,
+            # The client does not always get the token of a prefill attempt, and the decode attempt begins with it otherwise.
+            answer_key=0 if prefills else live.answer_key,
         )
         out.append(Dispatch(worker_id=attempt.worker_id, start=start))
 

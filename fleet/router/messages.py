@@ -214,6 +214,8 @@ class Arrived(Struct, frozen=True, kw_only=True, rename={"external": "second_han
     # The vector that the client wants instead of tokens; `sampling.max_tokens` is then 0.
     pooling: Pooling | None = None
     images: tuple[bytes, ...] = ()  # content of the image files of the prompt (`Start.images`)
+    # Key under which workers keep the tokens of the answer (`LiveRequest.answer_key`); 0: they keep none.
+    answer_key: int = 0
 
 
 class RequestCancelled(Struct, frozen=True, kw_only=True):

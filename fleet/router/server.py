@@ -8,11 +8,11 @@ commands of the present event.
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import TracebackType
 from typing import Never, Protocol, Self, assert_never
 
-from msgspec import structs
+from msgspec import Struct, structs
 
 from fleet.core.clock import SECOND, Clock, Nanos
 from fleet.core.demand_reports import ModelDemand, SampledRequest, WorkerLoad
@@ -45,6 +45,7 @@ from fleet.router.placement.decision import Decision
 from fleet.router.ports import Workers, WorkerUnreachable
 from fleet.router.sessions import SessionTable
 from fleet.router.settings.router import Thresholds
+from fleet.router.state.live_requests import request_of
 from fleet.router.state.snapshot import Explanation, RemotePrefillSnapshot, RouterSnapshot
 
 log = logging.getLogger(__name__)
@@ -56,6 +57,12 @@ class RequestListener(Protocol):
     def put(self, item: Emit | StartedOver | Complete | RequestRejected) -> None:
         """Take an event of the machine for this client. Nothing follows a `Complete` or a `RequestRejected`."""
         ...
+
+
+class AnswerKeyChanged(Struct, frozen=True):
+    """Item of a `RequestStream`: workers keep the tokens that follow under another key, because an attempt has failed."""
+
+    answer_key: int
 
 
 class RequestStream:
@@ -71,9 +78,8 @@ class RequestStream:
         self._server = server
         self.kv: tuple[KvPhase, ...] = ()  # KV reports of all attempts so far
         self.cached_tokens = 0  # prompt tokens that were cached, in all attempts so far
-        # Is called for the tokens of each step, before the reader wakes up.
-        self.on_tokens: Callable[[Sequence[int]], None] | None = None
-        self._waiting: deque[Progress | StartedOver | Complete | RequestRejected] = deque()
+        self._answer_key = arrived.answer_key
+        self._waiting: deque[Progress | StartedOver | AnswerKeyChanged | Complete | RequestRejected] = deque()
         self._wake: asyncio.Future[None] | None = None
         self._over = False
 
@@ -96,8 +102,10 @@ class RequestStream:
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> Progress | StartedOver | Complete:
+    async def __anext__(self) -> Progress | StartedOver | AnswerKeyChanged | Complete:
         """Return the next tokens, or `StartedOver` if all tokens so far are void, or `Complete` as the last item.
+
+        If `Arrived.answer_key` is set, `AnswerKeyChanged` comes before the first tokens that workers keep under another key.
 
         Raises:
             RequestRejected: The rest of the answer will not come.
@@ -117,8 +125,6 @@ class RequestStream:
         if type(item) is Emit:
             self.kv, self.cached_tokens = item.kv, item.cached_tokens
             self._waiting.append(item.progress)
-            if self.on_tokens is not None:
-                self.on_tokens(item.progress.token_ids)
         elif isinstance(item, StartedOver):
             self._waiting.clear()
             self._waiting.append(item)
@@ -129,6 +135,12 @@ class RequestStream:
             self._waiting.append(item)
         if self._wake is not None and not self._wake.done():
             self._wake.set_result(None)
+
+    def dispatched(self, answer_key: int) -> None:
+        """Take the key under which the worker of an attempt keeps the tokens of the answer, before it has sent any."""
+        if answer_key != self._answer_key:
+            self._answer_key = answer_key
+            self._waiting.append(AnswerKeyChanged(answer_key))
 
 
 class RouterServer:
@@ -356,8 +368,11 @@ class RouterServer:
         return None
 
     def _dispatch(self, command: Dispatch) -> Undelivered | None:
+        start = command.start
+        if start.answer_key and isinstance(stream := self._streams.get(request_of(start.request_id)), RequestStream):
+            stream.dispatched(start.answer_key)
         try:
-            self._workers.start(command.worker_id, command.start)
+            self._workers.start(command.worker_id, start)
         except WorkerUnreachable as error:
             log.warning("worker unreachable", extra={"worker": error.worker_id, "request": command.start.request_id})
             return Undelivered(request_id=command.start.request_id, worker_id=command.worker_id)

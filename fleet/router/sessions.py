@@ -109,6 +109,11 @@ class SessionTable:
         dropped, self.dropped = self.dropped, []
         return dropped
 
+    @property
+    def has_news(self) -> bool:
+        """True if `news` would return bindings."""
+        return bool(self._news)
+
     def news(self) -> list[SessionBinding]:
         """Return the bindings that this router has made or ended since the last call, for its peers."""
         news, self._news = self._news, {}

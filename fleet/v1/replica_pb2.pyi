@@ -75,7 +75,7 @@ class ReplicaMessage(_message.Message):
 
     @_builtins.property
     def answers(self) -> Global___ReplicaAnswers:
-        """also said to a router that is reached later"""
+        """of earlier versions; ignored, because workers keep the tokens now"""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ Global___ReplicaMessage: _TypeAlias = ReplicaMessage  # noqa: Y015
 
 @_typing.final
 class ReplicaAnswers(_message.Message):
-    """Tokens of resumable answers whose clients keep none (fleet/frontend/answer_journal.py)."""
+    """Tokens of resumable answers whose clients keep none."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -57,6 +57,7 @@ class RouterMessage(_message.Message):
     START_FIELD_NUMBER: _builtins.int
     CANCEL_FIELD_NUMBER: _builtins.int
     KEEP_TRACE_FIELD_NUMBER: _builtins.int
+    ANSWERS_WANTED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello: ...
     @_builtins.property
@@ -65,6 +66,8 @@ class RouterMessage(_message.Message):
     def cancel(self) -> Global___Cancel: ...
     @_builtins.property
     def keep_trace(self) -> Global___KeepTrace: ...
+    @_builtins.property
+    def answers_wanted(self) -> Global___AnswersWanted: ...
     def __init__(
         self,
         *,
@@ -72,12 +75,13 @@ class RouterMessage(_message.Message):
         start: Global___Start | None = ...,
         cancel: Global___Cancel | None = ...,
         keep_trace: Global___KeepTrace | None = ...,
+        answers_wanted: Global___AnswersWanted | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "hello", b"hello", "keep_trace", b"keep_trace", "message", b"message", "start", b"start"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["answers_wanted", b"answers_wanted", "cancel", b"cancel", "hello", b"hello", "keep_trace", b"keep_trace", "message", b"message", "start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "hello", b"hello", "keep_trace", b"keep_trace", "message", b"message", "start", b"start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers_wanted", b"answers_wanted", "cancel", b"cancel", "hello", b"hello", "keep_trace", b"keep_trace", "message", b"message", "start", b"start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "start", "cancel", "keep_trace"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "start", "cancel", "keep_trace", "answers_wanted"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -133,6 +137,7 @@ class Start(_message.Message):
     TRACE_FIELD_NUMBER: _builtins.int
     POOLING_FIELD_NUMBER: _builtins.int
     IMAGES_FIELD_NUMBER: _builtins.int
+    ANSWER_KEY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     phase: Global___WorkPhase.ValueType
     tokens: _builtins.bytes
@@ -153,6 +158,8 @@ class Start(_message.Message):
     state of penalties, seeds, structured output and forbidden sequences counts them as generated. `max_tokens` and `min_tokens` are
     those of the rest.
     """
+    answer_key: _builtins.int
+    """Keep the tokens of the answer under this key, for `AnswersWanted`. 0: keep nothing."""
     @_builtins.property
     def sampling(self) -> Global___WorkSampling: ...
     @_builtins.property
@@ -194,10 +201,11 @@ class Start(_message.Message):
         trace: Global___Trace | None = ...,
         pooling: _inference_pb2.Pooling | None = ...,
         images: _abc.Iterable[_builtins.bytes] | None = ...,
+        answer_key: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["handoff", b"handoff", "parsing", b"parsing", "pooling", b"pooling", "sampling", b"sampling", "trace", b"trace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "generated_tokens", b"generated_tokens", "handoff", b"handoff", "images", b"images", "kv_path", b"kv_path", "parsing", b"parsing", "phase", b"phase", "pooling", b"pooling", "priority", b"priority", "request_id", b"request_id", "salt", b"salt", "sampling", b"sampling", "session", b"session", "timeout_ms", b"timeout_ms", "tokens", b"tokens", "trace", b"trace"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "answer_key", b"answer_key", "generated_tokens", b"generated_tokens", "handoff", b"handoff", "images", b"images", "kv_path", b"kv_path", "parsing", b"parsing", "phase", b"phase", "pooling", b"pooling", "priority", b"priority", "request_id", b"request_id", "salt", b"salt", "sampling", b"sampling", "session", b"session", "timeout_ms", b"timeout_ms", "tokens", b"tokens", "trace", b"trace"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -272,6 +280,54 @@ class KeepTrace(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___KeepTrace: _TypeAlias = KeepTrace  # noqa: Y015
+
+@_typing.final
+class AnswersWanted(_message.Message):
+    """Send the kept tokens of answers. Only for workers whose description has `keeps_answers`."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ANSWERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def answers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WantedAnswer]:
+        """at most 1000"""
+
+    def __init__(
+        self,
+        *,
+        answers: _abc.Iterable[Global___WantedAnswer] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers", b"answers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AnswersWanted: _TypeAlias = AnswersWanted  # noqa: Y015
+
+@_typing.final
+class WantedAnswer(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    key: _builtins.int
+    """`Start.answer_key` of its last attempt"""
+    tokens: _builtins.int
+    """number of its first tokens that are wanted"""
+    def __init__(
+        self,
+        *,
+        key: _builtins.int = ...,
+        tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WantedAnswer: _TypeAlias = WantedAnswer  # noqa: Y015
 
 @_typing.final
 class Parsing(_message.Message):
@@ -581,6 +637,7 @@ class WorkerMessage(_message.Message):
     REJECTED_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     GOODBYE_FIELD_NUMBER: _builtins.int
+    KEPT_ANSWERS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def description(self) -> Global___Description: ...
     @_builtins.property
@@ -595,6 +652,8 @@ class WorkerMessage(_message.Message):
     def draining(self) -> Global___Draining: ...
     @_builtins.property
     def goodbye(self) -> Global___Goodbye: ...
+    @_builtins.property
+    def kept_answers(self) -> Global___KeptAnswers: ...
     def __init__(
         self,
         *,
@@ -605,12 +664,13 @@ class WorkerMessage(_message.Message):
         rejected: Global___Rejected | None = ...,
         draining: Global___Draining | None = ...,
         goodbye: Global___Goodbye | None = ...,
+        kept_answers: Global___KeptAnswers | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "draining", b"draining", "goodbye", b"goodbye", "kv_events", b"kv_events", "load", b"load", "message", b"message", "rejected", b"rejected", "step", b"step"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "draining", b"draining", "goodbye", b"goodbye", "kept_answers", b"kept_answers", "kv_events", b"kv_events", "load", b"load", "message", b"message", "rejected", b"rejected", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "draining", b"draining", "goodbye", b"goodbye", "kv_events", b"kv_events", "load", b"load", "message", b"message", "rejected", b"rejected", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "draining", b"draining", "goodbye", b"goodbye", "kept_answers", b"kept_answers", "kv_events", b"kv_events", "load", b"load", "message", b"message", "rejected", b"rejected", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["description", "step", "kv_events", "load", "rejected", "draining", "goodbye"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["description", "step", "kv_events", "load", "rejected", "draining", "goodbye", "kept_answers"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -647,6 +707,7 @@ class Description(_message.Message):
     CONTINUED_FIELDS_FIELD_NUMBER: _builtins.int
     PROTOCOLS_FIELD_NUMBER: _builtins.int
     POOLING_FIELD_NUMBER: _builtins.int
+    KEEPS_ANSWERS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.str
     """New at each start of the worker process."""
@@ -677,6 +738,8 @@ class Description(_message.Message):
     """only workers of the same one hand prompts over to each other; empty is one as well"""
     start_seconds: _builtins.float
     """from the start of its process to this description; 0: unknown"""
+    keeps_answers: _builtins.bool
+    """it keeps tokens by `Start.answer_key`"""
     @_builtins.property
     def kv_paths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -747,10 +810,11 @@ class Description(_message.Message):
         continued_fields: _abc.Iterable[_builtins.str] | None = ...,
         protocols: _protocol_pb2.ProtocolRange | None = ...,
         pooling: Global___PoolingModel | None = ...,
+        keeps_answers: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["golden", b"golden", "kv", b"kv", "parsers", b"parsers", "pooling", b"pooling", "protocols", b"protocols"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_slots", b"adapter_slots", "adapters", b"adapters", "block_tokens", b"block_tokens", "continued_fields", b"continued_fields", "decode_speed", b"decode_speed", "engine", b"engine", "fingerprint", b"fingerprint", "generation", b"generation", "golden", b"golden", "incarnation", b"incarnation", "keeps_forms", b"keeps_forms", "kv", b"kv", "kv_blocks", b"kv_blocks", "kv_paths", b"kv_paths", "labels", b"labels", "max_model_len", b"max_model_len", "max_running", b"max_running", "model", b"model", "parsers", b"parsers", "pooling", b"pooling", "prefill_speed", b"prefill_speed", "protocols", b"protocols", "role", b"role", "sampling_fields", b"sampling_fields", "start_seconds", b"start_seconds", "store_id", b"store_id", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_slots", b"adapter_slots", "adapters", b"adapters", "block_tokens", b"block_tokens", "continued_fields", b"continued_fields", "decode_speed", b"decode_speed", "engine", b"engine", "fingerprint", b"fingerprint", "generation", b"generation", "golden", b"golden", "incarnation", b"incarnation", "keeps_answers", b"keeps_answers", "keeps_forms", b"keeps_forms", "kv", b"kv", "kv_blocks", b"kv_blocks", "kv_paths", b"kv_paths", "labels", b"labels", "max_model_len", b"max_model_len", "max_running", b"max_running", "model", b"model", "parsers", b"parsers", "pooling", b"pooling", "prefill_speed", b"prefill_speed", "protocols", b"protocols", "role", b"role", "sampling_fields", b"sampling_fields", "start_seconds", b"start_seconds", "store_id", b"store_id", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1281,6 +1345,55 @@ class Rejected(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Rejected: _TypeAlias = Rejected  # noqa: Y015
+
+@_typing.final
+class KeptAnswers(_message.Message):
+    """One entry for each wanted answer, in one or several messages."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ANSWERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def answers(self) -> _containers.RepeatedCompositeFieldContainer[Global___KeptAnswer]: ...
+    def __init__(
+        self,
+        *,
+        answers: _abc.Iterable[Global___KeptAnswer] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers", b"answers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KeptAnswers: _TypeAlias = KeptAnswers  # noqa: Y015
+
+@_typing.final
+class KeptAnswer(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    WANTED_FIELD_NUMBER: _builtins.int
+    key: _builtins.int
+    tokens: _builtins.bytes
+    """its first tokens, unsigned 32-bit little-endian; empty: the answer is unknown"""
+    wanted: _builtins.int
+    """`WantedAnswer.tokens`"""
+    def __init__(
+        self,
+        *,
+        key: _builtins.int = ...,
+        tokens: _builtins.bytes = ...,
+        wanted: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "tokens", b"tokens", "wanted", b"wanted"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KeptAnswer: _TypeAlias = KeptAnswer  # noqa: Y015
 
 @_typing.final
 class Draining(_message.Message):

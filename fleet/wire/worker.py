@@ -45,12 +45,16 @@ from fleet.core.requests import (
 )
 from fleet.core.roles import KvPath, Phase, Role
 from fleet.core.work import (
+    MAX_WANTED_ANSWERS,
     NOTHING_PULLED,
+    AnswersWanted,
     Cancel,
     Draining,
     Goodbye,
     Handoff,
     KeepTrace,
+    KeptAnswer,
+    KeptAnswers,
     KvCleared,
     KvEvent,
     KvEvents,
@@ -68,6 +72,7 @@ from fleet.core.work import (
     Start,
     Step,
     TokenizerDigests,
+    WantedAnswer,
     WorkerDescription,
     WorkerMessage,
 )
@@ -128,6 +133,9 @@ def encode_router_message(message: RouterMessage) -> pb.RouterMessage:
                     trace_id=message.trace_id, parent_ids=message.parent_ids, leave_room=message.leave_room
                 )
             )
+        case AnswersWanted():
+            wanted = [pb.WantedAnswer(key=each.key, tokens=each.tokens) for each in message.answers]
+            return pb.RouterMessage(answers_wanted=pb.AnswersWanted(answers=wanted))
         case _:
             assert_never(message)
 
@@ -149,6 +157,11 @@ def decode_router_message(message: pb.RouterMessage) -> RouterMessage | None:
         case "keep_trace":
             kept = message.keep_trace
             return KeepTrace(trace_id=kept.trace_id, parent_ids=tuple(kept.parent_ids), leave_room=kept.leave_room)
+        case "answers_wanted":
+            wanted = message.answers_wanted.answers
+            if len(wanted) > MAX_WANTED_ANSWERS:
+                raise MalformedMessage("answers_wanted", f"has {len(wanted)} answers, more than {MAX_WANTED_ANSWERS}")
+            return AnswersWanted(answers=tuple([WantedAnswer(each.key, each.tokens) for each in wanted]))
         case _:
             return None
 
@@ -179,6 +192,9 @@ def encode_worker_message(message: WorkerMessage) -> pb.WorkerMessage:
         case Goodbye():
             protocols = None if message.protocols is None else range_message(message.protocols)
             return pb.WorkerMessage(goodbye=pb.Goodbye(reason=message.reason, protocols=protocols))
+        case KeptAnswers():
+            kept = [pb.KeptAnswer(key=each.key, tokens=each.tokens, wanted=each.wanted) for each in message.answers]
+            return pb.WorkerMessage(kept_answers=pb.KeptAnswers(answers=kept))
         case _:
             assert_never(message)
 
@@ -229,8 +245,19 @@ def decode_worker_message(message: pb.WorkerMessage) -> WorkerMessage | None:
             return Goodbye(
                 reason=goodbye.reason, protocols=parse_range(goodbye) if goodbye.HasField("protocols") else None
             )
+        case "kept_answers":
+            kept = message.kept_answers.answers
+            return KeptAnswers(answers=tuple([_kept_answer_from_wire(each) for each in kept]))
         case _:
             return None
+
+
+def _kept_answer_from_wire(kept: pb.KeptAnswer) -> KeptAnswer:
+    if len(kept.tokens) % TOKEN_BYTES:
+        raise MalformedMessage(
+            "kept_answers.tokens", f"{len(kept.tokens)} bytes are not a number of {TOKEN_BYTES}-byte ids"
+        )
+    return KeptAnswer(kept.key, kept.tokens, kept.wanted)
 
 
 def encode_description(description: WorkerDescription) -> pb.Description:
@@ -262,6 +289,7 @@ def encode_description(description: WorkerDescription) -> pb.Description:
         parsers=_parsers_to_wire(description.parsers),
         pooling=_pooling_model_to_wire(description.pooling),
         protocols=None if description.protocols is None else range_message(description.protocols),
+        keeps_answers=description.keeps_answers,
     )
 
 
@@ -302,6 +330,7 @@ def decode_description(description: pb.Description) -> WorkerDescription:
         parsers=_parsers_from_wire(description.parsers) if description.HasField("parsers") else None,
         pooling=_pooling_model_from_wire(description.pooling) if description.HasField("pooling") else None,
         protocols=parse_range(description),
+        keeps_answers=description.keeps_answers,
     )
 
 
@@ -388,6 +417,7 @@ def _start_to_wire(start: Start) -> pb.Start:
         trace=None if start.trace is None else _trace_to_wire(start.trace),
         pooling=None if start.pooling is None else encode_pooling(start.pooling),
         images=start.images,
+        answer_key=start.answer_key,
     )
 
 
@@ -473,6 +503,7 @@ def _start_from_wire(start: pb.Start) -> Start:
             trace=_trace_from_wire(start.trace) if start.HasField("trace") else None,
             pooling=_pooling_from_wire(start.pooling) if start.HasField("pooling") else None,
             images=tuple(start.images),
+            answer_key=start.answer_key,
         )
     except MalformedMessage as error:
         error.request_id = RequestId(request_id)  # needed because the rejection has to name the request

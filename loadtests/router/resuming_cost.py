@@ -6,7 +6,7 @@
 Three routers serve the same two workers (the simulated engine, twice as fast as by default) and are measured in turn, in another order
 in each round. One router is alone. The other two are peers; one of them is measured with ordinary streams and with
 resumable ones. Clients of gRPC keep the tokens of resumable streams themselves. Clients of server-sent events keep only an event id, so
-the router sends their tokens to its peer.
+the workers keep their tokens.
 
 The CPU time is that of the measured router, and apart from it that of its peer, with `STREAMS` requests at a time. The time to the first token is measured with one request
 at a time, whose prompt has `LONG_PROMPT_TOKENS` tokens that no cache holds. Ratios compare figures of the same round.

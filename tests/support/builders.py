@@ -84,6 +84,7 @@ def a_description(
     continued_fields: Sequence[str] = (),
     sampling_fields: Sequence[str] = (),
     protocols: ProtocolRange | None = None,
+    keeps_answers: bool = False,
 ) -> WorkerDescription:
     return WorkerDescription(
         worker_id=WorkerId(worker_id),
@@ -103,6 +104,7 @@ def a_description(
         continued_fields=tuple(continued_fields),
         sampling_fields=tuple(sampling_fields),
         protocols=protocols,
+        keeps_answers=keeps_answers,
     )
 
 

@@ -28,7 +28,7 @@ from fleet.core.clock import MILLISECOND, SECOND, Nanos
 from fleet.core.errors import RequestRejected
 from fleet.core.ids import Incarnation, RequestId, WorkerId
 from fleet.core.requests import TOKEN_BYTES, TokenBytes
-from fleet.core.work import LoadReport, WorkerDescription
+from fleet.core.work import LoadReport, Progress, WorkerDescription
 from fleet.membership.messages import Deregister, NameOccupied, Register, RegistrationSuperseded
 from fleet.membership.ports import NameHeld, WorkerSuperseded
 from fleet.membership.server import RegistryServer
@@ -147,7 +147,7 @@ class ProductionWorld(World):
                         self._end(request_id, now(), item.cached_tokens, "")
                     elif isinstance(item, StartedOver):
                         self._started_over(request_id)
-                    else:
+                    elif isinstance(item, Progress):
                         self._emitted(Emit(request_id=request_id, progress=item), now())
         except RequestRejected as refused:
             self._end(request_id, now(), 0, refused.reason.value)

@@ -32,14 +32,17 @@ from typing import Never, assert_never
 from google.protobuf.message import DecodeError
 from msgspec import structs
 
+from fleet.backends.workers.answer_search import AnswerSearch
 from fleet.backends.workers.store_watch import GrpcStoreWatch
 from fleet.core.ids import RequestId, WorkerId
 from fleet.core.system_clock import SystemClock
 from fleet.core.work import (
+    AnswersWanted,
     Cancel,
     Draining,
     Goodbye,
     KeepTrace,
+    KeptAnswers,
     KvEvents,
     LoadReport,
     Rejected,
@@ -164,6 +167,8 @@ class WorkerStreams:
         self._incompatible = incompatible or IncompatiblePeers(SystemClock())
         self._members: dict[WorkerId, _StreamTarget] = {}
         self._links: dict[WorkerId, _WorkerConnection] = {}
+        self.answers = AnswerSearch(self._ask)
+        """Finds the tokens of answers that workers keep."""
 
     def start(self, worker_id: WorkerId, start: Start) -> None:
         if not self._send(worker_id, start):
@@ -283,7 +288,14 @@ class WorkerStreams:
 
         def accept(connection: FrameConnection) -> _WorkerConnection:
             member.link = _WorkerConnection(
-                connection, member, self._links, self._settings, hear, self._reachability, self._incompatible
+                connection,
+                member,
+                self._links,
+                self._settings,
+                hear,
+                self._reachability,
+                self._incompatible,
+                self.answers,
             )
             return member.link
 
@@ -317,6 +329,15 @@ class WorkerStreams:
         link = self._links.get(worker_id)
         return link is not None and link.say(message)
 
+    def _ask(self, wanted: AnswersWanted) -> list[WorkerId]:
+        """Ask all workers that keep answers; return those to which the message was sent."""
+        keepers = [
+            worker_id
+            for worker_id, link in self._links.items()
+            if link.description is not None and link.description.keeps_answers
+        ]
+        return [worker_id for worker_id in keepers if self._send(worker_id, wanted)]
+
 
 class _WorkerConnection:
     """Sends the router's messages over the connection to one worker, and reports the worker's events."""
@@ -330,6 +351,7 @@ class _WorkerConnection:
         hear: Hear,
         reachability: Callable[[ReachabilityEvent], None],
         incompatible: IncompatiblePeers,
+        answers: AnswerSearch,
     ):
         self.description: WorkerDescription | None = None  # set when the worker has joined
         self.begun = asyncio.Event()  # set when the worker has joined, or the stream has ended
@@ -343,6 +365,7 @@ class _WorkerConnection:
         self._hear = hear
         self._reachability = reachability
         self._incompatible = incompatible
+        self._answers = answers
         self._sequence = 0  # sequence number that the next message with KV events must have
         self._patience_seconds = settings.heartbeat_timeout_seconds
         self._silence: _SilenceTimer | None = None  # set when the worker has joined
@@ -355,8 +378,9 @@ class _WorkerConnection:
             self._connection.send(encode_router_message(message).SerializeToString())
         except (SendBufferFull, FrameTooLong) as error:
             # If a `Start` was not sent, the caller starts the attempt on another worker. If a `KeepTrace` was not sent,
-            # only spans are lost. But if a cancellation was not sent, its attempt would go on, so the stream ends.
-            if not isinstance(message, Start | KeepTrace):
+            # only spans are lost, and without `AnswersWanted`, an answer may not be found. But if a cancellation was not
+            # sent, its attempt would go on, so the stream ends.
+            if not isinstance(message, Start | KeepTrace | AnswersWanted):
                 # End the stream later, because the router machine is in the middle of handling an event.
                 asyncio.get_running_loop().call_soon(self.end, str(error))
             return False
@@ -375,6 +399,7 @@ class _WorkerConnection:
         if self.description is not None:
             del self._links[self.description.worker_id]
             self._reachability(WorkerStreamClosed(worker_id=self.description.worker_id))
+            self._answers.left(self.description.worker_id)
             self._hear(WorkerLeft(worker_id=self.description.worker_id))
 
     def _fell_silent(self, why: str) -> None:
@@ -390,6 +415,8 @@ class _WorkerConnection:
             message = decode_worker_message(pb.WorkerMessage.FromString(payload))
             if self.description is None:
                 self._begin(message)
+            elif isinstance(message, KeptAnswers):
+                self._answers.heard(self.description.worker_id, message)
             elif message is not None:
                 self._hear(self._event(message, self.description.worker_id))
         except (StreamBroken, MalformedMessage) as error:
@@ -436,6 +463,7 @@ class _WorkerConnection:
             raise IncompatibleWorker(str(error)) from error
 
     def _event(self, message: WorkerMessage, worker_id: WorkerId) -> WorkerEvent:
+        assert not isinstance(message, KeptAnswers)
         match message:
             case Step():
                 return WorkerStepped(worker_id=worker_id, progress=message.progress)

@@ -332,7 +332,7 @@ def _build_request(
         whole=not body.stream,
         parsing=parsing,
         resumable=resumable,
-        journaled=resumable,
+        is_kept=resumable,
         resume=None if seen is None else seen.resume,
         images=contents,
         remote_images=remote_images(images) if b"" in contents else (),

@@ -69,6 +69,8 @@ class PromptAnnouncements:
         self._untold: dict[int, None] = {}  # numbers of unfinished prompts that were not announced yet, in order
         self._over: list[int] = []
         self._sent: deque[tuple[WorkerId, Keys]] = deque(maxlen=MAX_SENT_PROMPTS)
+        self.is_due = False
+        """True if prompts or reservations have changed since the last call of `news`, so that the peers should hear of it soon."""
 
     def placed(self, worker_id: WorkerId, keys: Keys) -> int | None:
         """Record a prompt that a worker has to compute.
@@ -80,10 +82,12 @@ class PromptAnnouncements:
         self._numbers = number = self._numbers + 1
         self._placed[number] = worker_id, keys
         self._untold[number] = None
+        self.is_due = True
         return number
 
     def over(self, number: int) -> None:
         del self._placed[number]
+        self.is_due = True
         if number in self._untold:
             del self._untold[number]
         else:
@@ -92,6 +96,7 @@ class PromptAnnouncements:
     def sent(self, worker_id: WorkerId, keys: Keys) -> None:
         """Record a prompt that was sent to a worker which does not report its cache."""
         self._sent.append((worker_id, keys))
+        self.is_due = True
 
     def news(self) -> tuple[list[PlacedPrompt], list[int]]:
         """Return the prompts to announce since the last call, and the numbers of announced prompts whose requests have ended since then."""
@@ -102,6 +107,7 @@ class PromptAnnouncements:
         over, self._over = self._over, []
         self._untold.clear()
         self._sent.clear()
+        self.is_due = False
         return news, over
 
     def latest(self) -> list[PlacedPrompt]:

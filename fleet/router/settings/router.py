@@ -243,13 +243,6 @@ class ResumeSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     token_seconds: Annotated[int, Meta(ge=1, le=86_400)] = 3600
     """Time after the beginning of a request for which its resume tokens are accepted: longer than answers take."""
 
-    journal_mib: Annotated[int, Meta(ge=0, le=1 << 14)] = 64
-    """MiB for the tokens of resumable answers over server-sent events, here and at peers. An answer takes 4 bytes for each token and 400
-    more. Beyond it, answers are forgotten, first those that have ended or got no tokens for the longest time. 0: none are kept."""
-
-    journal_seconds: Annotated[float, Meta(ge=0, le=86_400)] = 60.0
-    """Time for which the tokens of such an answer are kept after its end: longer than clients take to come back."""
-
 
 class Thresholds(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings that can be changed while a router runs; a new value applies from the next request on."""

@@ -145,6 +145,17 @@ class LiveRequest(Struct):
         return self.own_tokens + len(self.sent)
 
     @property
+    def answer_key(self) -> int:
+        """The key under which the worker of the next attempt keeps the tokens of the answer; 0: it keeps none.
+
+        Only one attempt has a key, so only one worker keeps tokens under it.
+        After a failed attempt it is another key, because the failed attempt may have generated tokens that did not
+        arrive here, and the next attempt generates other ones.
+        """
+        key = self.arrived.answer_key
+        return key + self.failures if key else 0
+
+    @property
     def remaining_tokens(self) -> int:
         """The maximum number of tokens that may still be generated for the answer."""
         return self.arrived.sampling.max_tokens - len(self.sent)

@@ -254,7 +254,10 @@ class WorkerReservations:
 
 
 class AnnouncedReservations(WorkerReservations):
-    """Keeps reservations like `WorkerReservations`, and announces long prompts to the peer routers (rule 6)."""
+    """Keeps reservations like `WorkerReservations`, and announces long prompts to the peer routers (rule 6).
+
+    The peers soon hear of reservations that begin or end and of computed prompts, but not of answers that grow.
+    """
 
     def __init__(
         self, block_tokens: int, chains: RadixTree, bit: int, worker_id: WorkerId, prompts: PromptAnnouncements
@@ -275,6 +278,7 @@ class AnnouncedReservations(WorkerReservations):
         expected_tokens: int = 0,
     ) -> None:
         super().reserve(request_id, keys, prompt_tokens, prefill_tokens, now, expected_tokens=expected_tokens)
+        self._prompts.is_due = True
         if (
             prefill_tokens >= MIN_ANNOUNCED_TOKENS
             and keys
@@ -282,13 +286,19 @@ class AnnouncedReservations(WorkerReservations):
         ):
             self._told[request_id] = number
 
+    def computed(self, request_id: RequestId, now: Nanos | None) -> None:
+        super().computed(request_id, now)
+        self._prompts.is_due = True
+
     def release(self, request_id: RequestId) -> None:
         super().release(request_id)
+        self._prompts.is_due = True
         if (number := self._told.pop(request_id, None)) is not None:
             self._prompts.over(number)
 
     def close(self) -> None:
         super().close()
+        self._prompts.is_due = True
         for number in self._told.values():
             self._prompts.over(number)
 

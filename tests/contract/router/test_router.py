@@ -101,17 +101,6 @@ async def test_progress_is_ordered_and_ends_with_complete(opens):
         assert await cancelled() == 0
 
 
-async def test_tokens_are_told_before_the_reader_gets_them(opens):
-    async with opens() as (router, _), router.submit(an_arrival(sampling=SAMPLING)) as events:
-        told: list[int] = []
-        events.on_tokens = told.extend
-        async for event in events:
-            if isinstance(event, Progress):
-                assert event.token_ids[-1] in told
-
-        assert told == list(ANSWER)
-
-
 async def test_leaving_a_stream_early_cancels_the_attempt(opens):
     async with opens() as (router, cancelled):
         async with router.submit(an_arrival(sampling=Sampling(max_tokens=99))) as events:

@@ -9,7 +9,16 @@ from fleet.backends.workers import streams as worker_streams
 from fleet.backends.workers.streams import SLICES
 from fleet.core.ids import RequestId, StoreId, WorkerId
 from fleet.core.roles import KvPath
-from fleet.core.work import Goodbye, KeepTrace, KvCleared, KvEvents
+from fleet.core.work import (
+    AnswersWanted,
+    Goodbye,
+    KeepTrace,
+    KeptAnswer,
+    KeptAnswers,
+    KvCleared,
+    KvEvents,
+    WantedAnswer,
+)
 from fleet.membership.messages import MemberJoined
 from fleet.membership.settings import MembershipSettings
 from fleet.router.messages import KvChanged, KvPathsChanged, LoadReported, WorkerJoined, WorkerLeft
@@ -18,7 +27,7 @@ from fleet.router.settings.router import RouterSettings
 from fleet.v1 import worker_pb2 as pb
 from kvstore.net.frames import HEAD
 from tests.support.backends.stream_workers import StreamSetup, StreamWorker, a_stream_setup
-from tests.support.builders import a_description, a_load, a_start
+from tests.support.builders import a_description, a_load, a_start, token_bytes
 from tests.support.stopwatch import at_most
 from tests.support.waiting import pace, pace_thread, stays, turns, until
 
@@ -316,6 +325,26 @@ async def test_unsendable_trace_request_leaves_the_stream_alone(monkeypatch):
 
         await peer.heard()
         await nothing_but_load(world, peer)
+
+
+async def test_worker_that_keeps_answers_is_asked_for_tokens():
+    async with a_stream_setup() as world:
+        keeper = await world.join(a_description(keeps_answers=True))
+        await joined(world)
+        earlier = await world.join(a_description(worker_id="w2"))  # a version that keeps none
+        await joined(world)
+        search = asyncio.create_task(world.workers.answers.tokens(7, 2))
+
+        assert await keeper.heard() == AnswersWanted(answers=(WantedAnswer(7, 2),))
+        await keeper.say(KeptAnswers(answers=(KeptAnswer(7, token_bytes([1, 2])),)))
+        assert await search == (1, 2)
+
+        search = asyncio.create_task(world.workers.answers.tokens(7, 2))
+        await keeper.heard()
+        await keeper.leave()
+        assert await search == ()
+        assert await world.take() == LEFT
+        await nothing_but_load(world, earlier)
 
 
 async def test_unsendable_cancellation_ends_the_stream(monkeypatch):

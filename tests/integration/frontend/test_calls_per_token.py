@@ -132,7 +132,7 @@ async def test_ordinary_stream_runs_no_code_of_resumption(model_dir):
         with count_calls() as counted:
             await stream_tokens(frontends.http.address, OWN_MODEL, FEW, asyncio.Semaphore(0))
     assert "frontend/generation.py" in counted.files
-    assert not [file for file in counted.files if "resum" in file or "journal" in file]
+    assert not [file for file in counted.files if "resum" in file or "answer_search" in file]
 
 
 async def test_untraced_request_runs_no_code_of_tracing(model_dir):

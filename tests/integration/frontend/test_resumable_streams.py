@@ -129,8 +129,8 @@ async def test_field_of_the_body_asks_for_ids_as_the_header_does(frontends):
     assert all(number for number, _ in events)
 
 
-async def test_random_answer_goes_on_after_its_journal(frontends):
-    """Only the journal knows the tokens, because none can be generated again."""
+async def test_random_answer_goes_on_after_the_kept_tokens(frontends):
+    """Only a worker has the tokens, because none can be generated again."""
     path, body = COMPLETION
     answer = frontends.will_answer(TEXT, then=(EOS,))
     body = body_of(body, temperature=1)
@@ -241,7 +241,7 @@ def kinds(events):
 
 
 @TRANSLATED
-async def test_random_translated_answer_goes_on_after_its_journal(frontends, path, body):
+async def test_random_translated_answer_goes_on_after_kept_tokens(frontends, path, body):
     answer = frontends.will_answer(TEXT, then=(EOS,))
     body = {**body, "temperature": 1}
     _, whole, _ = await stream(frontends.url, path, body)

@@ -96,9 +96,24 @@ async def ask_async(routers: list[str], prompt: str, met: Met | None, **options:
 
 
 async def ask_sse(
-    routers: list[str], prompt: str, met: Met | None, *, silent_seconds: float = NOTICED_SECONDS, **options: Any
+    routers: list[str],
+    prompt: str,
+    met: Met | None,
+    *,
+    then: Met | None = None,
+    silent_seconds: float = NOTICED_SECONDS,
+    **options: Any,
 ) -> str:
-    """Read server-sent events as a browser does: come back with the last id to the next router."""
+    """Read server-sent events as a browser does: come back with the last id to the next router.
+
+    Args:
+        routers: The routers in the order in which the client tries them.
+        prompt: The prompt.
+        met: What happens after `SEEN` events.
+        then: What happens after `SEEN` more events.
+        silent_seconds: Time without an event after which the client tries the next router.
+        options: Fields of the request.
+    """
     body = {"prompt": prompt, "stream": True, **GREEDY, **options}
     headers = {"x-fleet-resumable": "1"}
     text, positions, ended = "", [0], False
@@ -119,6 +134,8 @@ async def ask_sse(
                         text += "" if ended else json.loads(data)["choices"][0]["text"]
                         if len(positions) == SEEN and met is not None:
                             await met.until_happened()
+                        if len(positions) == 2 * SEEN and then is not None:
+                            await then.until_happened()
         except httpx.TransportError:
             continue
         if ended:
@@ -195,6 +212,14 @@ async def test_killed_router_costs_no_stream_a_token(workers, folder):
     assert resumed == 3 * EACH
 
 
+async def worker_of(router: RouterProcess) -> str:
+    """Return the worker that runs the router's only request."""
+    async with AsyncClient(router.grpc, control=router.control) as client:
+        pools = (await client.status()).pools
+    (busy,) = [worker.worker_id for pool in pools for worker in pool.workers if worker.booked_requests]
+    return busy
+
+
 async def metric(router: RouterProcess, name: str) -> float:
     async with httpx.AsyncClient(base_url=f"http://{router.http}", trust_env=False) as client:
         lines = (await client.get("/metrics")).text.splitlines()
@@ -221,7 +246,7 @@ async def test_hung_or_stopping_router_costs_no_token(workers, folder, number):
 
 
 async def test_streams_without_peers_and_token_go_on(workers, folder):
-    """Without a journal, greedy tokens are generated again; a request of which nothing came is sent again."""
+    """A request of which nothing came is sent again."""
     with open_router_pair(workers, folder, peers=False) as (first, second):
         met = Met()
         expected = await ask_sse([second.http], "alone", None)
@@ -259,31 +284,53 @@ async def test_sse_client_that_notices_a_hung_router_goes_on(workers, folder):
         assert await running == expected
 
 
-async def test_random_sse_answer_goes_on_from_the_peers_journal(workers, folder):
-    """The tokens before the cut are random, so only the journal knows them; the router would refuse to guess."""
-    with open_router_pair(workers, folder) as (first, second):
+@pytest.mark.parametrize("peers", [True, False])
+async def test_random_sse_answers_go_on_exactly_after_the_kept_tokens(workers, folder, peers):
+    """The tokens before the cut are random, so only a worker has them; the router would refuse to guess."""
+    with open_router_pair(workers, folder, peers=peers) as (first, second):
         met = Met()
-        running = asyncio.ensure_future(ask_sse([first.http, second.http], "random", met, temperature=1))
-        await until(lambda: met.clients or running.done())
+        options = [{"temperature": 1, "seed": seed} for seed in range(EACH)]
+        expected = [await ask_sse([second.http], "random", None, **each) for each in options]
+        assert len(set(expected)) == EACH
+        running = asyncio.gather(*(ask_sse([first.http, second.http], "random", met, **each) for each in options))
+        await until(lambda: met.clients == EACH or running.done())
         first.signal(signal.SIGKILL)
         met.happened.set()
-        assert await running
-        assert await metric(second, "fleet_resumed_requests_total") == 1
+        assert await running == expected
+        assert await metric(second, "fleet_resumed_requests_total") == EACH
 
 
-async def test_woken_router_has_the_tokens_of_its_peers_streams(workers, folder):
-    """It reads what its peer sent while it stood still, before it asks whether the peer was silent."""
+async def test_router_that_stood_still_takes_no_peer_for_silent(workers, folder):
+    """It reads what its peer has sent meanwhile before it decides."""
     with open_router_pair(workers, folder) as (first, second):
-        met = Met()
         second.signal(signal.SIGSTOP)
         await pace(SILENCE_SECONDS + 2 * LATE_SECONDS, "a router may be silent for a shorter time")
-        running = asyncio.ensure_future(ask_sse([first.http, second.http], "woken", met, temperature=1))
-        await until(lambda: met.clients or running.done())
         second.signal(signal.SIGCONT)
-        first.signal(signal.SIGKILL)
-        met.happened.set()
-        assert await running
-        assert await metric(second, "fleet_resumed_requests_total") == 1
+        # The first router has taken the second one for dead, so they connect again.
+        await until(lambda: second.log.read_text().count("peer router reached") == 2)
+        assert "peer router left" in first.log.read_text()
+        assert "it was silent" not in second.log.read_text()
+
+
+async def test_answer_that_lost_its_worker_and_its_router_goes_on(model_dir, folder):
+    """The worker hangs first, so the other one has the tokens when the router dies."""
+    with a_short_folder() as home, open_workers(home, model_dir, speedup=0.5) as workers:
+        settings = {"heartbeat_timeout_seconds": 1.0}
+        with open_router_pair(workers, folder, peers=False, **settings) as (first, second):
+            met, lost, random = Met(), Met(), {"temperature": 1, "seed": 5}
+            routers = [first.http, second.http]
+            expected = await ask_sse([second.http], "twice", None, **random)
+            running = asyncio.ensure_future(ask_sse(routers, "twice", lost, then=met, **random))
+            await until(lambda: lost.clients or running.done())
+            busy = await worker_of(first)
+            workers.signal(busy, signal.SIGSTOP)
+            lost.happened.set()
+            await until(lambda: met.clients or running.done())
+            workers.signal(busy, signal.SIGCONT)
+            first.signal(signal.SIGKILL)
+            met.happened.set()
+            assert await running == expected
+            assert await metric(second, "fleet_resumed_requests_total") == 1
 
 
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])

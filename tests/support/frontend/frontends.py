@@ -12,7 +12,6 @@ from fleet.core.ids import ModelName
 from fleet.core.system_clock import SystemClock, unix_nanoseconds, unix_seconds
 from fleet.core.telemetry import RouterProcessMetrics
 from fleet.frontend.access_log import AccessLog
-from fleet.frontend.answer_journal import AnswerJournal
 from fleet.frontend.control.port import open_control_port
 from fleet.frontend.generation import Generation, ImageLoader
 from fleet.frontend.grpc.service import GrpcFrontend
@@ -86,7 +85,7 @@ async def open_frontends(
         metrics=RouterProcessMetrics(registry),
         threads=threads,
         resume_tokens=ResumeTokens(b"secret", 60, unix_seconds),
-        journal=AnswerJournal(1 << 20, 60, clock),
+        kept_answers=router,
         access=None if records is None else AccessLog(router, clock, unix_nanoseconds, logs=False, records=records),
         tracing=tracing,
         image_loader=image_loader,

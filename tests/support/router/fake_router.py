@@ -1,7 +1,7 @@
 """Fake router server whose answers the test writes; it passes tests/contract/router/test_router.py."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
@@ -16,10 +16,11 @@ from fleet.core.roles import Phase
 from fleet.core.work import ParsedDelta, Progress
 from fleet.router.messages import Arrived, Complete, StartedOver
 from fleet.router.placement.decision import Decision
+from fleet.router.server import AnswerKeyChanged
 from fleet.router.settings.router import Thresholds
 from fleet.router.state.snapshot import Explanation, PoolSnapshot, RemotePrefillSnapshot, RouterCounters, RouterSnapshot
 from tests.support.builders import BLOCK_TOKENS, MODEL, a_kv_report
-from tests.support.waiting import pace
+from tests.support.waiting import pace, turns
 
 
 def a_model_card(**fields: object) -> ModelCard:
@@ -52,6 +53,10 @@ class FakeRouter:
         self.in_turn: Sequence[tuple[Sequence[int], Sequence[Logprobs]]] = ()  # one answer for each request
         self.start_over_after: int | None = None  # number of steps after which the stream starts over, once
         self.bug: Exception | None = None  # raised by the stream's iterator
+        # number of steps after which the attempt fails, and another worker continues the answer
+        self.retry_after: int | None = None
+        self.search_turns = 0  # turns of the event loop that a search for kept tokens takes
+        self.kept: dict[int, list[int]] = {}  # the tokens that workers keep, by the answer's key
         self.hold_after: int | None = None  # number of steps after which the stream waits for `release`
         self.release = asyncio.Event()
         self.pause_seconds = 0.0  # pause between two steps
@@ -68,6 +73,11 @@ class FakeRouter:
         self.changed = asyncio.Event()
         self.steps_taken = 0
         self.demanded: tuple[ModelDemand, ...] = ()
+
+    async def tokens(self, key: int, most: int) -> tuple[int, ...]:
+        """Find kept tokens as `AnswerSearch` does."""
+        await turns(self.search_turns)
+        return tuple(self.kept.get(key, ())[:most])
 
     def models(self) -> tuple[ModelCard, ...]:
         return self.cards
@@ -140,7 +150,7 @@ class FakeStream:
         self._started_over = False
         self.kv: tuple[KvPhase, ...] = ()
         self.cached_tokens = 0
-        self.on_tokens: Callable[[Sequence[int]], None] | None = None
+        self._answer_key = arrived.answer_key
 
     async def __aenter__(self) -> Self:
         if self._router.refuse is not None:
@@ -151,6 +161,8 @@ class FakeStream:
             self._answer = list(answer)
         self._router.submitted.append(self._arrived)
         self._router.changed.set()
+        if self._answer_key:
+            self._router.kept[self._answer_key] = list(self._arrived.answered)
         return self
 
     async def __aexit__(
@@ -163,7 +175,7 @@ class FakeStream:
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> Progress | StartedOver | Complete:
+    async def __anext__(self) -> Progress | StartedOver | AnswerKeyChanged | Complete:
         router = self._router
         if self._complete:
             raise StopAsyncIteration
@@ -180,6 +192,12 @@ class FakeStream:
         if self._steps == router.start_over_after and not self._started_over:
             self._started_over, self._sent = True, 0
             return StartedOver(request_id=self._arrived.request_id)
+        if self._steps == router.retry_after and self._answer_key == self._arrived.answer_key != 0:
+            known = router.kept[self._answer_key]
+            self._answer_key += 1
+            router.kept[self._answer_key] = known[:]
+            known += [0] * 100  # the lost worker has generated more, which nobody has got
+            return AnswerKeyChanged(self._answer_key)
         if self._steps == router.break_after and (not router.breaks or self._arrived.request_id in router.breaks):
             raise RequestRejected(Reason.WORKER_LOST, "its worker is gone", retry_after_ms=1500)
         if self._steps == router.hold_after:
@@ -209,8 +227,8 @@ class FakeStream:
             alike = [Logprobs(-1.0)] * (len(self._arrived.tokens) // TOKEN_BYTES - 1)
             prompt_logprobs = router.prompt_logprobs or alike
         self._sent += len(tokens)
-        if self.on_tokens is not None:
-            self.on_tokens(tokens)
+        if self._answer_key:
+            router.kept[self._answer_key] += tokens
         if self._finish is None and self._sent >= min(sampling.max_tokens, len(self._answer)):
             self._finish = Finish.LENGTH
         return Progress(

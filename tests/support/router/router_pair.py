@@ -19,6 +19,7 @@ class RouterProcess(Struct):
     process: "subprocess.Popen[Any]"
     grpc: str
     http: str
+    control: str
     log: Path
 
     def signal(self, number: int) -> None:
@@ -37,7 +38,7 @@ class Workers:
         self.folder = folder
         self.model_dir = model_dir
         (folder / "members").mkdir()
-        self._processes = [self._start(f"w{number}", speedup) for number in range(count)]
+        self._processes = {name: self._start(name, speedup) for name in [f"w{number}" for number in range(count)]}
 
     @property
     def discovery(self) -> dict[str, Any]:
@@ -58,8 +59,11 @@ class Workers:
         assert endpoints
         return process
 
+    def signal(self, worker_id: str, number: int) -> None:
+        self._processes[worker_id].send_signal(number)
+
     def end(self) -> None:
-        for process in self._processes:
+        for process in self._processes.values():
             process.kill()
             process.wait(60)
 
@@ -115,7 +119,7 @@ def open_router_pair(
                 "router", config, folder / f"router-{number}.json", stdout=output, stderr=output
             )
         assert endpoints, log.read_text()
-        return RouterProcess(process, endpoints["grpc"], endpoints["http"], log)
+        return RouterProcess(process, endpoints["grpc"], endpoints["http"], config["control_listen"], log)
 
     with ThreadPoolExecutor(2) as threads:
         first, second = threads.map(start, (0, 1))

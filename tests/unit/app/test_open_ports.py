@@ -10,7 +10,7 @@ from fleet.app.settings_reference import KINDS, settings_keys
 from fleet.router.settings.open_ports import IN_THE_CLEAR, open_router_ports
 from fleet.router.settings.router import RouterSettings
 from kvstore.security.open_ports import NO_CREDENTIALS, warn_of_open_ports
-from workers.open_ports import open_worker_ports
+from workers.connections.open_ports import open_worker_ports
 from workers.settings import WorkerSettings
 
 TLS = {"certificate": "/c.pem", "key": "/k.pem"}

@@ -2,22 +2,23 @@
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import aclosing, nullcontext
 from hashlib import sha256
 
 import pytest
 from msgspec import structs
 from prometheus_client import CollectorRegistry
 
-from fleet.core.clock import SECOND
 from fleet.core.errors import Reason, RequestRejected
+from fleet.core.ids import RequestId
 from fleet.core.requests import (
     Admitted,
     AnswerParsers,
+    AnswerParsing,
     CallDelta,
     ChatMessage,
     ChatPrompt,
     Delta,
+    Finish,
     Finished,
     Resume,
     Sampling,
@@ -27,7 +28,6 @@ from fleet.core.system_clock import SystemClock
 from fleet.core.telemetry import RouterProcessMetrics
 from fleet.core.work import ParsedDelta, Progress
 from fleet.frontend.access_log import AccessLog
-from fleet.frontend.answer_journal import AnswerJournal
 from fleet.frontend.generation import INLINE_CHARACTERS, INLINE_TOKENS, Generation
 from fleet.frontend.resume_tokens import ResumeClaims, ResumeTokens
 from fleet.frontend.resumed_answer import ResumedAnswer
@@ -38,9 +38,9 @@ from fleet.frontend.text.response_templates import ResponseTemplates
 from fleet.frontend.text.tokenizer_threads import TokenizerThreads
 from fleet.router.tenants import Tenants, TenantSettings
 from tests.support.builders import MODEL, a_request, token_ids
-from tests.support.frontend.text_model import EOS, write_seeing_model
-from tests.support.kvstore.builders import ManualClock
+from tests.support.frontend.text_model import EOS, write_model, write_seeing_model
 from tests.support.router.fake_router import FakeRouter, a_model_card
+from tests.support.waiting import turns
 
 GREEDY = Sampling(max_tokens=100, temperature=0)
 TEXT = "Zwölf 漢字 🎉 of STOP, STOPPED"
@@ -56,7 +56,7 @@ def open_generation(codec):
     """Return a factory of the generations of several routers of one cluster."""
     threads = TokenizerThreads()
 
-    def make(router, codec=codec, journal=None, **tenants) -> Generation:
+    def make(router, codec=codec, **tenants) -> Generation:
         clock = SystemClock()
         return Generation(
             router,
@@ -67,7 +67,7 @@ def open_generation(codec):
             metrics=RouterProcessMetrics(CollectorRegistry()),
             threads=threads,
             resume_tokens=ResumeTokens(b"secret", 60, lambda: 1000),
-            journal=journal,
+            kept_answers=router,
         )
 
     yield make
@@ -201,10 +201,9 @@ async def test_tokens_of_both_routers_are_charged_once(open_generation, codec):
 
 async def test_streams_of_one_answer_at_random_keep_their_tokens_apart(open_generation):
     """A client may resume twice from one event, if its first try reached a router that hung and goes on later."""
-    journal = AnswerJournal(1 << 20, 60, SystemClock())
     router = FakeRouter()
-    generation = open_generation(router, journal=journal)
-    request = a_request(sampling=Sampling(max_tokens=100), resumable=True, journaled=True)
+    generation = open_generation(router)
+    request = a_request(sampling=Sampling(max_tokens=100), resumable=True, is_kept=True)
     begun = Resume(token="")
 
     async def got(answer: Sequence[int], events: int, resume: Resume = begun) -> Resume:
@@ -223,45 +222,135 @@ async def test_streams_of_one_answer_at_random_keep_their_tokens_apart(open_gene
     assert router.submitted[-1].answered == (*range(100, 105), *range(200, 205))
 
 
-@pytest.mark.parametrize(
-    "seen", [0, 6, 21]
-)  # of 22 events: the stream is new, resumed, or has ended but for its last event
-async def test_peers_are_sent_tokens_before_the_client_has_them(open_generation, seen):
-    journal, sent = AnswerJournal(1 << 20, 60, SystemClock()), []
-    journal.tell = lambda entries: sent.extend(token for entry in entries for token in entry.token_ids)
-    generation = open_generation(FakeRouter(range(100, 120)), journal=journal)
-    request = a_request(sampling=Sampling(max_tokens=20), resumable=True, journaled=True)
-    if seen:
-        before = (await events_of(generation, request))[:seen]
-        position = len(received(before)[1])
-        request = structs.replace(request, resume=Resume(token=received(before)[2], position=position))
-        sent.clear()
-
-    tokens = list(range(100, 100 + seen - 1))
-    async for event in generation.generate(request):
-        if isinstance(event, Delta):
-            tokens += event.token_ids
-        assert sent == tokens
-    assert sent == list(range(100, 120))
+async def resumed_after(open_generation, router, request, cut):
+    """Resume a stream after its first `cut` events by tokens that workers keep; return the events that follow."""
+    seen = (await events_of(open_generation(router), request))[:cut]
+    resume = Resume(token=received(seen)[2], position=len(received(seen)[1]))
+    return seen, await events_of(open_generation(router), structs.replace(request, resume=resume))
 
 
-@pytest.mark.parametrize("end", ["complete", "left", "broken"])
-async def test_tokens_are_kept_for_a_time_after_any_end(open_generation, end):
-    clock = ManualClock()
-    journal, router = AnswerJournal(1 << 20, 60, clock), FakeRouter(range(100, 120))
-    router.break_after = 10 if end == "broken" else None
-    request = a_request(sampling=Sampling(max_tokens=20), resumable=True, journaled=True)
-    with pytest.raises(RequestRejected) if end == "broken" else nullcontext():
-        async with aclosing(open_generation(router, journal=journal).generate(request)) as events:
-            async for event in events:
-                if end == "left" and isinstance(event, Delta):
-                    break
-    (entry,) = journal.entries()
-    clock.move(60 * SECOND)
-    assert journal.tokens(entry.key)
-    clock.move(1)
-    assert not journal.tokens(entry.key)
-    assert journal.held_bytes == 0
+@pytest.mark.parametrize("cut", range(1, 22))
+async def test_random_answer_with_lost_worker_and_router_goes_on(open_generation, cut):
+    """The lost worker keeps tokens that no client got; the resume token must name those of the other worker."""
+    router = FakeRouter(range(100, 120))
+    router.retry_after = 9
+    request = a_request(sampling=Sampling(max_tokens=20), resumable=True, is_kept=True)
+    seen, rest = await resumed_after(open_generation, router, request, cut)
+
+    tokens = received(seen)[1]
+    assert tokens + received(rest)[1] == tuple(range(100, 120))
+    if len(router.submitted) > 1:  # else the answer had ended
+        assert router.submitted[-1].answered == tokens
+
+
+async def test_resumed_answer_lost_before_new_tokens_goes_on(open_generation):
+    """The second router dies before a worker has got its attempt, so only the first worker has the tokens."""
+    router = FakeRouter(range(100, 120))
+    request = a_request(sampling=Sampling(max_tokens=20), resumable=True, is_kept=True)
+    seen, rest = await resumed_after(open_generation, router, request, 9)
+    held = len(received(seen)[1])
+    router.kept[router.submitted[-1].answer_key] = []
+
+    resume = Resume(token=received(rest[:1])[2], position=held)
+    again = await events_of(open_generation(router), structs.replace(request, resume=resume))
+
+    assert received(again)[1] == tuple(range(100 + held, 120))
+
+
+async def test_second_resumption_during_a_search_is_served(open_generation):
+    """A client's connection may break while the router searches, and the client comes back."""
+    router = FakeRouter(range(100, 120))
+    request = a_request(sampling=Sampling(max_tokens=20), resumable=True, is_kept=True)
+    generation = open_generation(router)
+    seen = (await events_of(generation, request))[:9]
+    resume = Resume(token=received(seen)[2], position=len(received(seen)[1]))
+    router.search_turns = 5
+    again = structs.replace(request, resume=resume)
+
+    one, other = await asyncio.gather(events_of(generation, again), events_of(generation, again))
+
+    assert received(one)[1] == received(other)[1] == tuple(range(100 + resume.position, 120))
+
+
+async def test_client_that_leaves_during_a_search_is_counted(open_generation):
+    router = FakeRouter(range(100, 120))
+    request = a_request(sampling=Sampling(max_tokens=20), resumable=True, is_kept=True)
+    generation = open_generation(router)
+    seen = (await events_of(generation, request))[:9]
+    resume = Resume(token=received(seen)[2], position=len(received(seen)[1]))
+    router.search_turns = 1000
+    task = asyncio.create_task(events_of(generation, structs.replace(request, resume=resume)))
+    await turns(3)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+    (counted,) = [each.outcomes for each in generation.metrics.requests.values() if each.outcomes]
+    assert sorted(outcome for outcome, _ in counted) == [Reason.CANCELLED, Finish.LENGTH]
+
+
+@pytest.mark.parametrize("stream", [-1, -(2**40)])
+def test_token_with_an_impossible_stream_is_refused(stream):
+    """Without a secret, anybody can sign a token; it must not spoil the searches of others."""
+    tokens = ResumeTokens(b"", 60, lambda: 0)
+    forged = tokens.issue(ResumeClaims(RequestId("r"), "", 0, 0, b"", stream))
+    with pytest.raises(RequestRejected):
+        tokens.read(forged, "")
+
+
+@pytest.mark.parametrize("retry_after", range(1, 20))
+async def test_last_ids_of_a_parsed_answer_name_its_own_tokens(open_generation, tmp_path, retry_after):
+    """A stop string may end the answer in the first step of another worker, whose delta is joined with the rest of the text."""
+    folder = write_model(tmp_path)
+    template = "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}{{ messages[0].content }}"
+    (folder / "chat_template.jinja").write_text(template)
+    codec = load_codec(folder)
+    router = FakeRouter(token_ids(codec.encode("Sun and more STOP, STOPPED"))[1:])
+    router.cards = (a_model_card(parsers=AnswerParsers(tool_calls="hermes")),)
+    router.retry_after = retry_after
+    tools = '[{"type": "function", "function": {"name": "get", "parameters": {"type": "object"}}}]'
+    prompt = ChatPrompt((ChatMessage(role="user", content="x"),), tools=tools)
+    request = a_request(
+        prompt=prompt, sampling=GREEDY, stop=("STOP",), resumable=True, is_kept=True, parsing=AnswerParsing()
+    )
+
+    events = await events_of(open_generation(router, codec), request)
+    _, tokens, token = received(events)
+
+    assert events[-1].stop_string == "STOP"
+    stream = ResumeTokens(b"secret", 60, lambda: 1000).read(token, "").stream
+    assert tuple(router.kept[stream][: len(tokens)]) == tokens
+
+
+async def test_parsed_answer_of_a_client_without_tokens_is_not_resumed(open_generation):
+    """It is not known which part of the text the client has, and no part may come twice."""
+    router = FakeRouter(range(100, 110))
+    router.cards = (a_model_card(parsers=AnswerParsers(reasoning="qwen3", in_engine=True)),)
+    router.parsed = [ParsedDelta(text=letter) for letter in "abcdefghij"]
+    request = a_request(
+        sampling=structs.replace(GREEDY, max_tokens=10), resumable=True, is_kept=True, parsing=AnswerParsing()
+    )
+    seen = (await events_of(open_generation(router), request))[:4]
+    assert received(seen)[0] == "abc"
+    resume = Resume(token=received(seen)[2], position=3)
+
+    refused = await refusal_of(open_generation(router), structs.replace(request, resume=resume))
+
+    assert refused.reason is Reason.WORKER_LOST
+    from_the_beginning = structs.replace(request, resume=structs.replace(resume, position=0))
+    assert received(await events_of(open_generation(router), from_the_beginning))[0] == "abcdefghij"
+
+
+async def test_answer_that_has_ended_can_be_resumed_again(open_generation):
+    router = FakeRouter(range(100, 120))
+    request = a_request(sampling=Sampling(max_tokens=20), resumable=True, is_kept=True)
+    _, rest = await resumed_after(open_generation, router, request, 21)
+    assert [type(event) for event in rest] == [Admitted, Finished]
+
+    resume = Resume(token=received(rest)[2], position=20)
+    again = await events_of(open_generation(router), structs.replace(request, resume=resume))
+
+    assert again[-1].finish is rest[-1].finish
+    assert len(router.submitted) == 1
 
 
 async def test_access_log_names_resumed_request_and_its_tenant(open_generation, codec, caplog):
@@ -365,7 +454,7 @@ async def test_event_ids_are_refused_by_a_router_without_tokens(codec):
     )
     request = a_request(sampling=GREEDY, resumable=True)
 
-    refused = await refusal_of(generation, structs.replace(request, journaled=True))
+    refused = await refusal_of(generation, structs.replace(request, is_kept=True))
     by_library = await events_of(generation, request)
     threads.close()
 

@@ -72,6 +72,35 @@ def test_router_reports_only_its_own_reservations():
     assert router.machine.booked() == {}
 
 
+def test_peers_soon_hear_of_all_changes_but_growing_answers():
+    """Answers grow in nearly every step, and a message for each of them would cost more than the placement of the request."""
+    router = RouterMachineDriver(("d1", Role.DECODE), ("d2", Role.DECODE), replicas_listen="unix:/run/replicas")
+    prompts = router.machine.prompts
+
+    def is_due() -> bool:
+        due = prompts.is_due
+        prompts.news()
+        return due
+
+    assert not is_due()
+    work = the(Dispatch, router.send(an_arrival(request_id="r1", tokens=100, sampling=Sampling(max_tokens=200))))
+    assert is_due()
+    router.step(work, 1)
+    assert is_due(), "the prompt is computed"
+    before = router.machine.booked()
+    for token in range(2, 80):
+        router.step(work, token)
+    assert router.machine.booked() != before
+    assert not is_due()
+    router.step(work, 80, finish=Finish.STOP)
+    assert is_due()
+    arrive(router, "r2")
+    is_due()
+    router.leave("d1")
+    router.leave("d2")
+    assert is_due()
+
+
 @pytest.mark.parametrize("between", [1, 2])
 def test_peers_balance_nearly_as_well_as_one_router(between):
     """The busiest worker has at most 1.2 times its load with one router, with reports every few requests."""

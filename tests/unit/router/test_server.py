@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
+from msgspec import structs
 
 from fleet.core.clock import MILLISECOND, SECOND, Nanos
 from fleet.core.errors import Reason, RequestRejected
@@ -15,7 +16,7 @@ from fleet.core.system_clock import SystemClock
 from fleet.core.work import Cancel, Progress, Start, Step
 from fleet.router.machine import RouterMachine
 from fleet.router.messages import Complete, WorkerLeft
-from fleet.router.server import RouterServer
+from fleet.router.server import AnswerKeyChanged, RouterServer
 from fleet.router.settings.router import RouterSettings
 from tests.support.builders import BLOCK_TOKENS, a_description, a_handoff, a_kv_report, an_arrival, some_progress
 from tests.support.router.fake_workers import FakeWorker, FakeWorkers
@@ -76,6 +77,42 @@ async def test_stream_ends_with_complete():
         assert [event.token_ids for event in received if isinstance(event, Progress)] == [(11,), (12,)]
         assert isinstance(received[-1], Complete)
         assert worker.inbox.empty(), "nothing is cancelled that is over"
+
+
+async def test_key_of_kept_tokens_changes_with_a_lost_attempt():
+    """A client must not be sent tokens of the second worker under the key of the first one."""
+    async with a_router() as router:
+        first, second = await router.join("d1"), await router.join("d2")
+        async with router.server.submit(structs.replace(an_arrival(), answer_key=70)) as events:
+            start = await a_start_at(first)
+            assert start.answer_key == 70
+            await answer(first, start, 11)
+            assert (await anext(events)).token_ids == (11,)
+            router.server.hear(WorkerLeft(worker_id=WorkerId("d1")))
+            start = await a_start_at(second)
+            assert (start.answer_key, start.generated_tokens) == (71, 1)
+            await answer(second, start, 12, finish=Finish.STOP)
+            received = [event async for event in events]
+
+    assert [event.token_ids if isinstance(event, Progress) else event for event in received[:-1]] == [
+        AnswerKeyChanged(71),
+        (12,),
+    ]
+
+
+async def test_only_the_decode_attempt_has_the_key_of_kept_tokens():
+    """The decode worker may draw another first token than the prefill worker, and only the client's may be kept."""
+    async with a_router() as router:
+        prefill, decode = await router.join("p1", Role.PREFILL), await router.join("d1")
+        arrived = structs.replace(an_arrival(tokens=1024), answer_key=70)
+        async with router.server.submit(arrived) as events:
+            start = await a_start_at(prefill)
+            assert start.answer_key == 0
+            handed_over = some_progress(11, request_id=start.request_id, finish=Finish.LENGTH, handoff=a_handoff())
+            await prefill.say(Step(progress=(handed_over,)))
+            start = await a_start_at(decode)
+            assert (start.answer_key, start.generated_tokens) == (70, 1)
+            assert (await anext(events)).token_ids == (11,)
 
 
 async def test_nothing_starts_before_the_context_is_entered():

@@ -26,11 +26,15 @@ from fleet.core.requests import (
 )
 from fleet.core.roles import KvPath, Phase, Role
 from fleet.core.work import (
+    MAX_WANTED_ANSWERS,
+    AnswersWanted,
     Cancel,
     Draining,
     Goodbye,
     Handoff,
     KeepTrace,
+    KeptAnswer,
+    KeptAnswers,
     KvCleared,
     KvEvents,
     KvRemoved,
@@ -46,6 +50,7 @@ from fleet.core.work import (
     Start,
     Step,
     TokenizerDigests,
+    WantedAnswer,
     WorkerDescription,
 )
 from fleet.v1 import inference_pb2
@@ -61,7 +66,7 @@ from kvstore.block import TOKEN_BYTES, HashAlgorithm
 from kvstore.layouts.fingerprint import Fingerprint
 from kvstore.protocol.versions import ProtocolRange
 from kvstore.tracing.context import TraceContext
-from tests.support.builders import a_start
+from tests.support.builders import a_start, token_bytes
 from tests.unit.wire.structured_outputs import FORMS
 
 U32 = st.integers(0, 2**32 - 1)
@@ -164,6 +169,7 @@ starts = st.builds(
     trace=st.none() | traces,
     pooling=st.none() | poolings,
     images=st.lists(st.binary(max_size=9), max_size=2).map(tuple),
+    answer_key=U64,
 ).map(lambda start: structs.replace(start, generated_tokens=max(0, len(start.tokens) // TOKEN_BYTES - 1)))
 router_messages = (
     starts
@@ -175,6 +181,14 @@ router_messages = (
         parent_ids=st.lists(st.binary(max_size=9), max_size=3).map(tuple),
         leave_room=st.booleans(),
     )
+    | st.builds(AnswersWanted, answers=st.lists(st.builds(WantedAnswer, key=U64, tokens=U32), max_size=3).map(tuple))
+)
+kept_answers = st.builds(
+    KeptAnswers,
+    answers=st.lists(
+        st.builds(KeptAnswer, key=U64, tokens=IDS.map(token_bytes), wanted=U32),
+        max_size=3,
+    ).map(tuple),
 )
 
 origins = st.builds(
@@ -229,6 +243,7 @@ kv_events = st.builds(KvStored, HASHES) | st.builds(KvRemoved, HASHES) | st.buil
 worker_messages = (
     st.builds(Step, progress=st.lists(running | finished, max_size=4).map(tuple))
     | st.builds(KvEvents, sequence=st.integers(0, 2**64 - 1), events=st.lists(kv_events, max_size=3).map(tuple))
+    | kept_answers
     | st.builds(
         LoadReport,
         running=U32,
@@ -241,6 +256,7 @@ worker_messages = (
     | st.builds(
         WorkerDescription,
         protocols=protocols,
+        keeps_answers=st.booleans(),
         worker_id=NAME.map(WorkerId),
         incarnation=NAME.map(Incarnation),
         model=NAME.map(ModelName),
@@ -277,6 +293,18 @@ def test_router_messages_survive_the_wire(message):
     wire = encode_router_message(message).SerializeToString()
 
     assert decode_router_message(pb.RouterMessage.FromString(wire)) == message
+
+
+def test_too_many_wanted_answers_are_rejected():
+    wanted = AnswersWanted(answers=(WantedAnswer(1, 1),) * (MAX_WANTED_ANSWERS + 1))
+    with pytest.raises(MalformedMessage, match="answers_wanted"):
+        decode_router_message(encode_router_message(wanted))
+
+
+def test_kept_tokens_that_are_no_whole_ids_are_rejected():
+    kept = KeptAnswers(answers=(KeptAnswer(1, b"abc"),))
+    with pytest.raises(MalformedMessage, match="kept_answers"):
+        decode_worker_message(encode_worker_message(kept))
 
 
 @given(worker_messages)

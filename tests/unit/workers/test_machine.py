@@ -1,4 +1,4 @@
-"""Rules 1 to 8 of `workers.machine`."""
+"""Rules 1 to 9 of `workers.machine`."""
 
 import msgspec
 import pytest
@@ -11,9 +11,20 @@ from fleet.core.errors import Reason
 from fleet.core.ids import ModelName, RequestId
 from fleet.core.requests import AnyObject, Finish, Sampling
 from fleet.core.roles import KvPath, Phase, Role
-from fleet.core.work import Draining, Progress, Rejected, Step
-from tests.support.builders import FINGERPRINT, a_handoff, a_prompt, a_start, some_progress
+from fleet.core.work import (
+    AnswersWanted,
+    Draining,
+    KeptAnswer,
+    KeptAnswers,
+    Progress,
+    Rejected,
+    Step,
+    WantedAnswer,
+)
+from tests.support.builders import FINGERPRINT, a_handoff, a_prompt, a_start, some_progress, token_bytes
+from workers import machine as worker_machine
 from workers.acceptance import TAKES
+from workers.answer_keeper import AnswerKeeper
 from workers.machine import (
     FETCHED_WITHIN,
     GRACE,
@@ -26,6 +37,7 @@ from workers.machine import (
 )
 from workers.messages import (
     Abandon,
+    AnswersRequested,
     AttemptRequested,
     CancelInEngine,
     CancelRequested,
@@ -76,6 +88,67 @@ def rejection(commands) -> Rejected:
     assert isinstance(command, Tell)
     assert isinstance(command.message, Rejected)
     return command.message
+
+
+KEY = 77
+
+
+def kept_by(machine: WorkerMachine, *wanted: WantedAnswer, stream: StreamId = STREAM) -> list[tuple[KeptAnswer, ...]]:
+    """Return the answers of each message that a router gets."""
+    event = AnswersRequested(stream=stream, wanted=AnswersWanted(answers=wanted))
+    commands = machine.handle(event, START)
+    assert all(isinstance(each, Tell) and each.stream == stream for each in commands)
+    assert all(isinstance(each.message, KeptAnswers) for each in commands)
+    return [each.message.answers for each in commands]
+
+
+# Kept answers.
+
+
+def test_tokens_of_a_dead_routers_attempt_are_kept_for_others():
+    machine = a_machine(kept=AnswerKeeper(1 << 20, 60))
+    start = a_start(tokens=token_bytes([1, 2, 30]), generated_tokens=1, answer_key=KEY)
+    machine.handle(asked(start), START)
+    machine.handle(EngineStepped(outputs=[some_progress(40, 50, request_id=start.request_id)]), START)
+    machine.handle(RouterGone(stream=STREAM), START)
+    machine.handle(EngineStepped(outputs=[some_progress(60, request_id=start.request_id)]), START)
+    other = StreamId(1)
+    machine.handle(RouterConnected(stream=other, router_id="other"), START)
+
+    unknown = WantedAnswer(KEY + 1, 9)
+    ((first, second),) = kept_by(machine, WantedAnswer(KEY, 9), unknown, stream=other)
+
+    assert first == KeptAnswer(KEY, token_bytes([30, 40, 50]), 9), "the token after its router's end is not needed"
+    assert second == KeptAnswer(KEY + 1, b"", 9)
+    assert kept_by(machine, WantedAnswer(KEY, 2), stream=other) == [(KeptAnswer(KEY, token_bytes([30, 40]), 2),)]
+
+
+def test_tokens_without_a_key_are_not_kept():
+    keeper = AnswerKeeper(1 << 20, 60)
+    machine = a_machine(kept=keeper)
+    machine.handle(asked(a_start()), START)
+    assert keeper.held_bytes == 0
+
+
+def test_long_answers_are_sent_in_several_messages(monkeypatch):
+    monkeypatch.setattr(worker_machine, "KEPT_ANSWERS_BYTES", 8)
+    machine = a_machine(kept=AnswerKeeper(1 << 20, 60))
+    for number in range(3):
+        start = a_start(
+            request_id=f"r{number}", tokens=token_bytes([1, 2, 3]), generated_tokens=1, answer_key=KEY + number
+        )
+        machine.handle(asked(start), START)
+
+    messages = kept_by(machine, *(WantedAnswer(KEY + number, 9) for number in range(3)))
+
+    assert [len(answers) for answers in messages] == [2, 1]
+    assert kept_by(machine, *[WantedAnswer(KEY, 9)] * 9) == [(KeptAnswer(KEY, token_bytes([3]), 9),)], (
+        "repetitions cost nothing"
+    )
+
+
+def test_closed_stream_gets_no_kept_answers():
+    assert kept_by(a_machine(), WantedAnswer(KEY, 9), stream=StreamId(9)) == []
 
 
 # Phases of the process.

@@ -1,0 +1,103 @@
+"""Answer search: asks the workers for the tokens of answers whose streams are to be resumed.
+
+Rules:
+
+1. Every worker is asked that keeps answers (`workers.answer_keeper`), because a resume token does not name the worker. The
+   search ends as soon as one worker has all wanted tokens, when all workers have answered or left, or after
+   `SEARCH_SECONDS`. Only one attempt has a key, so only one worker has tokens under it.
+2. After the death of a router, all its streams are resumed at once. So the searches that begin in one turn of the event
+   loop are sent together, in one message to each worker.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from msgspec import Struct
+
+from fleet.core.ids import WorkerId
+from fleet.core.requests import TOKEN_BYTES
+from fleet.core.work import MAX_WANTED_ANSWERS, AnswersWanted, KeptAnswers, WantedAnswer
+
+SEARCH_SECONDS = 3.0
+"""Time limit of a search. Only a worker that hangs is waited for so long, until its stream ends: a working one answers
+within milliseconds, and what it does not find may be nowhere else."""
+
+
+class _RunningSearch(Struct, eq=False):
+    most: int  # number of wanted tokens
+    found: bytes
+    asked: set[WorkerId]  # workers that have not answered yet
+    ended: asyncio.Event
+    is_sent: bool = False
+
+
+class AnswerSearch:
+    """Searches the workers of one router for kept answers."""
+
+    def __init__(self, send: Callable[[AnswersWanted], Sequence[WorkerId]]) -> None:
+        """Start without searches.
+
+        Args:
+            send: Sends a message to all workers that keep answers; returns those to which it was sent.
+        """
+        self._send = send
+        self._searches: dict[int, list[_RunningSearch]] = {}  # by the answer's key
+        self._unsent: list[tuple[WantedAnswer, _RunningSearch]] = []
+
+    async def tokens(self, key: int, most: int) -> tuple[int, ...]:
+        """Return the first `most` tokens of an answer; fewer or none if no worker is found that has all of them.
+
+        Args:
+            key: The key of the answer (`Start.answer_key`).
+            most: Number of wanted tokens, those that the client has.
+        """
+        if not most:
+            return ()
+        search = _RunningSearch(most, b"", set(), asyncio.Event())
+        self._searches.setdefault(key, []).append(search)
+        if not self._unsent:
+            asyncio.get_running_loop().call_soon(self._send_searches)
+        self._unsent.append((WantedAnswer(key, most), search))
+        try:
+            async with asyncio.timeout(SEARCH_SECONDS):
+                await search.ended.wait()
+        except TimeoutError:
+            pass  # what was found until now is the result
+        finally:
+            others = self._searches[key]
+            others.remove(search)
+            if not others:
+                del self._searches[key]
+        return tuple(memoryview(search.found).cast("I"))
+
+    def heard(self, worker_id: WorkerId, kept: KeptAnswers) -> None:
+        """Take the tokens that a worker has sent."""
+        for each in kept.answers:
+            for search in self._searches.get(each.key, ()):
+                if len(each.tokens) > len(search.found):
+                    search.found = each.tokens[: TOKEN_BYTES * search.most]
+                if each.wanted >= search.most:  # else it is the answer to another search
+                    search.asked.discard(worker_id)
+                _end_if_done(search)
+
+    def left(self, worker_id: WorkerId) -> None:
+        """Do not wait for a worker any more, because its stream has ended."""
+        for searches in self._searches.values():
+            for search in searches:
+                if worker_id in search.asked:
+                    search.asked.discard(worker_id)
+                    _end_if_done(search)
+
+    def _send_searches(self) -> None:
+        unsent, self._unsent = self._unsent, []
+        for first in range(0, len(unsent), MAX_WANTED_ANSWERS):
+            some = unsent[first : first + MAX_WANTED_ANSWERS]
+            asked = self._send(AnswersWanted(answers=tuple([wanted for wanted, _ in some])))
+            for _, search in some:
+                search.asked, search.is_sent = set(asked), True
+                _end_if_done(search)
+
+
+def _end_if_done(search: _RunningSearch) -> None:
+    if len(search.found) >= TOKEN_BYTES * search.most or (search.is_sent and not search.asked):
+        search.ended.set()

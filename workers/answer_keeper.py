@@ -1,0 +1,116 @@
+"""Answer keeper: the tokens that a worker has sent for resumable answers whose clients keep no tokens.
+
+Rules:
+
+1. A router gives the attempts of such an answer an answer key (`Start.answer_key`). The worker keeps their tokens: those
+   that other workers have generated (`Start.generated_tokens`), and its own, before they are sent. So it has all tokens
+   that a client can have, however suddenly the router ends. Any router of the cluster may ask for them by the key.
+2. An answer is kept for a set time after its end. The end of the stream to its router counts as its end, too.
+3. If the tokens exceed the memory limit, the answers that have ended are forgotten first, beginning with the earliest
+   end, and then the running ones, beginning with the earliest start.
+4. An attempt with the key of an earlier attempt replaces its tokens. Routers use a key for one attempt only.
+"""
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+from fleet.core.clock import SECOND, Nanos
+from fleet.core.requests import TOKEN_BYTES, TokenBytes
+
+AnswerKey = int
+"""Key of an answer, a random number of 64 bits. A router changes it when it starts an attempt again, because tokens of the lost
+attempt that it has not received could be different. Request ids do not serve as keys, because clients may use one twice."""
+
+ENTRY_BYTES = 400  # memory for an answer besides its tokens
+
+
+class KeptTokens(Struct):
+    """Tokens of one answer; `AnswerKeeper.begin` returns it."""
+
+    key: AnswerKey
+    tokens: "array[int]"
+    ended_at: Nanos | None = None  # None while the attempt runs
+
+
+class AnswerKeeper:
+    """Keeps the tokens of the answers of one worker."""
+
+    def __init__(self, max_bytes: int, seconds: float) -> None:
+        """Start empty.
+
+        Args:
+            max_bytes: Memory limit; 0: nothing is kept.
+            seconds: Time for which an answer is kept after its end.
+        """
+        self._max_bytes = max_bytes
+        self._keep = int(seconds * SECOND)
+        # Running answers in the order of their starts, and ended ones in the order of their ends.
+        self._running: dict[AnswerKey, KeptTokens] = {}
+        self._ended: OrderedDict[AnswerKey, KeptTokens] = OrderedDict()
+        self.held_bytes = 0
+
+    def begin(self, key: AnswerKey, prompt: TokenBytes, generated: int, now: Nanos) -> KeptTokens | None:
+        """Keep the tokens of an attempt from now on; return None if nothing is kept.
+
+        Args:
+            key: The key of the answer; 0: it has none.
+            prompt: The tokens of the attempt's prompt.
+            generated: Number of its last tokens that are the beginning of the answer.
+            now: The present instant.
+        """
+        if not key or not self._max_bytes:
+            return None
+        self._remove(key)
+        answer = KeptTokens(key, array("I", prompt[len(prompt) - TOKEN_BYTES * generated :]))
+        self._running[key] = answer
+        self.held_bytes += ENTRY_BYTES + TOKEN_BYTES * generated
+        self._forget(now)
+        return answer
+
+    def add(self, answer: KeptTokens, token_ids: Sequence[int], now: Nanos) -> None:
+        """Add the next tokens of an answer; do nothing if the answer was forgotten."""
+        if self._running.get(answer.key) is answer:
+            answer.tokens.extend(token_ids)
+            self.held_bytes += TOKEN_BYTES * len(token_ids)
+            if self.held_bytes > self._max_bytes:
+                self._forget(now)
+
+    def end(self, answer: KeptTokens, now: Nanos) -> None:
+        """Note that no more tokens follow, so that the time for which they are kept begins."""
+        if self._running.get(answer.key) is answer:
+            answer.ended_at = now
+            if answer.tokens:
+                self._ended[answer.key] = self._running.pop(answer.key)
+            else:
+                self._remove(answer.key)
+            self._forget(now)
+
+    def find(self, key: AnswerKey, most: int, now: Nanos) -> TokenBytes:
+        """Return the first tokens of an answer, at most `most`; empty if the answer is unknown."""
+        self._forget(now)
+        answer = self._running.get(key) or self._ended.get(key)
+        return b"" if answer is None else answer.tokens[:most].tobytes()
+
+    def _forget(self, now: Nanos) -> None:
+        while self._ended:
+            key, earliest = next(iter(self._ended.items()))
+            assert earliest.ended_at is not None
+            if self.held_bytes <= self._max_bytes and now - earliest.ended_at <= self._keep:
+                return
+            self._remove(key)
+        while self.held_bytes > self._max_bytes:
+            self._remove(next(iter(self._running)))
+
+    def _remove(self, key: AnswerKey) -> None:
+        if (answer := self._running.pop(key, None) or self._ended.pop(key, None)) is not None:
+            self.held_bytes -= ENTRY_BYTES + TOKEN_BYTES * len(answer.tokens)
+
+    def check(self) -> None:
+        """Assert that the counted memory is that of the kept answers; for tests."""
+        kept = [*self._running.values(), *self._ended.values()]
+        assert self.held_bytes == sum(ENTRY_BYTES + TOKEN_BYTES * len(each.tokens) for each in kept)
+        assert self.held_bytes <= self._max_bytes
+        assert all(each.ended_at is None for each in self._running.values())

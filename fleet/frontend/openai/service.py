@@ -34,7 +34,6 @@ from fleet.frontend.openai.answers import (
     Json,
     count_entries,
     model_object,
-    rate_limit_headers,
 )
 from fleet.frontend.openai.bodies import HINT_HEADER_NAMES
 from fleet.frontend.openai.branches import BranchedAnswers
@@ -55,7 +54,7 @@ from fleet.frontend.openai.vectors import VectorFrontend
 from fleet.frontend.peer_routers import PeerRoutersApi
 from fleet.net.client_tls import ServerCertificates
 from fleet.net.http.errors import send_http_error, send_rejection
-from fleet.net.http.exchange import EVENT_STREAM, Exchange, ExchangeTask, HttpHead
+from fleet.net.http.exchange import EVENT_STREAM, Exchange, ExchangeTask, HttpHead, rate_limit_headers
 from fleet.net.http.server import HttpServer, RouteHandler, run_server
 from fleet.net.settings import KIB, MIB, HttpSettings
 from fleet.net.status_codes import rename_field

@@ -12,6 +12,8 @@ from typing import Protocol
 
 from msgspec import Struct
 
+from fleet.core.requests import RateLimitStatus, RemainingLimit
+
 # Chunks of a body from this size (bytes) on are kept as they are; smaller ones are joined to save memory.
 LARGE_CHUNK_BYTES = 4 << 10
 
@@ -210,6 +212,20 @@ class MalformedRequest(Struct, frozen=True):
         """Return the complete answer with a body that explains the error."""
         headers = [("retry-after", str(self.retry_after_seconds))] if self.retry_after_seconds else []
         return response_head(self.status, "application/json", len(content), close=True, headers=headers) + content
+
+
+def rate_limit_headers(allowance: RateLimitStatus | None) -> tuple[tuple[str, str], ...]:
+    """Return the rate limit headers of an answer; empty for a tenant without limits."""
+    headers: list[tuple[str, str]] = []
+    for name in () if allowance is None else ("requests", "tokens"):
+        bucket: RemainingLimit | None = getattr(allowance, name)
+        if bucket is not None:
+            headers += [
+                (f"x-ratelimit-limit-{name}", str(bucket.limit)),
+                (f"x-ratelimit-remaining-{name}", str(bucket.remaining)),
+                (f"x-ratelimit-reset-{name}", f"{bucket.full_in_seconds:.3f}s"),
+            ]
+    return tuple(headers)
 
 
 class ClientDisconnected(Exception):

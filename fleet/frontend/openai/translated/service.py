@@ -16,7 +16,6 @@ from fleet.core.ids import RequestId
 from fleet.core.requests import Admitted, Delta, Finished, GenerateRequest, ModelCard, TokenPrompt
 from fleet.core.system_clock import unix_seconds
 from fleet.frontend.generation import Generation
-from fleet.frontend.openai.answers import rate_limit_headers
 from fleet.frontend.openai.bodies import HINT_HEADER_NAMES
 from fleet.frontend.openai.relayed_paths import COUNT_TOKENS, MESSAGES, RESPONSES
 from fleet.frontend.openai.requests import authorization_of, new_request_id, unused_id
@@ -26,7 +25,7 @@ from fleet.frontend.openai.translated.messages import COUNT_TOKENS_API, MESSAGES
 from fleet.frontend.openai.translated.responses import RESPONSES_API
 from fleet.frontend.openai.translated.tokens import read_detokenize, read_tokenize, tokens_object
 from fleet.net.http.errors import ErrorForm, send_http_error, send_rejection
-from fleet.net.http.exchange import EVENT_STREAM, Exchange
+from fleet.net.http.exchange import EVENT_STREAM, Exchange, rate_limit_headers
 from fleet.net.http.server import RouteHandler
 from fleet.net.status_codes import rename_field
 

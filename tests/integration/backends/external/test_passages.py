@@ -312,6 +312,7 @@ async def test_keys_and_request_limits_hold_for_passages():
         assert answer.headers["x-ratelimit-remaining-requests"] == "0"
         async with session.get("/v1/files", headers=header) as limited:
             assert (limited.status, (await limited.json())["error"]["code"]) == (429, "rate_limited")
+            assert limited.headers["x-ratelimit-remaining-requests"] == "0"
 
         assert len(server.seen) == 2
         assert not any(seen.headers.keys() & {"authorization", "x-api-key"} for seen in server.seen)

@@ -64,11 +64,11 @@ from fleet.frontend.openai.relayed_paths import (
     PathClass,
     RelayedPaths,
 )
-from fleet.frontend.openai.requests import REQUEST_ID_HEADER, authorization_of, bearer_of_key, new_request_id
+from fleet.frontend.openai.requests import authorization_of, bearer_of_key, new_request_id
 from fleet.frontend.request_tracing import RequestEnd, RequestTrace, RequestTracing, TracedRequest
 from fleet.frontend.text.tokenizer_threads import TokenizerThreads
 from fleet.net.http.errors import ANTHROPIC_ERRORS, OPENAI_ERRORS, RESPONSES_ERRORS, ErrorForm, send_rejection
-from fleet.net.http.exchange import ClientDisconnected, Exchange, ExchangeTask, rate_limit_headers
+from fleet.net.http.exchange import REQUEST_ID_HEADER, ClientDisconnected, Exchange, ExchangeTask, rate_limit_headers
 from fleet.net.status_codes import rename_field
 from fleet.router.api import RouterApi
 from fleet.router.messages import Arrived, Complete, Emit, StartedOver

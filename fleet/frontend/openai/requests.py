@@ -80,13 +80,13 @@ from fleet.frontend.openai.bodies import (
 )
 from fleet.frontend.openai.resumable_stream import NAMES as RESUME_NAMES
 from fleet.frontend.openai.resumable_stream import LastEventId, read_last_event_id
+from fleet.net.http.exchange import REQUEST_ID_HEADER
 
 Headers = Mapping[bytes, bytes]
 TokenId = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 
 BodyType = TypeVar("BodyType", bound=Struct)
 
-REQUEST_ID_HEADER = b"x-request-id"
 _NAMED_FIELD = re.compile(r"^Object (?:missing required|contains unknown) field `(.*)`$")
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for `max_tokens` of a completion

@@ -49,7 +49,7 @@ from fleet.frontend.openai.requests import (
     unused_id,
 )
 from fleet.frontend.openai.resumable_stream import EventIds
-from fleet.frontend.openai.translated.service import TranslatedFrontend, id_headers
+from fleet.frontend.openai.translated.service import TranslatedFrontend
 from fleet.frontend.openai.vectors import VectorFrontend
 from fleet.frontend.peer_routers import PeerRoutersApi
 from fleet.net.client_tls import ServerCertificates
@@ -311,7 +311,7 @@ class HttpFrontend(HttpServer):
                 await anext(events)
         except RequestRejected as refused:
             form = ERROR_FORMS.get(head.path)
-            send_rejection(exchange, refused, *id_headers(exchange, request_id), form=form)
+            send_rejection(exchange, refused, *exchange.id_headers(request_id), form=form)
 
     async def _pass_through(self, exchange: Exchange) -> None:
         assert self._relay is not None

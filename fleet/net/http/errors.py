@@ -7,10 +7,15 @@ import msgspec
 from msgspec import Struct
 
 from fleet.core.errors import CONTEXT_LENGTH_EXCEEDED, Reason, RequestRejected
-from fleet.net.http.exchange import EVENT_STREAM, Exchange, MalformedRequest, rate_limit_headers, sse_event
+from fleet.net.http.exchange import (
+    ANTHROPIC_PATHS,
+    EVENT_STREAM,
+    Exchange,
+    MalformedRequest,
+    rate_limit_headers,
+    sse_event,
+)
 from fleet.net.status_codes import REASON_STATUSES
-
-ANTHROPIC_PATHS = "/v1/messages"  # this path and all paths below it belong to the Messages API
 
 
 class ErrorForm(Struct, frozen=True):

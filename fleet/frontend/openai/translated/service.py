@@ -110,7 +110,7 @@ class TranslatedFrontend:
                 names = {**names, refused.field: names["chat.messages"]}
             renamed = rename_field(rename_field(refused, names), api.names)
             sent = None if events is None else events.sent
-            send_rejection(exchange, renamed, *id_headers(exchange, request_id), form=api.errors, events=sent)
+            send_rejection(exchange, renamed, *exchange.id_headers(request_id), form=api.errors, events=sent)
 
     def _without_needless_budget(self, asked: TranslatedRequest) -> TranslatedRequest:
         """Return a request without its limit of the reasoning unless each worker of its model can obey it.
@@ -137,7 +137,7 @@ class TranslatedFrontend:
                     case Admitted():
                         written.follow(item)
                         writer = asked.writer(_start(item, written))
-                        headers += (*id_headers(exchange, item.request_id), *rate_limit_headers(item.allowance))
+                        headers += (*exchange.id_headers(item.request_id), *rate_limit_headers(item.allowance))
                     case Delta():
                         assert writer is not None
                         written.follow(item)
@@ -150,7 +150,7 @@ class TranslatedFrontend:
 
     async def _collect(self, exchange: Exchange, asked: TranslatedRequest) -> None:
         request = asked.chat.request
-        headers = id_headers(exchange, request.id)
+        headers = exchange.id_headers(request.id)
         async with aclosing(self._generation.generate(request, authorization_of(exchange.request.headers))) as events:
             writer: AnswerWriter | None = None
             async for item in events:
@@ -202,12 +202,6 @@ class TranslatedFrontend:
         """Return the model card and the prompt's token ids of a request."""
         card, tokens = await self._generation.tokens_of(request, authorization_of(exchange.request.headers))
         return card, memoryview(tokens).cast("I").tolist()
-
-
-def id_headers(exchange: Exchange, request_id: RequestId) -> tuple[tuple[str, str], ...]:
-    """Return the headers with the id of a request. Anthropic's clients read `request-id`, all others `x-request-id`."""
-    names = ("x-request-id", "request-id") if exchange.request.path.startswith("/v1/messages") else ("x-request-id",)
-    return tuple((name, request_id) for name in names)
 
 
 FIELD_NAMES = {"text": "prompt", "token_ids": "tokens", "chat.messages": "messages", "chat.tools": "tools"}

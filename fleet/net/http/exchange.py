@@ -21,6 +21,7 @@ LARGE_CHUNK_BYTES = 4 << 10
 
 REQUEST_ID_HEADER = b"x-request-id"
 ANTHROPIC_PATHS = "/v1/messages"  # this path and all paths below it belong to the Messages API
+ANTHROPIC_VERSION = b"anthropic-version"  # Anthropic's clients send this header with each request
 
 MAX_CACHED_HEADS = 1024
 # Maximum size of a head that is cached; heads usually have 300 bytes, so the cache stays below a MiB.
@@ -355,7 +356,9 @@ class Exchange:
     def id_headers(self, request_id: str) -> tuple[tuple[str, str], ...]:
         """Return the headers with the id of a request. Anthropic's clients read `request-id`, all others `x-request-id`."""
         named = (("x-request-id", request_id),)
-        return (*named, ("request-id", request_id)) if self.request.path.startswith(ANTHROPIC_PATHS) else named
+        if ANTHROPIC_VERSION in self.request.headers or self.request.path.startswith(ANTHROPIC_PATHS):
+            return (*named, ("request-id", request_id))
+        return named
 
     def respond(
         self,

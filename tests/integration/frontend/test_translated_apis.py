@@ -48,6 +48,7 @@ TEMPLATE = (
 )
 PARAMETERS = {"type": "object", "properties": {"x": {"type": "integer"}, "y": {"type": "string"}}}
 RESPONSE_TOOLS = [{"type": "function", "name": name, "parameters": PARAMETERS, "strict": False} for name, _ in CALLS]
+ALLOWED = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "stop"}]}
 MESSAGE_TOOLS = [{"name": name, "input_schema": PARAMETERS} for name, _ in CALLS]
 MESSAGE_CALL = {"type": "tool_use", "id": "x", "name": "add", "input": {}}
 CALL_WITHOUT_NAME = {"type": "tool_use", "id": "x", "input": {}}
@@ -239,6 +240,17 @@ async def test_tool_choice_of_a_response_reaches_the_engine(parsing, choice, dem
     assert (task.tool_choice, task.function, task.parallel_calls) == (demanded, function, False)
 
 
+async def test_response_calls_only_allowed_tools(parsing):
+    parsing.will_answer(ANSWER, then=[EOS])
+    async with an_openai_client(parsing) as client:
+        response = await client.responses.create(model="tiny", input="hi", tools=RESPONSE_TOOLS, tool_choice=ALLOWED)
+
+    assert parsing.router.submitted[0].parsing.tool_choice is ToolChoice.REQUIRED
+    assert prompt_of(parsing).startswith("<s>[stop]")
+    assert response.tool_choice.to_dict() == ALLOWED
+    assert [tool.name for tool in response.tools] == ["add", "stop"]
+
+
 async def test_structured_response_and_effort_reach_the_engine(parsing):
     parsing.will_answer("{}", then=[EOS])
     schema = {"type": "object", "properties": {}}
@@ -255,7 +267,7 @@ async def test_structured_response_and_effort_reach_the_engine(parsing):
 
 @pytest.mark.parametrize("choice", ["loud", {"type": "loud"}])
 async def test_unknown_tool_choice_of_a_response_lists_the_known(responses, choice):
-    with pytest.raises(openai.BadRequestError, match=r'"required" or {"type": "function", "name": NAME}'):
+    with pytest.raises(openai.BadRequestError, match=r'"required", {"type": "function", "name": NAME} or'):
         await responses.create(model="tiny", input="hi", tools=RESPONSE_TOOLS, tool_choice=choice)
 
 
@@ -273,6 +285,9 @@ async def test_unknown_tool_choice_of_a_response_lists_the_known(responses, choi
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
         ({"tool_choice": {"type": "web_search_preview"}}, "tool_choice"),
         ({"tools": RESPONSE_TOOLS, "tool_choice": {"type": "function", "name": "x"}}, "tool_choice.name"),
+        ({"tools": RESPONSE_TOOLS, "tool_choice": {**ALLOWED, "mode": "x"}}, "tool_choice.mode"),
+        ({"tools": RESPONSE_TOOLS[:1], "tool_choice": ALLOWED}, "tool_choice.tools[0]"),
+        ({"tools": RESPONSE_TOOLS, "tool_choice": {**ALLOWED, "tools": [{"type": "mcp"}]}}, "tool_choice.tools[0]"),
         ({"input": [{"type": "function_call", "call_id": "x", "arguments": "{}"}]}, "input[0].name"),
         ({"instructions": "x", "input": [RESPONSE_CALL]}, "input"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format"),

@@ -11,6 +11,8 @@ from fleet.router.settings.router import RouterSettings
 from kvstore.service.settings import StoreSettings
 from workers.settings import WorkerSettings
 
+HUGE = 10**400  # TOML's parser of Python reads such integers, too
+
 
 def a_file(folder, text, name="topology.toml"):
     path = folder / name
@@ -62,6 +64,26 @@ def test_a_topology_says_what_differs_from_the_default(tmp_path):
         ("[[pools]]\nreplicas = 1", "pools[0]: Object missing required field `role`"),
         ("[store]\ncapacity_mib = 0", "store.capacity_mib: Expected `int` >= 1"),
         ("[router]\nmax_queued = 'many'", "router.max_queued: Expected `int`, got `str`"),
+        (f"[router]\nmax_queued = {HUGE}", "router.max_queued: Expected `int` <= 4294967295"),
+        (
+            f"[router]\nremote_prefill_min_tokens = {HUGE}",
+            "router.remote_prefill_min_tokens: Expected `int` <= 4294967295",
+        ),
+        (f"[router]\nmax_sessions = {HUGE}", "router.max_sessions: must be an integer of at most 64 bits"),
+        (f"[router]\nmax_queue_seconds = {HUGE}", "router.max_queue_seconds: Number out of range"),
+        (f"[[router.nope]]\na = {HUGE}", "router.nope: is not a known key"),
+        (
+            "[router]\ntenants_redis = 'http://:secret@host:6379'",
+            "router: tenants_redis: must be redis://host[:port][/db], rediss://… or unix:///path",
+        ),
+        (
+            "[router]\ntenants_redis = 'host:6379'",
+            "router: tenants_redis: must be redis://host[:port][/db], rediss://… or unix:///path",
+        ),
+        (
+            "[router]\ntenants_redis = 'redis://:secret@host:port'",
+            "router: tenants_redis: its port is not a number, or its brackets do not match",
+        ),
         ("[router.http]\nidle_timeout_seconds = 0", "router.http.idle_timeout_seconds: Expected `float` > 0.0"),
         (
             "[router.http]\nmax_conections = 9",

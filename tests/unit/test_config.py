@@ -99,6 +99,14 @@ def test_a_topology_says_what_differs_from_the_default(tmp_path):
         ("[[pools]]\nrole = 'prefill'", "pools: prefill workers need workers of role decode or both to hand over to"),
         ("pools = []", "pools: no worker is left to start"),
         (
+            "[cluster]\nengine = 'simulated'\ntool_call_parser = 'hermess'",
+            "cluster.tool_call_parser: 'hermess' is none of the parsers that the router has: hermes, qwen3_coder, qwen3_json, qwen3_xml; did you mean 'hermes'?",
+        ),
+        (
+            "[cluster]\nengine = 'simulated'\nreasoning_parser = 'llama'",
+            "cluster.reasoning_parser: 'llama' is none of the parsers that the router has: deepseek_r1, deepseek_v3, qwen3",
+        ),
+        (
             "[cluster]\nkv_paths = []",
             "cluster.kv_paths: prefill workers need a way to hand over blocks: store or direct",
         ),
@@ -120,6 +128,13 @@ def test_error_names_file_path_and_cause_in_one_line(tmp_path, text, cause):
         load(path, Topology)
 
     assert str(refused.value) == f"{path}: {cause}"
+
+
+@pytest.mark.parametrize(("engine", "name"), [("vllm", "mistral"), *(("simulated", n) for n in ("", "auto", "hermes"))])
+def test_known_parsers_are_accepted(tmp_path, engine, name):
+    text = f"[cluster]\nengine = '{engine}'\ntool_call_parser = '{name}'"
+
+    assert load(a_file(tmp_path, text), Topology).cluster.tool_call_parser == name
 
 
 def test_unknown_key_is_refused_with_the_path_of_its_table(tmp_path):

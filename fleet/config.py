@@ -49,11 +49,14 @@ def load(path: Path, kind: type[Settings], changes: Mapping[str, Any] | None = N
     try:
         for where, value in (changes or {}).items():
             _change(raw, where, value)
-        return msgspec.convert(raw, kind)
+        settings = msgspec.convert(raw, kind)
     except msgspec.ValidationError as error:
         raise ConfigurationRefused(f"{path}: {_with_path(error, kind)}") from error
     except ValueError as error:
         raise ConfigurationRefused(f"{path}: {_one_line(str(error))}") from error
+    if (huge := _path_of(raw, _is_too_long)) is not None:
+        raise ConfigurationRefused(f"{path}: {huge}: must be an integer of at most 64 bits")
+    return settings
 
 
 def read_file(path: Path) -> dict[str, Any]:
@@ -184,7 +187,7 @@ def save(settings: Struct, path: Path) -> None:
         ConfigurationRefused: A number is not finite, which JSON cannot express.
         OSError: The file cannot be written; `filename` is the path.
     """
-    if (where := _not_finite(msgspec.to_builtins(settings))) is not None:
+    if (where := _path_of(msgspec.to_builtins(settings), _is_not_finite)) is not None:
         raise ConfigurationRefused(f"{where}: must be finite")
     try:
         path.touch(mode=0o600)
@@ -210,19 +213,26 @@ def child_environment() -> dict[str, str]:
     return {**os.environ, "PYTHONUNBUFFERED": "1"}  # noqa: TID251 - this is the loader
 
 
-def _not_finite(value: Any) -> str | None:
-    """Return the path of a number that is not finite; None if all are finite."""
+def _is_not_finite(value: Any) -> bool:
+    return isinstance(value, float) and not isfinite(value)
+
+
+def _is_too_long(value: Any) -> bool:
+    """Return whether a value is an integer that the processes cannot be given, because their JSON has no longer ones."""
+    return isinstance(value, int) and not -(2**63) <= value < 2**64
+
+
+def _path_of(value: Any, is_wrong: Callable[[Any], bool]) -> str | None:
+    """Return the path of a wrong value; None if there is none."""
     match value:
-        case float():
-            return None if isfinite(value) else ""
         case dict():
             inner = list(value.items())
         case list() | tuple():
             inner = list(enumerate(value))
         case _:
-            return None
+            return "" if is_wrong(value) else None
     for name, each in inner:
-        if (where := _not_finite(each)) is not None:
+        if (where := _path_of(each, is_wrong)) is not None:
             return f"{name}.{where}".rstrip(".")
     return None
 

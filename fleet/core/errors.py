@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from msgspec.inspect import Type
 
+    from fleet.core.requests import RateLimitStatus
+
 CHECKOUT = Path(__file__).resolve().parents[2]
 """The folder that contains the package `fleet`. It has a Makefile only if Fleet runs from a checkout of the
 repository."""
@@ -62,15 +64,37 @@ class RequestRejected(Exception):
         retry_after_ms: Milliseconds after which a retry may succeed, or 0 if this is unknown or a retry cannot succeed.
         cause: Detailed code: of a failed placement (`RejectionCause` of the router), or `CONTEXT_LENGTH_EXCEEDED`; empty for other
             rejections.
+        allowance: What is left of the tenant's rate limits, if they were checked; None for a tenant without limits.
     """
 
-    def __init__(self, reason: Reason, message: str, *, field: str = "", retry_after_ms: int = 0, cause: str = ""):
+    def __init__(
+        self,
+        reason: Reason,
+        message: str,
+        *,
+        field: str = "",
+        retry_after_ms: int = 0,
+        cause: str = "",
+        allowance: "RateLimitStatus | None" = None,
+    ):
         super().__init__(message)
         self.reason = reason
         self.message = message
         self.field = field
         self.retry_after_ms = retry_after_ms
         self.cause = cause
+        self.allowance = allowance
+
+    def with_allowance(self, allowance: "RateLimitStatus | None") -> "RequestRejected":
+        """Return the same rejection with what is left of the tenant's rate limits; an allowance that it has already counts before."""
+        return RequestRejected(
+            self.reason,
+            self.message,
+            field=self.field,
+            retry_after_ms=self.retry_after_ms,
+            cause=self.cause,
+            allowance=self.allowance or allowance,
+        )
 
 
 def invalid(field: str, message: str, *, cause: str = "") -> RequestRejected:

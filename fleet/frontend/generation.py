@@ -346,7 +346,9 @@ class Generation:
                 self._running.discard(request.id)
         except RequestRejected as refused:
             measured.ended(refused.reason)
-            raise
+            if measured.allowance is None:
+                raise
+            raise refused.with_allowance(measured.allowance) from refused
         except (asyncio.CancelledError, GeneratorExit):
             measured.ended(Reason.CANCELLED)
             raise
@@ -611,8 +613,10 @@ class Generation:
         # Ask again, because another request with this token may have been admitted while this one was prepared.
         if resumed is None or not self._is_free(resumed.claims):
             counted_tokens = 0 if request.sibling else prompt_tokens
+            if ended is None:
+                counted_tokens += replayed  # computed like a prompt, and possibly invented by the client
             allowance = await admit_with_peers(self._tenants, request.tenant, counted_tokens, self._clock)
-        measured.admitted(counted_tokens)
+        measured.admitted(counted_tokens, allowance)
         if request.images and not digests:
             digests = await image_digests(request.images)
         complete: Complete | None = None
@@ -1030,6 +1034,7 @@ class _RequestTimes:
         self._over = False
         self.served_model = ModelName("")  # the model that serves the request, even if the request names none
         self.usage: Usage | None = None  # None: the tenant is not charged yet
+        self.allowance: RateLimitStatus | None = None  # what admission left of the tenant's limits
         self._kv: tuple[KvPhase, ...] = ()
 
     def begin_trace(self, tracing: RequestTracing, request: GenerateRequest) -> None:
@@ -1037,7 +1042,8 @@ class _RequestTimes:
         if self._entry is not None:
             self._entry.trace_id = self.trace.trace_id
 
-    def admitted(self, prompt_tokens: int) -> None:
+    def admitted(self, prompt_tokens: int, allowance: RateLimitStatus | None) -> None:
+        self.allowance = allowance
         self.usage = Usage(prompt_tokens=prompt_tokens, completion_tokens=0, cached_tokens=0)
 
     def used(self, completion_tokens: int, cached_tokens: int, kv: tuple[KvPhase, ...], image_tokens: int = 0) -> None:

@@ -9,8 +9,9 @@ Rules:
    tokens of the answer. The client sends them, which is safe, because the client could also write them into a prompt.
 3. A resumption is free, because the first router has charged the tenant for the request and its prompt. But only
    `MAX_FREE_RESUMES` resumptions of one request are free. And only the first resumption with a token of the same stream
-   is free at each router; the rest of an answer after a failed attempt counts as another stream. All others are charged like new requests, because otherwise clients could have prompts
-   computed for free.
+   is free at each router; the rest of an answer after a failed attempt counts as another stream. All others are charged
+   like new requests whose prompts end with the known tokens of the answer, because otherwise clients could have prompts
+   computed for free. The known tokens of a free resumption are not charged, although a client may have invented them.
 4. Without a common secret, tokens are signed with a key that is no secret. Tokens are then issued only if clients need
    no API keys, because such routers run only in closed networks.
 """

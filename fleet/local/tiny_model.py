@@ -70,7 +70,12 @@ CHAT_TEMPLATE = (
     "{{ raise_exception('role must be system, user, assistant or tool') }}"
     "{% endif %}"
     "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    "{% if add_generation_prompt %}"
+    "{{ '<|assistant|>' }}"
+    # A request that turns thinking off ends it in the prompt, as with Qwen3. The tags are not written out, because a
+    # template that shows them is taken for that of a reasoning model.
+    r"{% if enable_thinking is defined and not enable_thinking %}{{ '\x3cthink>\n\n\x3c/think>\n\n' }}{% endif %}"
+    "{% endif %}"
 )
 
 CONFIG = {

@@ -52,5 +52,10 @@ def rename_field(refused: RequestRejected, names: Mapping[str, str]) -> RequestR
     if message.startswith(f"{path}: "):
         message = field + message[len(path) :]
     return RequestRejected(
-        refused.reason, message, field=field, retry_after_ms=refused.retry_after_ms, cause=refused.cause
+        refused.reason,
+        message,
+        field=field,
+        retry_after_ms=refused.retry_after_ms,
+        cause=refused.cause,
+        allowance=refused.allowance,
     )

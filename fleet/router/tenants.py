@@ -203,19 +203,18 @@ class Tenants:
         """Admit a request and take its prompt from the tenant's buckets. Return what is left; None for a tenant without limits.
 
         Raises:
-            RequestRejected: RATE_LIMITED, with the time after which a request can be admitted.
+            RequestRejected: RATE_LIMITED, with what is left and the time after which a request can be admitted.
         """
         limited = self._limited.get(tenant)
         if limited is not None:
-            _check(limited.requests, "requests", now)
-            _check(limited.tokens, "tokens", now)
+            _check(limited, now)
         if (usage := self._usage.get(tenant)) is not None:
             usage.requests += 1
             usage.prompt_tokens += prompt_tokens
         if limited is None:
             return None
         self._take(limited, 1, prompt_tokens, now)
-        return RateLimitStatus(requests=_remaining(limited.requests, now), tokens=_remaining(limited.tokens, now))
+        return _status(limited, now)
 
     @contextmanager
     def expected(self, tenant: str, now: Nanos) -> Iterator[None]:
@@ -231,10 +230,9 @@ class Tenants:
         if limited is None:
             yield
             return
-        _check(limited.requests, "requests", now)
-        _check(limited.tokens, "tokens", now)
+        _check(limited, now)
         if limited.requests is not None:
-            _check_expected(limited.requests, limited.expected, now)
+            _check_expected(limited, limited.requests, now)
         limited.expected += 1
         try:
             yield
@@ -389,28 +387,38 @@ def _is_used(bucket: TokenBucket | None, now: Nanos) -> bool:
     return bucket is not None and bucket.level(now) < bucket.per_minute
 
 
-def _check(bucket: TokenBucket | None, what: str, now: Nanos) -> None:
-    if bucket is None or (seconds := bucket.seconds_until(1, now)) == 0:
-        return
-    message = f"this tenant has used up its {bucket.per_minute:g} {what} a minute; retry in {seconds:.1f} s"
-    raise RequestRejected(Reason.RATE_LIMITED, message, retry_after_ms=_milliseconds(seconds))
+def _check(limited: _TenantLimits, now: Nanos) -> None:
+    """Refuse a request unless each bucket holds at least one (rule 2)."""
+    for bucket, what in ((limited.requests, "requests"), (limited.tokens, "tokens")):
+        if bucket is not None and (seconds := bucket.seconds_until(1, now)):
+            raise RequestRejected(
+                Reason.RATE_LIMITED,
+                f"this tenant has used up its {bucket.per_minute:g} {what} a minute; retry in {seconds:.1f} s",
+                retry_after_ms=_milliseconds(seconds),
+                allowance=_status(limited, now),
+            )
 
 
-def _check_expected(requests: TokenBucket, expected: int, now: Nanos) -> None:
+def _check_expected(limited: _TenantLimits, requests: TokenBucket, now: Nanos) -> None:
     """Refuse a request unless the bucket holds enough for all expected requests and for this one (rule 5)."""
-    seconds = min(RETRY_EXPECTED_SECONDS, requests.seconds_until(1 + expected, now))
+    seconds = min(RETRY_EXPECTED_SECONDS, requests.seconds_until(1 + limited.expected, now))
     if seconds == 0:
         return
     raise RequestRejected(
         Reason.RATE_LIMITED,
-        f"images of {expected} of this tenant's requests are being fetched, and its limit of {requests.per_minute:g} requests a minute"
-        f" leaves no room for more; retry in {seconds:.1f} s",
+        f"images of {limited.expected} of this tenant's requests are being fetched, and its limit of {requests.per_minute:g} requests a"
+        f" minute leaves no room for more; retry in {seconds:.1f} s",
         retry_after_ms=_milliseconds(seconds),
+        allowance=_status(limited, now),
     )
 
 
 def _milliseconds(seconds: float) -> int:
     return max(1, ceil(seconds * SECOND / MILLISECOND))
+
+
+def _status(limited: _TenantLimits, now: Nanos) -> RateLimitStatus:
+    return RateLimitStatus(requests=_remaining(limited.requests, now), tokens=_remaining(limited.tokens, now))
 
 
 def _remaining(bucket: TokenBucket | None, now: Nanos) -> RemainingLimit | None:

@@ -11,6 +11,8 @@ from fleet.router.settings.router import RouterSettings
 from kvstore.service.settings import StoreSettings
 from workers.settings import WorkerSettings
 
+HUGE = 10**400  # TOML's parser of Python reads such integers, too
+
 
 def a_file(folder, text, name="topology.toml"):
     path = folder / name
@@ -62,6 +64,26 @@ def test_a_topology_says_what_differs_from_the_default(tmp_path):
         ("[[pools]]\nreplicas = 1", "pools[0]: Object missing required field `role`"),
         ("[store]\ncapacity_mib = 0", "store.capacity_mib: Expected `int` >= 1"),
         ("[router]\nmax_queued = 'many'", "router.max_queued: Expected `int`, got `str`"),
+        (f"[router]\nmax_queued = {HUGE}", "router.max_queued: Expected `int` <= 4294967295"),
+        (
+            f"[router]\nremote_prefill_min_tokens = {HUGE}",
+            "router.remote_prefill_min_tokens: Expected `int` <= 4294967295",
+        ),
+        (f"[router]\nmax_sessions = {HUGE}", "router.max_sessions: must be an integer of at most 64 bits"),
+        (f"[router]\nmax_queue_seconds = {HUGE}", "router.max_queue_seconds: Number out of range"),
+        (f"[[router.nope]]\na = {HUGE}", "router.nope: is not a known key"),
+        (
+            "[router]\ntenants_redis = 'http://:secret@host:6379'",
+            "router: tenants_redis: must be redis://host[:port][/db], rediss://… or unix:///path",
+        ),
+        (
+            "[router]\ntenants_redis = 'host:6379'",
+            "router: tenants_redis: must be redis://host[:port][/db], rediss://… or unix:///path",
+        ),
+        (
+            "[router]\ntenants_redis = 'redis://:secret@host:port'",
+            "router: tenants_redis: its port is not a number, or its brackets do not match",
+        ),
         ("[router.http]\nidle_timeout_seconds = 0", "router.http.idle_timeout_seconds: Expected `float` > 0.0"),
         (
             "[router.http]\nmax_conections = 9",
@@ -76,6 +98,14 @@ def test_a_topology_says_what_differs_from_the_default(tmp_path):
         ("[cluster\nmodel = 1", "Expected ']' at the end of a table declaration (at line 1, column 9)"),
         ("[[pools]]\nrole = 'prefill'", "pools: prefill workers need workers of role decode or both to hand over to"),
         ("pools = []", "pools: no worker is left to start"),
+        (
+            "[cluster]\nengine = 'simulated'\ntool_call_parser = 'hermess'",
+            "cluster.tool_call_parser: 'hermess' is none of the parsers that the router has: hermes, qwen3_coder, qwen3_json, qwen3_xml; did you mean 'hermes'?",
+        ),
+        (
+            "[cluster]\nengine = 'simulated'\nreasoning_parser = 'llama'",
+            "cluster.reasoning_parser: 'llama' is none of the parsers that the router has: deepseek_r1, deepseek_v3, qwen3",
+        ),
         (
             "[cluster]\nkv_paths = []",
             "cluster.kv_paths: prefill workers need a way to hand over blocks: store or direct",
@@ -98,6 +128,13 @@ def test_error_names_file_path_and_cause_in_one_line(tmp_path, text, cause):
         load(path, Topology)
 
     assert str(refused.value) == f"{path}: {cause}"
+
+
+@pytest.mark.parametrize(("engine", "name"), [("vllm", "mistral"), *(("simulated", n) for n in ("", "auto", "hermes"))])
+def test_known_parsers_are_accepted(tmp_path, engine, name):
+    text = f"[cluster]\nengine = '{engine}'\ntool_call_parser = '{name}'"
+
+    assert load(a_file(tmp_path, text), Topology).cluster.tool_call_parser == name
 
 
 def test_unknown_key_is_refused_with_the_path_of_its_table(tmp_path):

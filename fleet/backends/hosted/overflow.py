@@ -38,10 +38,9 @@ from fleet.core.requests import (
     TextPrompt,
     TokenPrompt,
 )
-from fleet.frontend.openai.answers import rate_limit_headers
 from fleet.frontend.openai.requests import OpenAiRequest
 from fleet.frontend.overflow import OverflowOutcome, OverflowRecord, OverflowState
-from fleet.net.http.exchange import Exchange
+from fleet.net.http.exchange import Exchange, rate_limit_headers
 from fleet.router.settings.overflow import OverflowSettings
 from fleet.router.tenants import Tenants, admit_with_peers
 

@@ -12,7 +12,7 @@ from fleet.core.ids import RequestId
 from fleet.core.requests import Admitted
 from fleet.core.validation import check_message_count
 from fleet.frontend.grpc.client_port import ClientPort
-from fleet.frontend.openai.requests import REQUEST_ID_HEADER, new_request_id, unused_id
+from fleet.frontend.openai.requests import new_request_id, unused_id
 from fleet.net.grpc.calls import (
     Context,
     answer_call,
@@ -23,6 +23,7 @@ from fleet.net.grpc.calls import (
     serialize,
     unary_context_handler,
 )
+from fleet.net.http.exchange import REQUEST_ID_HEADER
 from fleet.v1 import inference_pb2
 from fleet.wire.inference import decode_request, encode_event, encode_model
 

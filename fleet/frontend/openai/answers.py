@@ -17,8 +17,6 @@ from fleet.core.requests import (
     KvPhase,
     Logprobs,
     ModelCard,
-    RateLimitStatus,
-    RemainingLimit,
     ToolCall,
     Usage,
     join_calls,
@@ -57,20 +55,6 @@ def model_object(card: ModelCard, created: int) -> Json:
     length: Json = {} if card.max_model_len == UNKNOWN_MODEL_LENGTH else {"max_model_len": card.max_model_len}
     parent: Json = {"parent": card.parent} if card.parent else {}  # vLLM's field for the base model of a LoRA adapter
     return {"id": card.name, "object": "model", "created": created, "owned_by": "fleet", **length, **parent}
-
-
-def rate_limit_headers(allowance: RateLimitStatus | None) -> tuple[tuple[str, str], ...]:
-    """Return the rate limit headers of an answer; empty for a tenant without limits."""
-    headers: list[tuple[str, str]] = []
-    for name in () if allowance is None else ("requests", "tokens"):
-        bucket: RemainingLimit | None = getattr(allowance, name)
-        if bucket is not None:
-            headers += [
-                (f"x-ratelimit-limit-{name}", str(bucket.limit)),
-                (f"x-ratelimit-remaining-{name}", str(bucket.remaining)),
-                (f"x-ratelimit-reset-{name}", f"{bucket.full_in_seconds:.3f}s"),
-            ]
-    return tuple(headers)
 
 
 class ChoicePlace(Struct, frozen=True):

@@ -221,11 +221,22 @@ class NamedFunction(Struct, frozen=True, kw_only=True):
     name: str
 
 
-class NamedToolChoice(Struct, frozen=True, kw_only=True):
-    """Names the tool that the model must call."""
-
+class NamedTool(Struct, frozen=True, kw_only=True):
     type: str
     function: NamedFunction | None = None
+
+
+class AllowedTools(Struct, frozen=True, kw_only=True):
+    """Names the tools that the model may call (`mode` ``auto``), or of which it must call one (``required``)."""
+
+    mode: str
+    tools: list[NamedTool]
+
+
+class NamedToolChoice(NamedTool, frozen=True, kw_only=True):
+    """Names the tool that the model must call, or the tools among which it may choose."""
+
+    allowed_tools: AllowedTools | None = None
 
 
 class ChatBody(OpenAiBody, frozen=True, kw_only=True):

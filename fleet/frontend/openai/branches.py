@@ -53,12 +53,11 @@ from fleet.frontend.openai.answers import (
     count_entries,
     encode,
     fleet_object,
-    rate_limit_headers,
     usage_chunk,
     usage_object,
 )
 from fleet.frontend.openai.requests import Details, OpenAiRequest, most_image_bytes, numbered_request_id
-from fleet.net.http.exchange import EVENT_STREAM, Exchange
+from fleet.net.http.exchange import EVENT_STREAM, Exchange, rate_limit_headers
 from fleet.net.status_codes import rename_field
 
 NO_TOKEN = None

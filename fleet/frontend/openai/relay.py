@@ -27,13 +27,12 @@ from msgspec import Raw, structs
 from fleet.core.clock import SECOND, Clock, Nanos
 from fleet.core.errors import Reason, RequestRejected, internal_error
 from fleet.core.ids import ModelName, RequestId
-from fleet.core.requests import TOKEN_BYTES
+from fleet.core.requests import TOKEN_BYTES, RateLimitStatus
 from fleet.core.telemetry import CHAT as OPERATION_CHAT
 from fleet.core.telemetry import COMPLETION, SCORE
 from fleet.core.telemetry import EMBEDDINGS as OPERATION_EMBEDDINGS
 from fleet.frontend.access_log import AccessLog
 from fleet.frontend.metrics.relay import RelayedRequests, RelayMetrics
-from fleet.frontend.openai.answers import rate_limit_headers
 from fleet.frontend.openai.bodies import HINT_HEADER_NAMES, OPENAI_FIELD_NAMES, header_hints
 from fleet.frontend.openai.passage import Passage
 from fleet.frontend.openai.prompt_keys import KeyedPrompt, PromptReader
@@ -65,11 +64,11 @@ from fleet.frontend.openai.relayed_paths import (
     PathClass,
     RelayedPaths,
 )
-from fleet.frontend.openai.requests import REQUEST_ID_HEADER, authorization_of, bearer_of_key, new_request_id
+from fleet.frontend.openai.requests import authorization_of, bearer_of_key, new_request_id
 from fleet.frontend.request_tracing import RequestEnd, RequestTrace, RequestTracing, TracedRequest
 from fleet.frontend.text.tokenizer_threads import TokenizerThreads
 from fleet.net.http.errors import ANTHROPIC_ERRORS, OPENAI_ERRORS, RESPONSES_ERRORS, ErrorForm, send_rejection
-from fleet.net.http.exchange import ClientDisconnected, Exchange, ExchangeTask
+from fleet.net.http.exchange import REQUEST_ID_HEADER, ClientDisconnected, Exchange, ExchangeTask, rate_limit_headers
 from fleet.net.status_codes import rename_field
 from fleet.router.api import RouterApi
 from fleet.router.messages import Arrived, Complete, Emit, StartedOver
@@ -185,7 +184,7 @@ class RelayedRequest:
         self.answer_tokens = 0  # approximate number of tokens relayed so far
         self.keeps_alive = exchange.keeps_alive  # whether the client may send another request on its connection
         self.chunks = head.chunked_answer  # whether the client understands chunks
-        self.limits = b""  # rate limit headers of the tenant
+        self.allowance: RateLimitStatus | None = None  # what admission left of the tenant's limits
         self.trace: RequestTrace | None = None  # None: the request is not traced
 
     def send_trace(self, context: TraceContext) -> None:
@@ -193,6 +192,11 @@ class RelayedRequest:
         state = b"" if not context.state else b"tracestate: " + context.state.encode() + b"\r\n"
         own = b"traceparent: " + traceparent_of(context).encode() + b"\r\n"
         self.head = _TRACE_LINES.sub(b"", self.head) + own + state
+
+    @property
+    def limits(self) -> bytes:
+        """The rate limit headers of the tenant, each after a line break."""
+        return b"".join(f"\r\n{name}: {value}".encode() for name, value in rate_limit_headers(self.allowance))
 
     @property
     def began(self) -> bool:
@@ -253,7 +257,7 @@ class RelayedRequest:
         with suppress(ClientDisconnected):
             name = self.request_id
             named = (("x-fleet-request-id", name), ("x-request-id", name))
-            send_rejection(self._exchange, refused, *named, form=self._errors)
+            send_rejection(self._exchange, refused.with_allowance(self.allowance), *named, form=self._errors)
         if self._began:
             self._exchange.relayed(keep_alive=False)
         else:
@@ -591,9 +595,7 @@ class Relay:
         relayed.keys = read.keys
         stream = body.stream
         relayed.streams = stream is True or (isinstance(stream, Raw) and bytes(stream) == b"true")
-        allowance = self._tenants.admit(relayed.tenant, len(read.tokens) // TOKEN_BYTES, relayed.began_at)
-        if allowance is not None:
-            relayed.limits = b"".join(f"\r\n{name}: {value}".encode() for name, value in rate_limit_headers(allowance))
+        relayed.allowance = self._tenants.admit(relayed.tenant, len(read.tokens) // TOKEN_BYTES, relayed.began_at)
         arrived = self._arrived(relayed.request_id, relayed.tenant, relayed.began_at, body, read)
         self._workers.expect(relayed)
         relayed.submitted()

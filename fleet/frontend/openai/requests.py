@@ -59,6 +59,7 @@ from fleet.frontend.openai.bodies import (
     ACCEPTED_VALUES,
     COMPLETION_FIELDS,
     OPENAI_FIELD_NAMES,
+    AllowedTools,
     ChatBody,
     CompletionBody,
     ContentPart,
@@ -80,13 +81,13 @@ from fleet.frontend.openai.bodies import (
 )
 from fleet.frontend.openai.resumable_stream import NAMES as RESUME_NAMES
 from fleet.frontend.openai.resumable_stream import LastEventId, read_last_event_id
+from fleet.net.http.exchange import REQUEST_ID_HEADER
 
 Headers = Mapping[bytes, bytes]
 TokenId = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 
 BodyType = TypeVar("BodyType", bound=Struct)
 
-REQUEST_ID_HEADER = b"x-request-id"
 _NAMED_FIELD = re.compile(r"^Object (?:missing required|contains unknown) field `(.*)`$")
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for `max_tokens` of a completion
@@ -109,6 +110,7 @@ class Details(Struct, frozen=True, kw_only=True):
     continuous_usage: bool = False  # each event has the usage so far
 
 
+ALLOWED_TOOLS = "tool_choice.allowed_tools"  # path of a field, for errors
 REASONING_ALONE = AnswerParsing(tool_choice=ToolChoice.NONE)
 MAX_PARTS = 4096  # limit of the parts of one message
 REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
@@ -182,7 +184,7 @@ def read_chat(
         raise invalid("top_logprobs", "needs logprobs to be true")
     is_newer_name = chat.max_completion_tokens is not None
     parsing = REASONING_ALONE if not chat.tools and chat.tool_choice is None else _parsing(chat)
-    tools = chat.tools if parsing.tool_choice is not ToolChoice.NONE else None
+    tools = _allowed_tools(chat) if parsing.tool_choice is not ToolChoice.NONE else None
     by_effort = chat.reasoning_effort is not None
     check_message_count(len(chat.messages), "messages")
     images: list[ImageFile] = []
@@ -224,10 +226,47 @@ def _parsing(chat: ChatBody) -> AnswerParsing:
             return AnswerParsing(tool_choice=ToolChoice(choice), parallel_calls=parallel_calls)
         case NamedToolChoice(type="function", function=NamedFunction(name=name)):
             return AnswerParsing(tool_choice=ToolChoice.NAMED, function=name, parallel_calls=parallel_calls)
+        case NamedToolChoice(type="allowed_tools", allowed_tools=AllowedTools(mode=mode)):
+            if mode not in ("auto", "required"):
+                raise invalid(f"{ALLOWED_TOOLS}.mode", 'must be "auto" or "required"')
+            return AnswerParsing(tool_choice=ToolChoice(mode), parallel_calls=parallel_calls)
         case _:
             raise invalid(
-                "tool_choice", 'must be "none", "auto", "required" or {"type": "function", "function": {"name": NAME}}'
+                "tool_choice",
+                'must be "none", "auto", "required", {"type": "function", "function": {"name": NAME}} or'
+                ' {"type": "allowed_tools", "allowed_tools": {"mode": MODE, "tools": LIST}}',
             )
+
+
+def _allowed_tools(chat: ChatBody) -> list[dict[str, Any]] | None:
+    """Return the tools that the model may call. The prompt has only these, so the model knows no other.
+
+    Raises:
+        RequestRejected: INVALID_ARGUMENT; `tool_choice` allows a tool that there is not.
+    """
+    choice = chat.tool_choice
+    if not isinstance(choice, NamedToolChoice) or choice.type != "allowed_tools" or choice.allowed_tools is None:
+        return chat.tools
+    named = list(map(_function_name, chat.tools or ()))
+    allowed = set()
+    for index, tool in enumerate(choice.allowed_tools.tools):
+        field = f"{ALLOWED_TOOLS}.tools[{index}]"
+        if tool.type != "function" or tool.function is None:
+            raise invalid(field, "must name a tool of type 'function'")
+        if tool.function.name not in named:
+            known = ", ".join([name for name in named if name][:10]) or "there are none"
+            raise invalid(field, f"{tool.function.name[:100]!r} is none of the tools: {known}")
+        allowed.add(tool.function.name)
+    if not allowed:
+        raise invalid(f"{ALLOWED_TOOLS}.tools", 'must not be empty; "none" is the choice without calls')
+    return [tool for tool in chat.tools or () if _function_name(tool) in allowed]
+
+
+def _function_name(tool: dict[str, Any]) -> str:
+    """Return the name of a tool; empty for a malformed one, which is refused later."""
+    function = tool.get("function")
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else ""
 
 
 def _template_args(chat: ChatBody) -> str:

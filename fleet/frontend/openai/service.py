@@ -34,7 +34,6 @@ from fleet.frontend.openai.answers import (
     Json,
     count_entries,
     model_object,
-    rate_limit_headers,
 )
 from fleet.frontend.openai.bodies import HINT_HEADER_NAMES
 from fleet.frontend.openai.branches import BranchedAnswers
@@ -50,12 +49,20 @@ from fleet.frontend.openai.requests import (
     unused_id,
 )
 from fleet.frontend.openai.resumable_stream import EventIds
-from fleet.frontend.openai.translated.service import TranslatedFrontend, id_headers
+from fleet.frontend.openai.translated.models import model_info, models_page
+from fleet.frontend.openai.translated.service import TranslatedFrontend
 from fleet.frontend.openai.vectors import VectorFrontend
 from fleet.frontend.peer_routers import PeerRoutersApi
 from fleet.net.client_tls import ServerCertificates
-from fleet.net.http.errors import send_http_error, send_rejection
-from fleet.net.http.exchange import EVENT_STREAM, Exchange, ExchangeTask, HttpHead
+from fleet.net.http.errors import ANTHROPIC_ERRORS, send_http_error, send_rejection
+from fleet.net.http.exchange import (
+    ANTHROPIC_VERSION,
+    EVENT_STREAM,
+    Exchange,
+    ExchangeTask,
+    HttpHead,
+    rate_limit_headers,
+)
 from fleet.net.http.server import HttpServer, RouteHandler, run_server
 from fleet.net.settings import KIB, MIB, HttpSettings
 from fleet.net.status_codes import rename_field
@@ -112,6 +119,12 @@ STREAM_HEADERS: tuple[tuple[str, str], ...] = (
     ("cache-control", "no-cache"),
     ("x-accel-buffering", "no"),  # without this header, nginx would buffer the events
 )
+
+
+class AnswerOfModels(Protocol):
+    """Function that makes an answer of the models that are served."""
+
+    def __call__(self, listed: list[Json], *, of_anthropic: bool) -> Json: ...
 
 
 class ReadBody(Protocol):
@@ -312,7 +325,7 @@ class HttpFrontend(HttpServer):
                 await anext(events)
         except RequestRejected as refused:
             form = ERROR_FORMS.get(head.path)
-            send_rejection(exchange, refused, *id_headers(exchange, request_id), form=form)
+            send_rejection(exchange, refused, *exchange.id_headers(request_id), form=form)
 
     async def _pass_through(self, exchange: Exchange) -> None:
         assert self._relay is not None
@@ -503,17 +516,33 @@ class HttpFrontend(HttpServer):
                         exchange.respond(HTTPStatus.OK, content, headers=headers)
 
     async def _models(self, exchange: Exchange) -> None:
-        self._generation.identify(_authorization(exchange))
-        exchange.respond(HTTPStatus.OK, msgspec.json.encode({"object": "list", "data": await self._model_objects()}))
+        def answer(listed: list[Json], *, of_anthropic: bool) -> Json:
+            query = exchange.request.head.query
+            return models_page(listed, query) if of_anthropic else {"object": "list", "data": listed}
+
+        await self._answer_of_models(exchange, answer)
 
     async def _model(self, exchange: Exchange) -> None:
-        self._generation.identify(_authorization(exchange))
         name = unquote(exchange.request.path.removeprefix("/v1/models/"))  # clients encode the slash of ORG/NAME
-        for listed in await self._model_objects():
-            if listed["id"] == name:
-                exchange.respond(HTTPStatus.OK, msgspec.json.encode(listed))
-                return
-        raise RequestRejected(Reason.MODEL_NOT_FOUND, f"model: {name[:100]!r} is not served here", field="model")
+
+        def answer(listed: list[Json], *, of_anthropic: bool) -> Json:
+            for each in listed:
+                if each["id"] == name:
+                    return model_info(each) if of_anthropic else each
+            raise RequestRejected(Reason.MODEL_NOT_FOUND, f"model: {name[:100]!r} is not served here", field="model")
+
+        await self._answer_of_models(exchange, answer)
+
+    async def _answer_of_models(self, exchange: Exchange, answer: AnswerOfModels) -> None:
+        """Answer with what `answer` makes of the models, in the form of the API whose client asks."""
+        of_anthropic = ANTHROPIC_VERSION in exchange.request.headers
+        try:
+            self._generation.identify(_authorization(exchange))
+            content = msgspec.json.encode(answer(await self._model_objects(), of_anthropic=of_anthropic))
+        except RequestRejected as refused:
+            send_rejection(exchange, refused, form=ANTHROPIC_ERRORS if of_anthropic else None)
+        else:
+            exchange.respond(HTTPStatus.OK, content)
 
     async def _model_objects(self) -> list[Json]:
         """Return the model objects of all served models; values that an external server gives take precedence."""

@@ -42,7 +42,7 @@ from fleet.core.requests import (
 from fleet.core.system_clock import unix_seconds
 from fleet.core.validation import validate_task
 from fleet.frontend.generation import Generation, PromptPace
-from fleet.frontend.openai.answers import Json, rate_limit_headers
+from fleet.frontend.openai.answers import Json
 from fleet.frontend.openai.bodies import HINT_HEADER_NAMES, OPENAI_FIELD_NAMES
 from fleet.frontend.openai.branches import first_error
 from fleet.frontend.openai.relayed_paths import CLASSIFY, EMBEDDINGS, POOLING, RERANK_PATHS, SCORE_PATHS
@@ -59,7 +59,7 @@ from fleet.frontend.openai.vector_bodies import (
     read_score,
 )
 from fleet.net.http.errors import send_http_error, send_rejection
-from fleet.net.http.exchange import Exchange
+from fleet.net.http.exchange import Exchange, rate_limit_headers
 from fleet.net.http.server import RouteHandler
 from fleet.net.status_codes import rename_field
 

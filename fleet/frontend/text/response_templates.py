@@ -12,7 +12,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from fleet.core.errors import invalid
+from fleet.core.errors import did_you_mean, invalid
 from fleet.core.requests import AnswerParsers
 from fleet.frontend.text.delimiters import Search, delimiter_searches, may_never_end
 
@@ -52,6 +52,10 @@ TOOL_CALL_FIELDS: Mapping[str, Mapping[str, Any]] = {
 REASONING_FIELDS: Mapping[str, Mapping[str, Any]] = {"deepseek_r1": _THINK, "deepseek_v3": _THINK, "qwen3": _THINK}
 """Response templates for reasoning, by vLLM's name of the reasoning parser."""
 
+UNCHECKED = ("", "auto", "hf")
+"""Values of the settings of workers that name no parser of this module: none, the one that the model folder shows, and the template in
+the model folder."""
+
 MAX_FIELDS, MAX_LITERALS, MAX_LITERAL_CHARACTERS = 64, 64, 256
 """Limits of response templates in model folders, which are compiled while other requests wait."""
 
@@ -64,6 +68,19 @@ TURN_BEGINS = (
 
 SEARCH_SECONDS = 0.05
 """Time limit of one search for a delimiter, which usually takes microseconds. The event loop waits for it."""
+
+
+def unknown_parser(tool_call_parser: str, reasoning_parser: str) -> str:
+    """Return the error about the first of two settings that names a parser which the router does not have; empty if there is none."""
+    for setting, name, known in (
+        ("tool_call_parser", tool_call_parser, TOOL_CALL_FIELDS),
+        ("reasoning_parser", reasoning_parser, REASONING_FIELDS),
+    ):
+        if name not in known and name not in UNCHECKED:
+            names = ", ".join(sorted(known))
+            meant = did_you_mean(name, known)
+            return f"{setting}: {name!r} is none of the parsers that the router has: {names}{meant}"
+    return ""
 
 
 class LimitedPattern:

@@ -27,7 +27,7 @@ Rules:
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
 from http import HTTPStatus
 from typing import cast
@@ -60,6 +60,7 @@ from fleet.net.http.exchange import (
     MalformedRequest,
     RelaySource,
     StartExchange,
+    answer_id,
     split_target,
     version_problem,
 )
@@ -789,7 +790,9 @@ class HttpConnection(asyncio.Protocol):
 
     def _refuse_connection(self, message: str) -> None:
         """Answer with an error, and close the connection, which has no slot in the table."""
-        refusal = MalformedRequest(HTTPStatus.SERVICE_UNAVAILABLE, message, RETRY_AFTER_SECONDS)
+        refusal = MalformedRequest(
+            HTTPStatus.SERVICE_UNAVAILABLE, message, RETRY_AFTER_SECONDS, answer_id(self._arriving_headers)
+        )
         self._hold(-self._body.size)
         self._body = BodyBuffer()
         self._drop_waiting()
@@ -832,9 +835,17 @@ class HttpConnection(asyncio.Protocol):
         version = self._parser.get_http_version()
         return version == "0.9" or (version == "0.0" and data.endswith(b"\n"))
 
+    @property
+    def _arriving_headers(self) -> Mapping[bytes, bytes]:
+        """The headers of the request that is arriving, as far as they are known."""
+        if self._stage not in (_HEAD, _BODY):
+            return {}
+        return self._headers if self._known_head is None else self._known_head[0].headers
+
     def _reject(self, status: HTTPStatus, message: str, retry_after_seconds: int = 0) -> None:
         if self._stage is _CLOSING:
             return
+        request_id = answer_id(self._arriving_headers)
         self._hold(-self._body.size)
         self._body = BodyBuffer()
         self._stage = _CLOSING
@@ -842,7 +853,7 @@ class HttpConnection(asyncio.Protocol):
             # The request was started before its body was complete. The reader of the body gets this error, and answers.
             self._arriving.fail(RequestRejected(Reason.INVALID_ARGUMENT, message))
             return
-        self.waiting.append(MalformedRequest(status, message, retry_after_seconds))
+        self.waiting.append(MalformedRequest(status, message, retry_after_seconds, request_id))
         self._advance()
 
     def _reject_head(self) -> None:

@@ -7,10 +7,15 @@ import msgspec
 from msgspec import Struct
 
 from fleet.core.errors import CONTEXT_LENGTH_EXCEEDED, Reason, RequestRejected
-from fleet.net.http.exchange import EVENT_STREAM, Exchange, MalformedRequest, sse_event
+from fleet.net.http.exchange import (
+    ANTHROPIC_PATHS,
+    EVENT_STREAM,
+    Exchange,
+    MalformedRequest,
+    rate_limit_headers,
+    sse_event,
+)
 from fleet.net.status_codes import REASON_STATUSES
-
-ANTHROPIC_PATHS = "/v1/messages"  # this path and all paths below it belong to the Messages API
 
 
 class ErrorForm(Struct, frozen=True):
@@ -43,7 +48,7 @@ def send_rejection(
     if exchange.began:
         exchange.send(form.event(refused, events), content_type=EVENT_STREAM, last=True)
         return
-    headers = more
+    headers = (*more, *rate_limit_headers(refused.allowance))
     if seconds := -(-refused.retry_after_ms // 1000):
         headers += (("retry-after", str(seconds)),)
     if refused.reason is Reason.UNAUTHENTICATED:

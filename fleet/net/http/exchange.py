@@ -6,14 +6,22 @@ connection (`Exchange.relay`), or passed on piece by piece (`Exchange.pass_on`).
 
 import asyncio
 import re
+import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from http import HTTPStatus
 from typing import Protocol
 
 from msgspec import Struct
 
+from fleet.core.requests import RateLimitStatus, RemainingLimit
+from fleet.core.validation import REQUEST_ID
+
 # Chunks of a body from this size (bytes) on are kept as they are; smaller ones are joined to save memory.
 LARGE_CHUNK_BYTES = 4 << 10
+
+REQUEST_ID_HEADER = b"x-request-id"
+ANTHROPIC_PATHS = "/v1/messages"  # this path and all paths below it belong to the Messages API
+ANTHROPIC_VERSION = b"anthropic-version"  # Anthropic's clients send this header with each request
 
 MAX_CACHED_HEADS = 1024
 # Maximum size of a head that is cached; heads usually have 300 bytes, so the cache stays below a MiB.
@@ -206,10 +214,36 @@ class MalformedRequest(Struct, frozen=True):
     retry_after_seconds: int = 0
     """The time after which the client may try again; 0 omits the hint."""
 
+    request_id: str = ""
+    """The id of the request for the answer; empty: the answer has none."""
+
     def answer(self, content: bytes) -> bytes:
         """Return the complete answer with a body that explains the error."""
-        headers = [("retry-after", str(self.retry_after_seconds))] if self.retry_after_seconds else []
+        headers = [("x-request-id", self.request_id)] if self.request_id else []
+        if self.retry_after_seconds:
+            headers.append(("retry-after", str(self.retry_after_seconds)))
         return response_head(self.status, "application/json", len(content), close=True, headers=headers) + content
+
+
+def rate_limit_headers(allowance: RateLimitStatus | None) -> tuple[tuple[str, str], ...]:
+    """Return the rate limit headers of an answer; empty for a tenant without limits."""
+    headers: list[tuple[str, str]] = []
+    for name in () if allowance is None else ("requests", "tokens"):
+        bucket: RemainingLimit | None = getattr(allowance, name)
+        if bucket is not None:
+            headers += [
+                (f"x-ratelimit-limit-{name}", str(bucket.limit)),
+                (f"x-ratelimit-remaining-{name}", str(bucket.remaining)),
+                (f"x-ratelimit-reset-{name}", f"{bucket.full_in_seconds:.3f}s"),
+            ]
+    return tuple(headers)
+
+
+def answer_id(headers: Mapping[bytes, bytes]) -> str:
+    """Return the id of an answer that no request of the router is behind: the one that the client sent, if usable, or a random one."""
+    if REQUEST_ID_HEADER in headers and REQUEST_ID.fullmatch(sent := headers[REQUEST_ID_HEADER].decode("latin-1")):
+        return sent
+    return uuid.uuid4().hex
 
 
 class ClientDisconnected(Exception):
@@ -319,6 +353,13 @@ class Exchange:
         """Return whether the head of the answer was sent, so no other answer is possible."""
         return self._began
 
+    def id_headers(self, request_id: str) -> tuple[tuple[str, str], ...]:
+        """Return the headers with the id of a request. Anthropic's clients read `request-id`, all others `x-request-id`."""
+        named = (("x-request-id", request_id),)
+        if ANTHROPIC_VERSION in self.request.headers or self.request.path.startswith(ANTHROPIC_PATHS):
+            return (*named, ("request-id", request_id))
+        return named
+
     def respond(
         self,
         status: HTTPStatus | int,
@@ -328,12 +369,14 @@ class Exchange:
         headers: Sequence[tuple[str, str]] = (),
         close: bool = False,
     ) -> None:
-        """Send the whole answer.
+        """Send the whole answer. If `headers` have no id of the request, it gets that of the client or a new one.
 
         Raises:
             ClientDisconnected: The connection is closed.
         """
         assert not self._began
+        if "x-request-id" not in dict(headers):
+            headers = (*headers, *self.id_headers(answer_id(self.request.headers)))
         self._keep_alive = self._keep_alive and not close
         if self.more_headers:
             headers = (*headers, *self.more_headers)

@@ -247,7 +247,7 @@ class ResumeSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class Thresholds(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings that can be changed while a router runs; a new value applies from the next request on."""
 
-    remote_prefill_min_tokens: Annotated[int, Meta(ge=0)] = 512
+    remote_prefill_min_tokens: Annotated[int, Meta(ge=0, le=2**32 - 1)] = 512
     """Uncached prompt tokens from which on a prefill worker computes the prompt instead of the decode worker.
 
     A prefill of that length delays every stream of the decode worker by about one step, while a handoff costs a few
@@ -257,7 +257,7 @@ class Thresholds(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Requests for a worker, as a multiple of its batch size. A value above 1 lets a batch refill without a round trip; a request
     that waits in the router instead can still be placed better, or be rejected in time."""
 
-    max_queued: Annotated[int, Meta(ge=0)] = 1024
+    max_queued: Annotated[int, Meta(ge=0, le=2**32 - 1)] = 1024
     """Requests that may wait when every worker is at its limit; beyond it, the last request of the tenant with the largest backlog
     is rejected with `queue_full`."""
 
@@ -530,6 +530,7 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
         for name in ("control_listen", "replicas_listen"):
             check_listen_address(name, getattr(self, name), or_unix=True, optional=True)
         self._check_control()
+        self._check_redis()
         first: dict[str, int] = {}
         tokenizers: dict[str, tuple[str, bool]] = {}
         for index, worker in enumerate(self.openai_workers):
@@ -555,6 +556,16 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
                     f"overflow.{model}.after_seconds: {hosted.after_seconds:g} is above max_queue_seconds ({self.max_queue_seconds:g}),"
                     " at which requests are refused"
                 )
+
+    def _check_redis(self) -> None:
+        """Refuse a URL that is not one of Redis. The message does not show the URL, which may hold a password."""
+        try:
+            url = urlsplit(self.tenants_redis)
+            is_usable = url.scheme in ("redis", "rediss", "unix") and url.port != 0
+        except ValueError as error:
+            raise ValueError("tenants_redis: its port is not a number, or its brackets do not match") from error
+        if self.tenants_redis and not is_usable:
+            raise ValueError("tenants_redis: must be redis://host[:port][/db], rediss://… or unix:///path")
 
     def _check_control(self) -> None:
         """Refuse a control port without credentials. This also applies to loopback, because all users of the machine can connect to it."""

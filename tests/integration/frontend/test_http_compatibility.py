@@ -10,6 +10,7 @@ import pytest
 from fleet.core.errors import allowed_values
 from fleet.frontend.openai.bodies import ChatBody
 from tests.support.frontend.frontends import Frontends, open_frontends
+from tests.support.frontend.http_clients import raw_http_client
 from tests.support.router.fake_router import MODEL, a_model_card
 
 pytestmark = pytest.mark.integration
@@ -92,6 +93,56 @@ async def test_requests_that_nobody_serves_are_counted_by_status(frontends, http
     counted = frontends.generation.metrics.registry.get_sample_value
     name = "fleet_http_unserved_requests_total"
     assert [counted(name, {"status": status}) for status in ("404", "405", "415")] == [2.0, 1.0, 1.0]
+
+
+ANSWERS = [
+    ("GET", "/v1/models", b"", 200),
+    ("GET", "/v1/models/tiny", b"", 200),
+    ("GET", "/v1/models/other", b"", 404),
+    ("GET", "/version", b"", 200),
+    ("POST", "/tokenize", b'{"prompt": "the fox"}', 200),
+    ("POST", "/tokenize", b'{"prompt": 1}', 400),
+    ("POST", "/detokenize", b'{"tokens": [5]}', 200),
+    ("POST", "/v1/completions", b'{"prompt": "the fox", "max_tokens": 2}', 200),
+    ("GET", "/v1/nothing", b"", 404),
+    ("GET", "/v1/completions", b"", 405),
+    ("OPTIONS", "/v1/completions", b"", 200),
+    ("POST", "/v1/completions", None, 415),
+    ("POST", "/v1/embeddings", None, 415),
+    ("POST", "/v1/messages", None, 415),
+    ("POST", "/v1/messages/count_tokens", b"{}", 400),
+    ("POST", "/v1/completions", b"x" * 2000, 413),
+]
+
+
+@pytest.mark.parametrize(("method", "path", "body", "status"), ANSWERS)
+async def test_every_answer_has_the_id_of_its_request(model_dir, method, path, body, status):
+    """Check the client's id, a new one for each request without, and one in place of an id that cannot be used."""
+    headers = {"content-type": "text/plain" if body is None else "application/json"}
+    ids = []
+    async with (
+        open_frontends(model_dir, max_body_bytes=1000) as frontends,
+        httpx.AsyncClient(base_url=frontends.url, timeout=60) as http,
+    ):
+        frontends.will_answer("the fox")
+        for sent in ({"x-request-id": "mine-1"}, {"x-request-id": "not usable"}, {}):
+            answer = await http.request(method, path, content=body or b"", headers={**headers, **sent})
+            assert answer.status_code == status
+            (found,) = answer.headers.get_list("x-request-id")
+            assert answer.headers.get("request-id", found) == found
+            assert ("request-id" in answer.headers) == path.startswith("/v1/messages")
+            ids.append(found)
+    assert ids[0] == "mine-1"
+    assert len({*ids, "mine-1", "not usable"}) == 4
+
+
+async def test_refusals_of_malformed_heads_have_an_id(frontends):
+    for sent, mine in ((b"GET /a HTTP/1.1\r\nx-request-id: mine\r\n\r\n", True), (b"nonsense\r\n\r\n", False)):
+        async with raw_http_client(frontends) as peer:
+            await peer.send(sent)
+            status, headers, _ = await peer.answer()
+        assert status == 400
+        assert (headers["x-request-id"] == "mine") == mine
 
 
 async def test_models_have_the_same_creation_time_at_each_call(http, monkeypatch):

@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 import json
+import re
 import shutil
 from hashlib import sha256
 
@@ -47,6 +48,7 @@ TEMPLATE = (
 )
 PARAMETERS = {"type": "object", "properties": {"x": {"type": "integer"}, "y": {"type": "string"}}}
 RESPONSE_TOOLS = [{"type": "function", "name": name, "parameters": PARAMETERS, "strict": False} for name, _ in CALLS]
+ALLOWED = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "stop"}]}
 MESSAGE_TOOLS = [{"name": name, "input_schema": PARAMETERS} for name, _ in CALLS]
 MESSAGE_CALL = {"type": "tool_use", "id": "x", "name": "add", "input": {}}
 CALL_WITHOUT_NAME = {"type": "tool_use", "id": "x", "input": {}}
@@ -238,6 +240,17 @@ async def test_tool_choice_of_a_response_reaches_the_engine(parsing, choice, dem
     assert (task.tool_choice, task.function, task.parallel_calls) == (demanded, function, False)
 
 
+async def test_response_calls_only_allowed_tools(parsing):
+    parsing.will_answer(ANSWER, then=[EOS])
+    async with an_openai_client(parsing) as client:
+        response = await client.responses.create(model="tiny", input="hi", tools=RESPONSE_TOOLS, tool_choice=ALLOWED)
+
+    assert parsing.router.submitted[0].parsing.tool_choice is ToolChoice.REQUIRED
+    assert prompt_of(parsing).startswith("<s>[stop]")
+    assert response.tool_choice.to_dict() == ALLOWED
+    assert [tool.name for tool in response.tools] == ["add", "stop"]
+
+
 async def test_structured_response_and_effort_reach_the_engine(parsing):
     parsing.will_answer("{}", then=[EOS])
     schema = {"type": "object", "properties": {}}
@@ -254,7 +267,7 @@ async def test_structured_response_and_effort_reach_the_engine(parsing):
 
 @pytest.mark.parametrize("choice", ["loud", {"type": "loud"}])
 async def test_unknown_tool_choice_of_a_response_lists_the_known(responses, choice):
-    with pytest.raises(openai.BadRequestError, match=r'"required" or {"type": "function", "name": NAME}'):
+    with pytest.raises(openai.BadRequestError, match=r'"required", {"type": "function", "name": NAME} or'):
         await responses.create(model="tiny", input="hi", tools=RESPONSE_TOOLS, tool_choice=choice)
 
 
@@ -272,6 +285,9 @@ async def test_unknown_tool_choice_of_a_response_lists_the_known(responses, choi
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
         ({"tool_choice": {"type": "web_search_preview"}}, "tool_choice"),
         ({"tools": RESPONSE_TOOLS, "tool_choice": {"type": "function", "name": "x"}}, "tool_choice.name"),
+        ({"tools": RESPONSE_TOOLS, "tool_choice": {**ALLOWED, "mode": "x"}}, "tool_choice.mode"),
+        ({"tools": RESPONSE_TOOLS[:1], "tool_choice": ALLOWED}, "tool_choice.tools[0]"),
+        ({"tools": RESPONSE_TOOLS, "tool_choice": {**ALLOWED, "tools": [{"type": "mcp"}]}}, "tool_choice.tools[0]"),
         ({"input": [{"type": "function_call", "call_id": "x", "arguments": "{}"}]}, "input[0].name"),
         ({"instructions": "x", "input": [RESPONSE_CALL]}, "input"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format"),
@@ -319,6 +335,59 @@ async def test_client_chooses_the_id_of_its_request_by_header(frontends, respons
     assert (message._request_id, refused.value.request_id) == ("mine", "mine")
     assert [arrived.request_id for arrived in frontends.router.submitted] == ["mine", "mine"]
     assert (response.id, message.id) == ("resp_mine", "msg_mine")
+
+
+async def test_anthropic_client_lists_models_in_its_form(frontends):
+    names = ["tiny", "org/ada", "bob"]
+    frontends.router.cards += tuple(a_model_card(name=name, parent="tiny", revision="r") for name in names[1:])
+    async with an_anthropic_client(frontends) as client, an_openai_client(frontends) as other:
+        page = await client.models.list()
+        raw = await client.models.with_raw_response.list()
+        one = await client.models.retrieve("org/ada")
+        created = [each.created async for each in await other.models.list()]
+
+    assert (page.has_more, page.first_id, page.last_id) == (False, "tiny", "bob")
+    assert [each.id for each in page.data] == [each.display_name for each in page.data] == names
+    assert [each.created_at.timestamp() for each in page.data] == created
+    assert one == page.data[1]
+    assert (one.type, one.lifecycle, one.max_input_tokens) == (
+        "model",
+        "active",
+        frontends.router.cards[0].max_model_len,
+    )
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", raw.http_response.json()["data"][0]["created_at"])
+    assert raw.headers["request-id"] == raw.headers["x-request-id"]
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 20])
+async def test_anthropic_client_turns_the_pages_of_models(frontends, limit):
+    names = ["tiny", "ada", "bob", "eve", "kim"]
+    frontends.router.cards += tuple(a_model_card(name=name, parent="tiny", revision="r") for name in names[1:])
+    async with an_anthropic_client(frontends) as client:
+        forth = [each.id async for each in client.models.list(limit=limit)]
+        back = await client.models.list(limit=limit, before_id="eve")
+        after = await client.models.list(after_id="bob")
+
+    assert forth == names
+    assert [each.id for each in back.data] == names[:3][-limit:]
+    assert back.has_more == (limit < 3)
+    assert ([each.id for each in after.data], after.has_more) == (["eve", "kim"], False)
+
+
+async def test_errors_about_models_have_anthropics_form(tool_model):
+    async with open_frontends(tool_model, TENANTS) as frontends, an_anthropic_client(frontends, "fk-2") as stranger:
+        with pytest.raises(anthropic.AuthenticationError) as unknown:
+            await stranger.models.list()
+        async with an_anthropic_client(frontends, "fk-1") as client:
+            with pytest.raises(anthropic.NotFoundError) as missing:
+                await client.models.retrieve("other")
+            for wrong in ({"limit": 0}, {"limit": 1001}, {"after_id": "other"}, {"extra_query": {"limit": "a"}}):
+                with pytest.raises(anthropic.BadRequestError, match=r"limit|after_id"):
+                    await client.models.list(**wrong)
+
+    kinds = [caught.value.body["error"]["type"] for caught in (unknown, missing)]
+    assert kinds == ["authentication_error", "not_found_error"]
+    assert missing.value.request_id
 
 
 async def test_unknown_path_below_messages_has_anthropics_error(frontends):

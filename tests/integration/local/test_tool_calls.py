@@ -2,6 +2,7 @@
 
 import json
 
+import anthropic
 import jsonschema
 import openai
 import pytest
@@ -173,8 +174,19 @@ def test_malformed_tools_are_refused_by_field(client, fields, param):
     assert refused.value.param == param
 
 
-def test_thinking_is_turned_off_without_an_error(client):
-    assert whole(ask(client, reasoning_effort="none", max_tokens=20))[3] == "length"
+def test_thinking_can_be_turned_off(cluster, client):
+    assert whole(ask(client, max_tokens=40))[0] == THOUGHT
+    reasoning, content, _, finish = whole(ask(client, reasoning_effort="none", max_tokens=40))
+    assert (reasoning, THOUGHT in content, finish) == ("", False, "length")
+
+    def kinds(**fields) -> list[str]:
+        question = [{"role": "user", "content": "How will the weather be?"}]
+        message = anthropic_client.messages.create(model="tiny", max_tokens=40, messages=question, **fields)
+        return [block.type for block in message.content]
+
+    with anthropic.Anthropic(base_url=cluster.endpoints["http"], api_key="none") as anthropic_client:
+        assert kinds() == ["thinking", "text"]
+        assert kinds(thinking={"type": "disabled"}) == ["text"]
 
 
 def test_tools_are_refused_where_no_parser_is_known(tmp_path):

@@ -17,12 +17,12 @@ pytestmark = pytest.mark.integration
 FLEET = Path(sys.executable).with_name("fleet")
 
 
-def failed_start(folder, settings: dict, *, open_files: int | None = None) -> str:
-    """Start a router that must fail at once; return the last line that it writes."""
+def failed_start(folder, settings: dict, *, part: str = "router", open_files: int | None = None) -> str:
+    """Start a service that must fail at once; return the last line that it writes."""
     config = folder / "settings.json"
     config.write_text(json.dumps(settings))
     limit = f"ulimit -n {open_files}; " if open_files else ""
-    command = ["/bin/sh", "-c", f'{limit}exec "$@"', "sh", FLEET, "serve", "router", "--config", config]
+    command = ["/bin/sh", "-c", f'{limit}exec "$@"', "sh", FLEET, "serve", part, "--config", config]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode != 0
     assert "Traceback" not in done.stderr
@@ -53,6 +53,18 @@ def test_port_in_use_is_named_by_its_setting(folder, taken, field):
         changed["control_credentials"] = {"insecure": True}
 
     assert f"{field}: cannot listen on {taken}: " in failed_start(folder, router_settings(folder, **changed))
+
+
+@pytest.mark.parametrize(
+    ("setting", "known"),
+    [("tool_call_parser", "hermes, qwen3_coder"), ("reasoning_parser", "deepseek_r1, deepseek_v3")],
+)
+def test_unknown_parser_of_a_simulated_worker_is_refused(folder, setting, known):
+    settings = {"worker_id": "w", "model": "tiny", "engine": "simulated", setting: "misspelt"}
+
+    line = failed_start(folder, settings, part="worker")
+
+    assert f"{setting}: 'misspelt' is none of the parsers that the router has: {known}, " in line
 
 
 @pytest.mark.parametrize("limit", [12, 20])

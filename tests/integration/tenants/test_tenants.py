@@ -5,11 +5,12 @@ import json
 from hashlib import sha256
 from urllib.request import urlopen
 
+import httpx
 import openai
 import pytest
 
 from fleet.client import AsyncClient, Unauthenticated, Unavailable
-from fleet.core.errors import Reason
+from fleet.core.errors import Reason, RequestRejected
 from fleet.frontend.metrics.router import TenantMetrics
 from fleet.router.tenants import TenantSettings
 from tests.support.builders import MODEL
@@ -72,9 +73,39 @@ async def test_http_answers_show_limits_and_429_says_when_to_retry(frontends):
             await ask(client)
     assert [answer.headers["x-ratelimit-remaining-requests"] for answer in (whole, streamed)] == ["1", "0"]
     assert whole.headers["x-ratelimit-limit-requests"] == "2"
-    assert 25 <= int(caught.value.response.headers["retry-after"]) <= 30
+    headers = caught.value.response.headers
+    assert 25 <= int(headers["retry-after"]) <= 30
+    assert [headers[f"x-ratelimit-{name}-requests"] for name in ("limit", "remaining")] == ["2", "0"]
+    assert 55 <= float(headers["x-ratelimit-reset-requests"].removesuffix("s")) <= 60
     assert caught.value.body["code"] == "rate_limited"
     assert len(frontends.router.submitted) == 2
+
+
+async def test_all_apis_show_limits_with_429(frontends):
+    chat = {"model": MODEL, "messages": [{"role": "user", "content": "A question"}], "max_tokens": 4}
+    bodies = {
+        "/v1/chat/completions": chat,
+        "/v1/completions": {"model": MODEL, "prompt": ["one", "other"], "max_tokens": 4},
+        "/v1/responses": {"model": MODEL, "input": "A question"},
+        "/v1/messages": {**chat, "stream": True},
+    }
+    async with openai_client(frontends) as client, httpx.AsyncClient(base_url=frontends.url, timeout=60) as http:
+        for _ in range(2):
+            await ask(client)
+        http.headers["authorization"] = f"Bearer {KEY}"
+        for path, body in bodies.items():
+            answer = await http.post(path, json=body)
+            left = [answer.headers[f"x-ratelimit-{name}-requests"] for name in ("limit", "remaining")]
+            assert (answer.status_code, left) == (429, ["2", "0"]), path
+
+
+async def test_rejection_after_admission_shows_limits_too(frontends):
+    frontends.router.refuse = RequestRejected(Reason.QUEUE_FULL, "too many requests wait", retry_after_ms=1000)
+    async with openai_client(frontends) as client:
+        with pytest.raises(openai.RateLimitError) as caught:
+            await ask(client)
+    assert caught.value.body["code"] == "queue_full"
+    assert caught.value.response.headers["x-ratelimit-remaining-requests"] == "1"
 
 
 async def test_usage_of_a_tenant_is_recorded(frontends):

@@ -56,13 +56,13 @@ def open_generation(codec):
     """Return a factory of the generations of several routers of one cluster."""
     threads = TokenizerThreads()
 
-    def make(router, codec=codec, **tenants) -> Generation:
+    def make(router, codec=codec, counts: Tenants | None = None, **tenants) -> Generation:
         clock = SystemClock()
         return Generation(
             router,
             {MODEL: codec},
             clock=clock,
-            tenants=Tenants(tenants, clock.now()),
+            tenants=counts or Tenants(tenants, clock.now()),
             tenant_secret=b"",
             metrics=RouterProcessMetrics(CollectorRegistry()),
             threads=threads,
@@ -160,6 +160,28 @@ async def test_resumed_request_counts_once_against_limits(open_generation, codec
     assert refused.value.reason is Reason.RATE_LIMITED, "a token is free once"
 
 
+async def test_charged_resumption_counts_the_tokens_that_it_brings(open_generation, codec):
+    """Otherwise a client could write its prompts as tokens of an answer, which nobody has charged."""
+    answer = token_ids(codec.encode(TEXT))[1:]
+    tenants = Tenants({"acme": TenantSettings()}, SystemClock().now())
+    request = a_request(sampling=GREEDY, resumable=True, tenant="acme")
+    router = FakeRouter(answer)
+    generation = open_generation(router, counts=tenants)
+    first = await events_of(generation, request)
+    invented = tuple(answer[:1] * 60)
+    resume = Resume(token=received(first)[2], token_ids=invented, position=60)
+    usage = tenants.usage()["acme"]
+    charged = []
+    for _ in range(3):
+        before = usage.prompt_tokens
+        await events_of(generation, structs.replace(request, resume=resume))
+        charged.append(usage.prompt_tokens - before)
+
+    prompt = first[0].prompt_tokens
+    assert charged == [0, prompt + 60, prompt + 60]
+    assert all(arrived.answered == invented for arrived in router.submitted[1:])
+
+
 async def test_of_simultaneous_uses_of_a_token_one_is_free(open_generation, codec):
     """A long prompt is tokenized in a thread, so that all of these requests arrive before the first one is admitted."""
     answer = token_ids(codec.encode(TEXT))[1:]
@@ -181,19 +203,9 @@ async def test_tokens_of_both_routers_are_charged_once(open_generation, codec):
     answer = token_ids(codec.encode(TEXT))[1:]
     request = a_request(sampling=GREEDY, resumable=True, tenant="acme")
     seen = (await events_of(open_generation(FakeRouter(answer)), request))[:5]
-    threads, usage = TokenizerThreads(), Tenants({"acme": TenantSettings()}, SystemClock().now())
-    second = Generation(
-        FakeRouter(answer),
-        {MODEL: codec},
-        clock=SystemClock(),
-        tenants=usage,
-        tenant_secret=b"",
-        metrics=RouterProcessMetrics(CollectorRegistry()),
-        threads=threads,
-        resume_tokens=ResumeTokens(b"secret", 60, lambda: 1000),
-    )
+    usage = Tenants({"acme": TenantSettings()}, SystemClock().now())
+    second = open_generation(FakeRouter(answer), counts=usage)
     await events_of(second, structs.replace(request, resume=resumption(seen)))
-    threads.close()
 
     counted = usage.usage()["acme"]
     assert (counted.requests, counted.prompt_tokens, counted.answer_tokens) == (0, 0, len(answer) - 4)

@@ -10,9 +10,12 @@ import pytest
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
-from fleet.core.requests import ChatMessage
+from fleet.core.ids import ModelName, WorkerId
+from fleet.core.requests import AnswerParsers, ChatMessage
 from fleet.frontend.text.codec import load_codec
 from fleet.local.tiny_model import CHECKSUMS, SPECIAL_TOKENS, VOCABULARY, build_tiny_model
+from workers.engines.parser_names import parsers_for
+from workers.settings import WorkerSettings
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +60,20 @@ def test_a_conversation_renders_with_the_tokens_of_the_template(model):
     assert ids[:2] == [SPECIAL_TOKENS.index("<s>"), SPECIAL_TOKENS.index("<|user|>")]
     assert ids[-2:] == [SPECIAL_TOKENS.index("<|end|>"), SPECIAL_TOKENS.index("<|assistant|>")]
     assert set(codec.eos_token_ids) == {SPECIAL_TOKENS.index("</s>"), SPECIAL_TOKENS.index("<|end|>")}
+
+
+def test_prompt_ends_the_thinking_only_if_it_is_turned_off(model):
+    """Check also that the template is not taken for that of a model which reasons."""
+    codec, question = load_codec(model), [ChatMessage(role="user", content="hi")]
+    plain, on, off = [
+        codec.decode(codec.render(question, template_args=arguments))
+        for arguments in ("", '{"enable_thinking": true}', '{"enable_thinking": false}')
+    ]
+
+    assert on == plain
+    assert off == f"{plain}<think>\n\n</think>\n\n"
+    settings = WorkerSettings(worker_id=WorkerId("w"), model=ModelName("tiny"), model_dir=str(model))
+    assert parsers_for(settings, in_engine=False) == AnswerParsers(tool_calls="hermes")
 
 
 def test_the_tokenizer_alone_is_enough_until_the_model_is_there(tmp_path):

@@ -73,9 +73,16 @@ class ResponseToolBody(Struct, frozen=True, kw_only=True):
     strict: bool | None = None
 
 
-class ResponseToolChoice(Struct, frozen=True, kw_only=True):
+class ResponseNamedTool(Struct, frozen=True, kw_only=True, omit_defaults=True):
     type: str
     name: str | None = None
+
+
+class ResponseToolChoice(ResponseNamedTool, frozen=True, kw_only=True, omit_defaults=True):
+    """Names the tool that the model must call, or the tools among which it may choose (``allowed_tools``)."""
+
+    mode: str | None = None
+    tools: list[ResponseNamedTool] | None = None
 
 
 class TextFormat(Struct, frozen=True, kw_only=True):
@@ -222,6 +229,8 @@ RESPONSES_API = TranslatedApi(
         "response_format.json_schema.schema": "text.format.schema",
         "reasoning_effort": "reasoning.effort",
         "tool_choice.function.name": "tool_choice.name",
+        "tool_choice.allowed_tools.mode": "tool_choice.mode",
+        "tool_choice.allowed_tools.tools": "tool_choice.tools",
     },
 )
 
@@ -333,9 +342,20 @@ def _tool_choice(choice: str | ResponseToolChoice | None) -> str | Json | None:
         case None | "none" | "auto" | "required":
             return choice
         case ResponseToolChoice(type="function", name=str(name)):
-            return {"type": "function", "function": {"name": name}}
+            return _named_tool("function", name)
+        case ResponseToolChoice(type="allowed_tools", mode=str(mode), tools=list(tools)):
+            allowed = {"mode": mode, "tools": [_named_tool(tool.type, tool.name) for tool in tools]}
+            return {"type": "allowed_tools", "allowed_tools": allowed}
         case _:
-            raise invalid("tool_choice", 'must be "none", "auto", "required" or {"type": "function", "name": NAME}')
+            raise invalid(
+                "tool_choice",
+                'must be "none", "auto", "required", {"type": "function", "name": NAME} or'
+                ' {"type": "allowed_tools", "mode": MODE, "tools": LIST}',
+            )
+
+
+def _named_tool(kind: str, name: str | None) -> Json:
+    return {"type": kind, "function": None if name is None else {"name": name}}
 
 
 def _format(wanted: TextFormat | None) -> Json | None:

@@ -16,7 +16,6 @@ from fleet.core.ids import RequestId
 from fleet.core.requests import Admitted, Delta, Finished, GenerateRequest, ModelCard, TokenPrompt
 from fleet.core.system_clock import unix_seconds
 from fleet.frontend.generation import Generation
-from fleet.frontend.openai.answers import rate_limit_headers
 from fleet.frontend.openai.bodies import HINT_HEADER_NAMES
 from fleet.frontend.openai.relayed_paths import COUNT_TOKENS, MESSAGES, RESPONSES
 from fleet.frontend.openai.requests import authorization_of, new_request_id, unused_id
@@ -26,7 +25,7 @@ from fleet.frontend.openai.translated.messages import COUNT_TOKENS_API, MESSAGES
 from fleet.frontend.openai.translated.responses import RESPONSES_API
 from fleet.frontend.openai.translated.tokens import read_detokenize, read_tokenize, tokens_object
 from fleet.net.http.errors import ErrorForm, send_http_error, send_rejection
-from fleet.net.http.exchange import EVENT_STREAM, Exchange
+from fleet.net.http.exchange import EVENT_STREAM, Exchange, rate_limit_headers
 from fleet.net.http.server import RouteHandler
 from fleet.net.status_codes import rename_field
 
@@ -111,7 +110,7 @@ class TranslatedFrontend:
                 names = {**names, refused.field: names["chat.messages"]}
             renamed = rename_field(rename_field(refused, names), api.names)
             sent = None if events is None else events.sent
-            send_rejection(exchange, renamed, *id_headers(exchange, request_id), form=api.errors, events=sent)
+            send_rejection(exchange, renamed, *exchange.id_headers(request_id), form=api.errors, events=sent)
 
     def _without_needless_budget(self, asked: TranslatedRequest) -> TranslatedRequest:
         """Return a request without its limit of the reasoning unless each worker of its model can obey it.
@@ -138,7 +137,7 @@ class TranslatedFrontend:
                     case Admitted():
                         written.follow(item)
                         writer = asked.writer(_start(item, written))
-                        headers += (*id_headers(exchange, item.request_id), *rate_limit_headers(item.allowance))
+                        headers += (*exchange.id_headers(item.request_id), *rate_limit_headers(item.allowance))
                     case Delta():
                         assert writer is not None
                         written.follow(item)
@@ -151,7 +150,7 @@ class TranslatedFrontend:
 
     async def _collect(self, exchange: Exchange, asked: TranslatedRequest) -> None:
         request = asked.chat.request
-        headers = id_headers(exchange, request.id)
+        headers = exchange.id_headers(request.id)
         async with aclosing(self._generation.generate(request, authorization_of(exchange.request.headers))) as events:
             writer: AnswerWriter | None = None
             async for item in events:
@@ -203,12 +202,6 @@ class TranslatedFrontend:
         """Return the model card and the prompt's token ids of a request."""
         card, tokens = await self._generation.tokens_of(request, authorization_of(exchange.request.headers))
         return card, memoryview(tokens).cast("I").tolist()
-
-
-def id_headers(exchange: Exchange, request_id: RequestId) -> tuple[tuple[str, str], ...]:
-    """Return the headers with the id of a request. Anthropic's clients read `request-id`, all others `x-request-id`."""
-    names = ("x-request-id", "request-id") if exchange.request.path.startswith("/v1/messages") else ("x-request-id",)
-    return tuple((name, request_id) for name in names)
 
 
 FIELD_NAMES = {"text": "prompt", "token_ids": "tokens", "chat.messages": "messages", "chat.tools": "tools"}

@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from hashlib import sha256
 
 import aiohttp
+import anthropic
 import openai
 import pytest
 from aiohttp import web
@@ -312,6 +313,7 @@ async def test_keys_and_request_limits_hold_for_passages():
         assert answer.headers["x-ratelimit-remaining-requests"] == "0"
         async with session.get("/v1/files", headers=header) as limited:
             assert (limited.status, (await limited.json())["error"]["code"]) == (429, "rate_limited")
+            assert limited.headers["x-ratelimit-remaining-requests"] == "0"
 
         assert len(server.seen) == 2
         assert not any(seen.headers.keys() & {"authorization", "x-api-key"} for seen in server.seen)
@@ -560,6 +562,22 @@ async def test_listed_models_keep_the_fields_of_their_server():
     assert (listed["lora"]["created"], listed["lora"]["owned_by"]) == (8, "fleet")
     assert listed["absent"]["parent"] == MODEL
     assert "other" not in listed, "the router would refuse it"
+
+
+@pytest.mark.parametrize(("created", "year"), [(1_750_000_000, 2025), ("nonsense", 1970), (10**18, 1970), (-1, 1970)])
+async def test_external_models_are_listed_in_anthropics_form(created, year):
+    server = ApiServer()
+    server.models = [{"id": MODEL, "created": created, "owned_by": "vllm", "max_model_len": 2048}]
+    async with (
+        a_world(server, adapters=("lora",)) as (world, _),
+        anthropic.AsyncAnthropic(base_url=world.url, api_key="none", max_retries=0, timeout=60) as client,
+    ):
+        listed = {each.id: each async for each in client.models.list()}
+        one = await client.models.retrieve(MODEL)
+
+    assert listed.keys() == {MODEL, "lora"}
+    assert listed[MODEL] == one
+    assert (one.type, one.display_name, one.created_at.year, one.max_input_tokens) == ("model", MODEL, year, 2048)
 
 
 async def test_models_are_listed_without_the_help_of_a_server():

@@ -229,6 +229,7 @@ async def test_tenant_keys_are_required_and_not_forwarded(server):
     assert answers[0].headers["x-ratelimit-limit-requests"] == "2"
     assert unknown.value.response.headers["www-authenticate"] == "Bearer"
     assert 0 < int(limited.value.response.headers["retry-after"]) <= 30
+    assert limited.value.response.headers["x-ratelimit-remaining-requests"] == "0"
 
     assert len(server.seen) == 2
     assert "authorization" not in server.seen[0].headers

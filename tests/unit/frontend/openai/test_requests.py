@@ -1,6 +1,7 @@
 import base64
 import io
 import json
+import re
 
 import pytest
 from PIL import Image
@@ -271,6 +272,46 @@ def test_structured_output_is_read_from_openai_and_vllm_fields(read, fields, for
 )
 def test_tool_choice_says_which_calls_an_answer_may_have(fields, parsing):
     assert chat(**fields).request.parsing == parsing
+
+
+F, G, H = ({"type": "function", "function": {"name": name}} for name in "fgh")
+
+
+def allowed(*tools: dict, mode: str = "auto") -> dict:
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_model_knows_only_the_allowed_tools(mode):
+    described = [{**tool, "function": {**tool["function"], "description": "does it"}} for tool in (F, G, H)]
+    request = chat(tools=described, tool_choice=allowed(H, F, F, mode=mode), parallel_tool_calls=False).request
+
+    assert json.loads(request.prompt.tools) == [described[0], described[2]]
+    assert request.parsing == AnswerParsing(tool_choice=ToolChoice(mode), parallel_calls=False)
+
+
+@pytest.mark.parametrize(
+    ("tools", "choice", "field", "said"),
+    [
+        ([F, G], allowed(F, H), "tool_choice.allowed_tools.tools[1]", "'h' is none of the tools: f, g"),
+        ([], allowed(F), "tool_choice.allowed_tools.tools[0]", "there are none"),
+        ([F], allowed(), "tool_choice.allowed_tools.tools", "must not be empty"),
+        ([F], allowed({"type": "custom"}), "tool_choice.allowed_tools.tools[0]", "of type 'function'"),
+        ([F], allowed(F, mode="none"), "tool_choice.allowed_tools.mode", '"auto" or "required"'),
+        ([{"type": "function", "function": "f"}], allowed(F), "tool_choice.allowed_tools.tools[0]", "there are none"),
+        ([F], {"type": "allowed_tools"}, "tool_choice", "allowed_tools"),
+        (
+            [F],
+            {"type": "allowed_tools", "allowed_tools": {"mode": "auto"}},
+            "tool_choice.allowed_tools.tools",
+            "missing",
+        ),
+    ],
+)
+def test_allowed_tools_that_cannot_be_obeyed_are_refused(tools, choice, field, said):
+    with pytest.raises(RequestRejected, match=re.escape(said)) as refused:
+        chat(tools=tools, tool_choice=choice)
+    assert refused.value.field == field
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])

@@ -23,7 +23,7 @@ from fleet.core.clock import MILLISECOND, SECOND, Nanos
 from fleet.core.errors import ConfigurationRefused
 from fleet.core.ids import Incarnation
 from fleet.core.system_clock import SystemClock, process_age, unix_nanoseconds
-from fleet.frontend.text.response_templates import unknown_parser
+from fleet.frontend.text.response_templates import misspelt_parser
 from fleet.frontend.text.tokenizer_check import folder_tokenizer_digests
 from fleet.membership.discovery.open import open_directory
 from fleet.membership.ports import Registry
@@ -291,7 +291,7 @@ def _open_engine(settings: WorkerSettings) -> AbstractAsyncContextManager[Engine
     if settings.group is not None:
         _rank_opener(settings.engine)  # raises an error if the engine cannot span hosts; the result is not used
     if settings.engine == "simulated" and (
-        refused := unknown_parser(settings.tool_call_parser, settings.reasoning_parser)
+        refused := misspelt_parser(settings.tool_call_parser, settings.reasoning_parser)
     ):
         raise ConfigurationRefused(refused)
     open_engine: Callable[[WorkerSettings], AbstractAsyncContextManager[Engine]] = _engine(settings.engine).load()

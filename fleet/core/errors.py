@@ -86,7 +86,7 @@ class RequestRejected(Exception):
         self.allowance = allowance
 
     def with_allowance(self, allowance: "RateLimitStatus | None") -> "RequestRejected":
-        """Return the same rejection with what is left of the tenant's rate limits; an allowance that it has already counts before."""
+        """Return the same rejection with what is left of the tenant's rate limits; an allowance that the rejection already has is kept."""
         return RequestRejected(
             self.reason,
             self.message,

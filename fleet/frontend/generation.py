@@ -614,7 +614,7 @@ class Generation:
         if resumed is None or not self._is_free(resumed.claims):
             counted_tokens = 0 if request.sibling else prompt_tokens
             if ended is None:
-                counted_tokens += replayed  # computed like a prompt, and possibly invented by the client
+                counted_tokens += replayed  # computed like a prompt; over gRPC, the client may also have invented them
             allowance = await admit_with_peers(self._tenants, request.tenant, counted_tokens, self._clock)
         measured.admitted(counted_tokens, allowance)
         if request.images and not digests:

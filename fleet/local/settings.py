@@ -316,9 +316,9 @@ class Topology(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         if self.cluster.engine == SIMULATED:
-            from fleet.frontend.text.response_templates import unknown_parser  # noqa: PLC0415 - only for this engine
+            from fleet.frontend.text.response_templates import misspelt_parser  # noqa: PLC0415 - only for this engine
 
-            if refused := unknown_parser(self.cluster.tool_call_parser, self.cluster.reasoning_parser):
+            if refused := misspelt_parser(self.cluster.tool_call_parser, self.cluster.reasoning_parser):
                 raise ValueError(f"cluster.{refused}")
         if self.replicas(Role.PREFILL) and not self.replicas(Role.DECODE) + self.replicas(Role.BOTH):
             raise ValueError("pools: prefill workers need workers of role decode or both to hand over to")

@@ -82,7 +82,7 @@ def test_a_topology_says_what_differs_from_the_default(tmp_path):
         ),
         (
             "[router]\ntenants_redis = 'redis://:secret@host:port'",
-            "router: tenants_redis: its port is not a number, or its brackets do not match",
+            "router: tenants_redis: its port is no number from 1 to 65535, or its brackets do not match; write the characters / ? # @ [ ] of a password as %2F, %3F and so on",
         ),
         ("[router.http]\nidle_timeout_seconds = 0", "router.http.idle_timeout_seconds: Expected `float` > 0.0"),
         (
@@ -103,8 +103,8 @@ def test_a_topology_says_what_differs_from_the_default(tmp_path):
             "cluster.tool_call_parser: 'hermess' is none of the parsers that the router has: hermes, qwen3_coder, qwen3_json, qwen3_xml; did you mean 'hermes'?",
         ),
         (
-            "[cluster]\nengine = 'simulated'\nreasoning_parser = 'llama'",
-            "cluster.reasoning_parser: 'llama' is none of the parsers that the router has: deepseek_r1, deepseek_v3, qwen3",
+            "[cluster]\nengine = 'simulated'\nreasoning_parser = 'qwen33'",
+            "cluster.reasoning_parser: 'qwen33' is none of the parsers that the router has: deepseek_r1, deepseek_v3, qwen3; did you mean 'qwen3'?",
         ),
         (
             "[cluster]\nkv_paths = []",
@@ -130,7 +130,10 @@ def test_error_names_file_path_and_cause_in_one_line(tmp_path, text, cause):
     assert str(refused.value) == f"{path}: {cause}"
 
 
-@pytest.mark.parametrize(("engine", "name"), [("vllm", "mistral"), *(("simulated", n) for n in ("", "auto", "hermes"))])
+@pytest.mark.parametrize(
+    ("engine", "name"),
+    [("vllm", "mistral"), *(("simulated", n) for n in ("", "auto", "hermes", "mistral", "llama3_json"))],
+)
 def test_known_parsers_are_accepted(tmp_path, engine, name):
     text = f"[cluster]\nengine = '{engine}'\ntool_call_parser = '{name}'"
 

@@ -437,4 +437,5 @@ def _explained(refused: RequestRejected, cause: str) -> RequestRejected:
         field=refused.field,
         retry_after_ms=refused.retry_after_ms,
         cause=refused.cause,
+        allowance=refused.allowance,
     )

@@ -256,7 +256,7 @@ class RelayedRequest:
             return
         with suppress(ClientDisconnected):
             name = self.request_id
-            named = (("x-fleet-request-id", name), ("x-request-id", name))
+            named = (("x-fleet-request-id", name), *self._exchange.id_headers(name))
             send_rejection(self._exchange, refused.with_allowance(self.allowance), *named, form=self._errors)
         if self._began:
             self._exchange.relayed(keep_alive=False)

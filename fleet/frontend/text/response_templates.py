@@ -70,15 +70,17 @@ SEARCH_SECONDS = 0.05
 """Time limit of one search for a delimiter, which usually takes microseconds. The event loop waits for it."""
 
 
-def unknown_parser(tool_call_parser: str, reasoning_parser: str) -> str:
-    """Return the error about the first of two settings that names a parser which the router does not have; empty if there is none."""
+def misspelt_parser(tool_call_parser: str, reasoning_parser: str) -> str:
+    """Return the error about the first of two settings whose name is nearly that of a parser of the router; empty if there is none.
+
+    Other names may be parsers of vLLM, which the router does not have. Then only requests with tools are refused.
+    """
     for setting, name, known in (
         ("tool_call_parser", tool_call_parser, TOOL_CALL_FIELDS),
         ("reasoning_parser", reasoning_parser, REASONING_FIELDS),
     ):
-        if name not in known and name not in UNCHECKED:
+        if name not in known and name not in UNCHECKED and (meant := did_you_mean(name, known)):
             names = ", ".join(sorted(known))
-            meant = did_you_mean(name, known)
             return f"{setting}: {name!r} is none of the parsers that the router has: {names}{meant}"
     return ""
 

@@ -9,6 +9,7 @@ from msgspec import Struct
 from fleet.core.errors import CONTEXT_LENGTH_EXCEEDED, Reason, RequestRejected
 from fleet.net.http.exchange import (
     ANTHROPIC_PATHS,
+    ANTHROPIC_VERSION,
     EVENT_STREAM,
     Exchange,
     MalformedRequest,
@@ -58,7 +59,7 @@ def send_rejection(
 
 def send_http_error(exchange: Exchange, status: HTTPStatus, message: str, *, allow: str = "") -> None:
     """Answer a request that no handler can take, in the form of the API that its path belongs to."""
-    if exchange.request.path.startswith(ANTHROPIC_PATHS):
+    if exchange.request.path.startswith(ANTHROPIC_PATHS) or ANTHROPIC_VERSION in exchange.request.headers:
         content = _anthropic_body(status, message)
     else:
         content = http_error_body(MalformedRequest(status, message))

@@ -240,7 +240,7 @@ def rate_limit_headers(allowance: RateLimitStatus | None) -> tuple[tuple[str, st
 
 
 def answer_id(headers: Mapping[bytes, bytes]) -> str:
-    """Return the id of an answer that no request of the router is behind: the one that the client sent, if usable, or a random one."""
+    """Return the id for an answer to a request that has got no id from the router: the one that the client sent, if usable, or a random one."""
     if REQUEST_ID_HEADER in headers and REQUEST_ID.fullmatch(sent := headers[REQUEST_ID_HEADER].decode("latin-1")):
         return sent
     return uuid.uuid4().hex

@@ -417,7 +417,7 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
     tenants' limits; empty: the routers in `replicas` and the processes of one command count together, and every other
     router counts by itself."""
 
-    retry_after_ms: PositiveInt = 1000
+    retry_after_ms: Annotated[int, Meta(ge=1, le=2**32 - 1)] = 1000
     """Retry hint of rejections after which a retry may succeed."""
 
     max_attempts: PositiveInt = 3
@@ -562,8 +562,11 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
         try:
             url = urlsplit(self.tenants_redis)
             is_usable = url.scheme in ("redis", "rediss", "unix") and url.port != 0
-        except ValueError as error:
-            raise ValueError("tenants_redis: its port is not a number, or its brackets do not match") from error
+        except ValueError:
+            raise ValueError(
+                "tenants_redis: its port is no number from 1 to 65535, or its brackets do not match; write the characters"
+                " / ? # @ [ ] of a password as %2F, %3F and so on"
+            ) from None  # the cause quotes a piece of the password
         if self.tenants_redis and not is_usable:
             raise ValueError("tenants_redis: must be redis://host[:port][/db], rediss://… or unix:///path")
 

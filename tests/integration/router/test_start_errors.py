@@ -56,15 +56,18 @@ def test_port_in_use_is_named_by_its_setting(folder, taken, field):
 
 
 @pytest.mark.parametrize(
-    ("setting", "known"),
-    [("tool_call_parser", "hermes, qwen3_coder"), ("reasoning_parser", "deepseek_r1, deepseek_v3")],
+    ("setting", "name", "known"),
+    [
+        ("tool_call_parser", "hermess", "hermes, qwen3_coder"),
+        ("reasoning_parser", "qwen33", "deepseek_r1, deepseek_v3"),
+    ],
 )
-def test_unknown_parser_of_a_simulated_worker_is_refused(folder, setting, known):
-    settings = {"worker_id": "w", "model": "tiny", "engine": "simulated", setting: "misspelt"}
+def test_misspelt_parser_of_a_simulated_worker_is_refused(folder, setting, name, known):
+    settings = {"worker_id": "w", "model": "tiny", "engine": "simulated", setting: name}
 
     line = failed_start(folder, settings, part="worker")
 
-    assert f"{setting}: 'misspelt' is none of the parsers that the router has: {known}, " in line
+    assert f"{setting}: {name!r} is none of the parsers that the router has: {known}, " in line
 
 
 @pytest.mark.parametrize("limit", [12, 20])

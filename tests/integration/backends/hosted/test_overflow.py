@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import asynccontextmanager
+from hashlib import sha256
 
 import openai
 import pytest
@@ -154,6 +155,20 @@ async def test_spent_limit_answers_with_the_routers_own_refusal(model_dir, tmp_p
     assert (status.served, status.not_taken) == (1, 1)
     assert status.spent_dollars <= limit
     assert frontends.router.submitted[-1].most_wait is None  # it may wait as long as without overflow
+
+
+async def test_refusal_beside_an_endpoint_shows_the_tenants_limits(model_dir, tmp_path):
+    tenants = {"acme": TenantSettings(api_key_sha256=(sha256(b"sk-own").hexdigest(),), requests_per_minute=7)}
+    async with (
+        an_overflow(model_dir, tmp_path, tenants=tenants, dollars_per_hour=1e-9) as (frontends, server),
+        a_client(frontends) as client,
+    ):
+        frontends.router.refuse = FULL
+        with pytest.raises(openai.RateLimitError) as caught:
+            await client.completions.create(**QUESTION)
+    assert not server.seen
+    assert "spending limit" in caught.value.body["message"]
+    assert caught.value.response.headers["x-ratelimit-limit-requests"] == "7"
 
 
 async def test_concurrent_requests_never_exceed_the_limit(model_dir, tmp_path):

@@ -343,9 +343,12 @@ class WorkerMachine:
             return  # the stream was closed a moment ago
         found: list[KeptAnswer] = []
         num_bytes = 0
-        for wanted in dict.fromkeys(event.wanted.answers):
-            tokens = self._kept.find(wanted.key, wanted.tokens, now)
-            found.append(KeptAnswer(wanted.key, tokens, wanted.tokens))
+        longest: dict[int, int] = {}  # the largest number of wanted tokens, by key
+        for wanted in event.wanted.answers:
+            longest[wanted.key] = max(wanted.tokens, longest.get(wanted.key, 0))
+        for key, most in longest.items():
+            tokens = self._kept.find(key, most, now)
+            found.append(KeptAnswer(key, tokens, most))
             num_bytes += len(tokens)
             if num_bytes >= KEPT_ANSWERS_BYTES:
                 yield Tell(stream=event.stream, message=KeptAnswers(answers=tuple(found)))

@@ -3,9 +3,22 @@
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from fleet.core.work import AnswersWanted, Cancel, KeepTrace, KvEvent, KvEvents, Start, WorkerDescription, WorkerMessage
+from fleet.core.work import (
+    AnswersWanted,
+    Cancel,
+    KeepTrace,
+    KeptAnswers,
+    KvEvent,
+    KvEvents,
+    Start,
+    WorkerDescription,
+    WorkerMessage,
+)
 from workers.messages import AnswersRequested, AttemptRequested, CancelRequested, StreamId
 from workers.ports import Outlet
+
+MAX_WAITING_ANSWERS = 100
+"""Maximum number of messages with kept answers that wait for a router. Each has about 1 MiB, and a worker keeps 64 MiB by default."""
 
 
 class RouterSession:
@@ -58,11 +71,15 @@ class RouterSession:
         """Send a message in order; return False if the queue is full, so that the stream has to be closed."""
         if not (self._introduction or self.waiting or self._outlet.full):
             self._outlet.put(message)
-        elif len(self.waiting) < self._limit:
+        elif len(self.waiting) < self._limit and not (isinstance(message, KeptAnswers) and self._answers_wait()):
             self.waiting.append(message)
         else:
             return False
         return True
+
+    def _answers_wait(self) -> bool:
+        """Return whether so many messages with kept answers wait that one more would take too much memory."""
+        return sum(isinstance(each, KeptAnswers) for each in self.waiting) >= MAX_WAITING_ANSWERS
 
     def offer_changes(self, events: tuple[KvEvent, ...]) -> bool:
         """Send changes of the cache, numbered in the order of this stream."""
@@ -79,6 +96,11 @@ class RouterSession:
             self._ended = True
             self._outlet.end("")
 
+    def drop(self) -> None:
+        """Drop the waiting messages, because the stream ends or has ended."""
+        self._introduction.clear()
+        self.waiting.clear()
+
     def finish(self) -> None:
         """End the stream once the waiting messages are sent."""
         self._finished = True
@@ -86,8 +108,7 @@ class RouterSession:
 
     def cut(self, why: str) -> None:
         """End the stream now and drop the waiting messages."""
-        self._introduction.clear()
-        self.waiting.clear()
+        self.drop()
         self._ended = True
         self._outlet.end(why)
 

@@ -246,6 +246,7 @@ class WorkerServer:
     def close(self, session: RouterSession) -> None:
         """End the session of a router whose stream has ended, and cancel its requests."""
         self._sessions.pop(session.stream, None)
+        session.drop()
         self._absorb(RouterGone(stream=session.stream))
         log.info("router disconnected", extra={"stream": session.stream})
 

@@ -395,7 +395,7 @@ class Admitted(Struct, frozen=True, kw_only=True):
     allowance: RateLimitStatus | None = None
     resume_token: str = ""  # empty unless `GenerateRequest.resumable` is true
     resumes: RequestId = RequestId("")  # id of the request whose answer is continued; empty for a new answer
-    began: int = 0  # Unix time in seconds at which the continued answer began; 0 for a new answer
+    began: int = 0  # Unix time in seconds at which the answer began, at its first router; 0 unless it can be resumed
 
 
 def without_surrogates(text: str) -> str:

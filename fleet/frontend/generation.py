@@ -102,6 +102,7 @@ INLINE_BODY_BYTES = 64 << 10
 # Answers with more tokens and alternatives, each of which takes up to 7 µs, are formatted in a thread.
 INLINE_ENTRIES = 1024
 # Up to this many known tokens of a resumed answer (8 µs each) are replayed on the event loop; more in a thread.
+MAX_REPLAYS = 4  # maximum number of resumed answers that the threads for tokenizers replay at a time; others wait
 INLINE_TOKENS = 256
 RETRY_AFTER_MS = 1000
 DATA_URL = "must be a data URL in base64, as data:image/png;base64,…"
@@ -205,6 +206,8 @@ class Generation:
         """Ids of running requests to external servers whose clients sent an id. The relay keeps them."""
         self._parents: dict[ModelName, ModelName] = {}  # base model of each LoRA adapter, by the adapter's name
         self._threads = threads
+        # After the death of a router, all its streams are resumed at once, and each has to be replayed in a thread.
+        self._replays = asyncio.Semaphore(MAX_REPLAYS)
         self._parsing_plans = ParsingPlans()
         self._image_loader = image_loader  # None: images at URLs are refused
         self._resume_tokens = resume_tokens  # None: streams cannot be resumed
@@ -600,7 +603,8 @@ class Generation:
             if len(resumed.token_ids) <= INLINE_TOKENS:
                 resumed.replay(answer)
             else:
-                await self._threads.run(partial(resumed.replay, answer), len(resumed.token_ids))
+                async with self._replays:
+                    await self._threads.run(partial(resumed.replay, answer), len(resumed.token_ids))
             replayed, ended = len(resumed.token_ids), resumed.end(answer, sampling)
         if request.resumable and self._resume_tokens is not None:
             claims = self._claims(request, _digest(card, tokens, digests), resumed)
@@ -644,7 +648,7 @@ class Generation:
                     allowance=allowance,
                     resume_token="" if claims is None else self._first_token(request, claims, resumed),
                     resumes=RequestId("") if resumed is None else resumed.claims.request_id,
-                    began=0 if resumed is None else resumed.claims.issued,
+                    began=0 if claims is None else claims.issued,
                 )
                 if resumed is not None and resumed.known is not None:
                     yield resumed.known

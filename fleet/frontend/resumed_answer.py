@@ -79,7 +79,7 @@ class ResumedAnswer(Struct, kw_only=True):
         if self.to_skip and (sampling.temperature != 0 or in_engine):
             raise RequestRejected(
                 Reason.WORKER_LOST,
-                f"of the {resume.position} tokens that the client has, this router knows {len(resume.token_ids)}, and only"
+                f"of the {resume.position} tokens that the client has, only {len(resume.token_ids)} are known here, and only"
                 " greedy answers (temperature 0) that no worker parses can be generated again; send the request again",
             )
         if resume.from_start:

@@ -269,6 +269,28 @@ async def test_resumed_answer_lost_before_new_tokens_goes_on(open_generation):
     assert received(again)[1] == tuple(range(100 + held, 120))
 
 
+async def test_resumable_answer_has_one_time_of_its_beginning(open_generation):
+    """Clients see it as `created`, in each part of the answer."""
+    router = FakeRouter(range(100, 120))
+    request = a_request(sampling=Sampling(max_tokens=20), resumable=True, is_kept=True)
+    seen, rest = await resumed_after(open_generation, router, request, 9)
+
+    assert [event.began for event in (*seen, *rest) if isinstance(event, Admitted)] == [1000, 1000]
+
+
+async def test_many_long_answers_are_resumed_at_once(open_generation):
+    """After a router's death, all its streams come back at the same time, and none may be refused for that."""
+    router = FakeRouter(range(100, 100 + INLINE_TOKENS + 100))
+    request = a_request(sampling=Sampling(max_tokens=INLINE_TOKENS + 100), resumable=True)
+    seen = (await events_of(open_generation(router), request))[: INLINE_TOKENS + 50]
+    again = structs.replace(request, resume=resumption(seen))
+    generation = open_generation(router)
+
+    answers = await asyncio.gather(*(events_of(generation, again) for _ in range(100)))
+
+    assert {received(answer)[1][-1] for answer in answers} == {100 + INLINE_TOKENS + 99}
+
+
 async def test_second_resumption_during_a_search_is_served(open_generation):
     """A client's connection may break while the router searches, and the client comes back."""
     router = FakeRouter(range(100, 120))
@@ -438,7 +460,7 @@ async def test_missing_tokens_of_random_answers_are_refused(open_generation, cod
     refused = await refusal_of(generation, structs.replace(request, resume=resumption(seen, known=2)))
 
     assert refused.reason is Reason.WORKER_LOST
-    assert "knows 2" in refused.message
+    assert "only 2 are known here" in refused.message
 
 
 @pytest.mark.parametrize("tokens", [(7,) * 101, (1 << 31,)])

@@ -12,6 +12,7 @@ from fleet.core.requests import Finish
 from fleet.core.roles import KvPath, Phase, Role
 from fleet.core.system_clock import SystemClock
 from fleet.core.work import (
+    AnswersWanted,
     Cancel,
     Draining,
     KvCleared,
@@ -21,6 +22,7 @@ from fleet.core.work import (
     LoadReport,
     Rejected,
     Step,
+    WantedAnswer,
     WorkerDescription,
 )
 from kvstore.block import chain
@@ -31,7 +33,7 @@ from workers.cache_view import CHUNK, CacheView
 from workers.engines.simulated.launch import open_engine
 from workers.machine import LifePhase
 from workers.ports import EngineDied, EngineHung
-from workers.router_session import RouterSession
+from workers.router_session import MAX_WAITING_ANSWERS, RouterSession
 from workers.server import END_SECONDS, WorkerServer
 from workers.settings import SimulatedSettings, WorkerSettings
 from workers.watchdog import WatchdogSettings
@@ -302,6 +304,25 @@ async def test_unread_cache_changes_and_load_cut_the_stream():
             works.session.receive(start)
             await works.end_of(start.request_id)  # each request changes the cache
         assert "fast enough" in await sleeps.ended()
+
+
+async def test_unread_answers_cut_the_stream_before_memory_is_full():
+    """Each message with kept answers may have a MiB, so far fewer of them may wait than other messages."""
+    told = settings(stream_buffer=100_000, load_interval_ms=60_000, heartbeat_ms=60_000)
+    async with a_worker(told) as worker, worker.router("sleeps", full=True) as sleeps:
+        for asked in range(MAX_WAITING_ANSWERS + 1):
+            assert sleeps.end_reason is None, asked
+            sleeps.session.receive(AnswersWanted(answers=(WantedAnswer(asked, 1),)))
+        assert "fast enough" in await sleeps.ended()
+        assert not sleeps.session.waiting
+
+
+async def test_messages_for_a_router_that_has_gone_are_dropped():
+    async with a_worker() as worker:
+        async with worker.router(full=True) as router:
+            router.session.receive(AnswersWanted(answers=(WantedAnswer(1, 1),)))
+            assert router.session.waiting
+        assert not router.session.waiting
 
 
 async def test_router_that_reads_again_gets_everything_in_order():

@@ -487,7 +487,7 @@ class PeerRouters:
         """Wait before the next attempt to connect, but not much longer than until a peer router connects here.
 
         A router that has started, or that goes on after it hung, dials its peers. They dial it soon afterwards, and so it gets their
-        state, with the tokens of streams that its clients resume.
+        state.
         """
         reached = self._reached
         await asyncio.sleep(FIRST_PAUSE_SECONDS)

@@ -20,6 +20,7 @@ from fleet.core.requests import (
     Delta,
     Finish,
     Finished,
+    GenerateRequest,
     Resume,
     Sampling,
     TextPrompt,
@@ -291,29 +292,32 @@ async def test_many_long_answers_are_resumed_at_once(open_generation):
     assert {received(answer)[1][-1] for answer in answers} == {100 + INLINE_TOKENS + 99}
 
 
+async def resumption_of_kept_answer(generation) -> GenerateRequest:
+    """Break a stream whose tokens workers keep, and return the request that resumes it."""
+    request = a_request(sampling=Sampling(max_tokens=20), resumable=True, is_kept=True)
+    seen = (await events_of(generation, request))[:9]
+    resume = Resume(token=received(seen)[2], position=len(received(seen)[1]))
+    return structs.replace(request, resume=resume)
+
+
 async def test_second_resumption_during_a_search_is_served(open_generation):
     """A client's connection may break while the router searches, and the client comes back."""
     router = FakeRouter(range(100, 120))
-    request = a_request(sampling=Sampling(max_tokens=20), resumable=True, is_kept=True)
     generation = open_generation(router)
-    seen = (await events_of(generation, request))[:9]
-    resume = Resume(token=received(seen)[2], position=len(received(seen)[1]))
+    again = await resumption_of_kept_answer(generation)
     router.search_turns = 5
-    again = structs.replace(request, resume=resume)
 
     one, other = await asyncio.gather(events_of(generation, again), events_of(generation, again))
 
-    assert received(one)[1] == received(other)[1] == tuple(range(100 + resume.position, 120))
+    assert received(one)[1] == received(other)[1] == tuple(range(100 + again.resume.position, 120))
 
 
 async def test_client_that_leaves_during_a_search_is_counted(open_generation):
     router = FakeRouter(range(100, 120))
-    request = a_request(sampling=Sampling(max_tokens=20), resumable=True, is_kept=True)
     generation = open_generation(router)
-    seen = (await events_of(generation, request))[:9]
-    resume = Resume(token=received(seen)[2], position=len(received(seen)[1]))
+    again = await resumption_of_kept_answer(generation)
     router.search_turns = 1000
-    task = asyncio.create_task(events_of(generation, structs.replace(request, resume=resume)))
+    task = asyncio.create_task(events_of(generation, again))
     await turns(3)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)

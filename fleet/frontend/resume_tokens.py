@@ -40,7 +40,7 @@ MAX_FREE_RESUMES = 8
 MAX_REMEMBERED_USES = 65_536  # maximum number of remembered streams whose tokens were used; each takes about 150 bytes
 MAX_TOKEN_CHARACTERS = 4096
 _MAC_BYTES = 16
-_PURPOSE = b"fleet resume token 1"
+_PURPOSE = b"fleet resume token 2"
 
 
 class ResumeClaims(Struct, frozen=True, array_like=True):
@@ -86,8 +86,8 @@ class ResumeTokens:
             lifetime_seconds: How long after the first request tokens are accepted.
             unix_seconds: Wall clock, because the clocks of different routers are compared.
         """
-        # A copy of this object computes a MAC in less time than `hmac.digest`, which looks up the algorithm each time.
-        self._keyed = hmac.new(hmac.digest(secret, _PURPOSE, "sha256"), digestmod="sha256")
+        # BLAKE2 with a key is a MAC (RFC 7693). A copy of this object computes one in a sixth of the time of an HMAC.
+        self._keyed = blake2b(digest_size=_MAC_BYTES, key=hmac.digest(secret, _PURPOSE, "sha256"))
         self._lifetime_seconds = lifetime_seconds
         self._unix_seconds = unix_seconds
         self._used: OrderedDict[int, None] = OrderedDict()  # the streams of which a token was used
@@ -144,7 +144,7 @@ class ResumeTokens:
     def _mac(self, content: bytes) -> bytes:
         mac = self._keyed.copy()
         mac.update(content)
-        return mac.digest()[:_MAC_BYTES]
+        return mac.digest()
 
 
 def _encoded(signed: bytes) -> str:

@@ -368,8 +368,10 @@ HINT_HEADER_NAMES = frozenset(HINT_HEADERS) | {LAST_EVENT_ID}
 _DEFAULT_OPTIONS = FleetOptions()
 
 
-def header_hints(headers: Mapping[bytes, bytes], options: FleetOptions | None) -> FleetOptions:
-    """Return the object ``fleet`` of a request, completed by its hint headers.
+def header_hints(
+    headers: Mapping[bytes, bytes], options: FleetOptions | None
+) -> tuple[FleetOptions, dict[str, str]]:
+    """Return the object ``fleet`` of a request, completed by its hint headers, and the names of these headers by field.
 
     To save time, callers first check that one of `HINT_HEADER_NAMES` is among the headers.
 
@@ -381,24 +383,14 @@ def header_hints(headers: Mapping[bytes, bytes], options: FleetOptions | None) -
         RequestRejected: INVALID_ARGUMENT, with the header's name.
     """
     given = options or _DEFAULT_OPTIONS
-    found = {
-        field: _hint_value(name, HINT_HEADERS[name], headers[name])
-        for field, name in _used_headers(headers, given).items()
-    }
-    return structs.replace(given, **found) if found else given
-
-
-def hint_names(headers: Mapping[bytes, bytes], options: FleetOptions | None) -> dict[str, str]:
-    """Return the names of the hint headers that `header_hints` uses, by the fields that they stand for."""
-    return {field: name.decode() for field, name in _used_headers(headers, options or _DEFAULT_OPTIONS).items()}
-
-
-def _used_headers(headers: Mapping[bytes, bytes], given: FleetOptions) -> dict[str, bytes]:
-    used: dict[str, bytes] = {}
+    values: dict[str, object] = {}
+    names: dict[str, str] = {}
     for name, hint in HINT_HEADERS.items():
-        if headers.get(name) and getattr(given, hint.field) == getattr(_DEFAULT_OPTIONS, hint.field):
-            used.setdefault(hint.field, name)
-    return used
+        if name not in headers or not (value := headers[name]) or hint.field in values:
+            continue
+        if getattr(given, hint.field) == getattr(_DEFAULT_OPTIONS, hint.field):
+            values[hint.field], names[hint.field] = _hint_value(name, hint, value), name.decode()
+    return (structs.replace(given, **values) if values else given), names
 
 
 def _hint_value(name: bytes, hint: HintHeader, value: bytes) -> object:

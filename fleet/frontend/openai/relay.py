@@ -385,7 +385,7 @@ class Relay:
                 known = self._tenants.tenant(sent, "")
             body = read_body(request.body, path)
             if not HINT_HEADER_NAMES.isdisjoint(request.head.headers):
-                body.fleet = header_hints(request.head.headers, body.fleet)
+                body.fleet, _ = header_hints(request.head.headers, body.fleet)
             tenant = "" if body.fleet is None else body.fleet.tenant
             if self.takes_keys:
                 tenant = self._tenants.tenant(sent, tenant) if tenant else known

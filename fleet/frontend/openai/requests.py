@@ -76,7 +76,6 @@ from fleet.frontend.openai.bodies import (
     StrictChatBody,
     StrictCompletionBody,
     header_hints,
-    hint_names,
     unsupported,
 )
 from fleet.frontend.openai.resumable_stream import NAMES as RESUME_NAMES
@@ -299,8 +298,8 @@ def _build_request(
     options = body.fleet or _NO_OPTIONS
     seen = None
     if headers is not None:
-        options = header_hints(headers, body.fleet)
-        names = {**names, **RESUME_NAMES, **hint_names(headers, body.fleet)}
+        options, header_names = header_hints(headers, body.fleet)
+        names = {**names, **RESUME_NAMES, **header_names}
         seen = read_last_event_id(headers)
     details = None
     if (

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from msgspec import Struct
 
 from fleet.core.errors import invalid
-from fleet.core.requests import Admitted, Delta, Resume
+from fleet.core.requests import Delta, Resume
 
 LAST_EVENT_ID = b"last-event-id"
 MAX_EVENT_ID_CHARACTERS = 8192
@@ -80,12 +80,15 @@ class EventIds:
         self._position = 0 if seen is None else seen.resume.position
         self._last_events = 0 if seen is None else seen.last_events
 
-    def follow(self, event: Admitted | Delta) -> None:
-        """Count the tokens of the next event, and note a new resume token."""
-        if event.resume_token:
-            self._beginning = b"id: %b." % event.resume_token.encode()
-        if isinstance(event, Delta):
-            self._position += len(event.token_ids)
+    def begin(self, resume_token: str) -> None:
+        """Use this resume token in the ids of the next events."""
+        self._beginning = b"id: %b." % resume_token.encode()
+
+    def follow(self, delta: Delta) -> None:
+        """Count the tokens of the next part of the answer, and use its resume token if it has a new one."""
+        if delta.resume_token:
+            self.begin(delta.resume_token)
+        self._position += len(delta.token_ids)
 
     def numbered(self, event: bytes) -> bytes:
         """Return the event with its id before it."""

@@ -446,7 +446,7 @@ class HttpFrontend(HttpServer):
             async for item in events:
                 match item:
                     case Admitted():
-                        ids.follow(item)
+                        ids.begin(item.resume_token)
                         if item.resumes:
                             parsed = structs.replace(parsed, request=structs.replace(parsed.request, id=item.resumes))
                         date = formatdate(unix_seconds(), usegmt=True)

@@ -253,7 +253,7 @@ def read_score(body: bytes, request_id: RequestId, now: Nanos, headers: Headers 
 
 
 def _shared(body: VectorBody, request_id: RequestId, now: Nanos, headers: Headers | None) -> VectorRequest:
-    options = (body.fleet or _NO_OPTIONS) if headers is None else header_hints(headers, body.fleet)
+    options = (body.fleet or _NO_OPTIONS) if headers is None else header_hints(headers, body.fleet)[0]
     return VectorRequest(
         id=request_id if body.request_id is None else checked_request_id(body.request_id),
         model=ModelName(body.model or ""),

@@ -626,14 +626,13 @@ class Generation:
         complete: Complete | None = None
         last: Delta | None = None
         task = None if parsing is None or card.parsers is None else parsing.task
-        arrived = self._arrived(request, card, tokens, sampling, task, digests)
+        answer_key = claims.stream if request.is_kept and claims is not None else 0
+        arrived = self._arrived(request, card, tokens, sampling, task, digests, answer_key)
         if overflow is not None:
             most_wait = overflow.admitted(request, prompt_tokens, allowance)
             arrived = structs.replace(arrived, most_wait=most_wait)
         if resumed is not None:
             arrived = structs.replace(arrived, answered=resumed.token_ids, fingerprint=resumed.claims.fingerprint)
-        if request.is_kept and claims is not None:
-            arrived = structs.replace(arrived, answer_key=claims.stream)
         stream: AbstractAsyncContextManager[RequestStream | EndedAnswer]
         stream = self._router.submit(arrived) if ended is None else EndedAnswer(request.id, ended)
         async with stream as submitted:
@@ -872,6 +871,7 @@ class Generation:
         sampling: Sampling,
         parsing: ParsingTask | None = None,
         digests: Sequence[bytes] = (),
+        answer_key: int = 0,
     ) -> Arrived:
         salt = tenant_salt(self._tenant_secret, request.tenant)
         if request.cache_salt:
@@ -898,6 +898,7 @@ class Generation:
             keys = {card.block_tokens: image_keys(tokens, card.block_tokens, meant.salt, digests, placeholders)}
         return Arrived(
             request_id=request.id,
+            answer_key=answer_key,
             model=meant.model,
             adapter=meant.adapter,
             tokens=tokens,

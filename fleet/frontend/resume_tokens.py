@@ -4,9 +4,10 @@ Rules:
 
 1. A resume token is self-contained. The routers of a cluster sign it with a key derived from their common secret, and store
    nothing about it. So any router can go on with an answer that another router began.
-2. The token names the request, the tenant, the prompt (by a digest) and the fingerprint of the worker that began the
-   answer. It is not accepted for another tenant, for another prompt, or after its lifetime. It does not contain the
-   tokens of the answer. The client sends them, which is safe, because the client could also write them into a prompt.
+2. The token names the request, the prompt (by a digest) and the fingerprint of the worker that began the answer, and its
+   signature covers the tenant. It is not accepted for another tenant, for another prompt, or after its lifetime. It does
+   not contain the tokens of the answer. The client sends them, which is safe, because the client could also write them
+   into a prompt.
 3. A resumption is free, because the first router has charged the tenant for the request and its prompt. But only
    `MAX_FREE_RESUMES` resumptions of one request are free. And only the first resumption with a token of the same stream
    is free at each router; the rest of an answer after a failed attempt counts as another stream. All others are charged
@@ -17,12 +18,14 @@ Rules:
 """
 
 import hmac
+import re
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from binascii import Error as Base64Error
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import lru_cache
 from hashlib import blake2b, sha256
+from typing import Any
 
 import msgspec
 from msgspec import Struct
@@ -40,10 +43,12 @@ MAX_FREE_RESUMES = 8
 MAX_REMEMBERED_USES = 65_536  # maximum number of remembered streams whose tokens were used; each takes about 150 bytes
 MAX_TOKEN_CHARACTERS = 4096
 _MAC_BYTES = 16
+_HEXADECIMAL = re.compile(r"[0-9a-f]*")
+_encode = msgspec.msgpack.Encoder().encode
 _PURPOSE = b"fleet resume token 2"
 
 
-class ResumeClaims(Struct, frozen=True, array_like=True):
+class ResumeClaims(Struct, frozen=True):
     """Content of a resume token: the facts that the router signs."""
 
     request_id: RequestId  # id of the original request, which began the answer
@@ -65,9 +70,20 @@ class ResumeClaims(Struct, frozen=True, array_like=True):
         return RequestId(f"{self.request_id[:120]}.r{self.resumes + 1}")
 
 
+class _SignedContent(Struct, frozen=True, array_like=True):
+    """The claims as a token contains them, in few bytes, because each server-sent event repeats the token. The tenant is only signed."""
+
+    request_id: Any  # a text, or bytes whose hexadecimal form is the id
+    issued: int
+    resumes: int
+    prompt: bytes
+    stream: int
+    fingerprint: Any  # a text, or bytes whose hexadecimal form is the fingerprint
+
+
 def prompt_digest(model: ModelName, tokens: TokenBytes) -> bytes:
-    """Return the 16-byte digest of a model's name and a prompt."""
-    return blake2b(tokens, digest_size=16, key=_digest_key(model)).digest()
+    """Return the 12-byte digest of a model's name and a prompt."""
+    return blake2b(tokens, digest_size=12, key=_digest_key(model)).digest()
 
 
 @lru_cache(maxsize=256)  # one entry for each served model
@@ -98,8 +114,17 @@ class ResumeTokens:
 
     def issue(self, claims: ResumeClaims) -> str:
         """Return a signed token with these claims."""
-        content = msgspec.msgpack.encode(claims)
-        return _encoded(content + self._mac(content))
+        content = _encode(
+            _SignedContent(
+                _packed(claims.request_id),
+                claims.issued,
+                claims.resumes,
+                claims.prompt,
+                claims.stream,
+                _packed(claims.fingerprint),
+            )
+        )
+        return _encoded(content + self._mac(content, claims.tenant))
 
     def read(self, token: str, tenant: str) -> ResumeClaims:
         """Check the signature, tenant and age of a token, and return its content.
@@ -116,20 +141,28 @@ class ResumeTokens:
         content, mac = signed[:-_MAC_BYTES], signed[-_MAC_BYTES:]
         # Only the exact text that `issue` returns is accepted, because base64 can express the same bytes by several
         # texts.
-        if not hmac.compare_digest(mac, self._mac(content)) or _encoded(signed) != token:
+        if not hmac.compare_digest(mac, self._mac(content, tenant)) or _encoded(signed) != token:
             raise _unknown()
         try:
-            claims = msgspec.msgpack.decode(content, type=ResumeClaims)
+            found = msgspec.msgpack.decode(content, type=_SignedContent)
         except msgspec.DecodeError:
             raise _unknown() from None
-        if claims.tenant != tenant or not 0 <= claims.stream < 1 << 64:
+        if not 0 <= found.stream < 1 << 64:
             raise _unknown()
-        if self.now() - claims.issued > self._lifetime_seconds:
+        if self.now() - found.issued > self._lifetime_seconds:
             raise invalid(
                 FIELD,
                 f"has expired, {self._lifetime_seconds} s after the request began; send the request again without it",
             )
-        return claims
+        return ResumeClaims(
+            request_id=RequestId(_unpacked(found.request_id)),
+            tenant=tenant,
+            issued=found.issued,
+            resumes=found.resumes,
+            prompt=found.prompt,
+            stream=found.stream,
+            fingerprint=_unpacked(found.fingerprint),
+        )
 
     def is_free(self, claims: ResumeClaims) -> bool:
         """Return whether a request with a valid token of this content is free of charge (rule 3)."""
@@ -141,10 +174,21 @@ class ResumeTokens:
         if len(self._used) > MAX_REMEMBERED_USES:
             self._used.popitem(last=False)
 
-    def _mac(self, content: bytes) -> bytes:
+    def _mac(self, content: bytes, tenant: str) -> bytes:
         mac = self._keyed.copy()
-        mac.update(content)
+        mac.update(content + tenant.encode())  # the content states its own length
         return mac.digest()
+
+
+def _packed(name: str) -> str | bytes:
+    """Return a name in as few bytes as possible: half of them if it is hexadecimal, as random ids and fingerprints are."""
+    if len(name) == 32 and (value := _HEXADECIMAL.fullmatch(name)):
+        return bytes.fromhex(value[0])
+    return name
+
+
+def _unpacked(name: str | bytes) -> str:
+    return name if isinstance(name, str) else name.hex()
 
 
 def _encoded(signed: bytes) -> str:

@@ -368,9 +368,7 @@ HINT_HEADER_NAMES = frozenset(HINT_HEADERS) | {LAST_EVENT_ID}
 _DEFAULT_OPTIONS = FleetOptions()
 
 
-def header_hints(
-    headers: Mapping[bytes, bytes], options: FleetOptions | None
-) -> tuple[FleetOptions, dict[str, str]]:
+def header_hints(headers: Mapping[bytes, bytes], options: FleetOptions | None) -> tuple[FleetOptions, dict[str, str]]:
     """Return the object ``fleet`` of a request, completed by its hint headers, and the names of these headers by field.
 
     To save time, callers first check that one of `HINT_HEADER_NAMES` is among the headers.

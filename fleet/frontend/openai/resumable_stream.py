@@ -84,11 +84,15 @@ class EventIds:
         """Use this resume token in the ids of the next events."""
         self._beginning = b"id: %b." % resume_token.encode()
 
-    def follow(self, delta: Delta) -> None:
-        """Count the tokens of the next part of the answer, and use its resume token if it has a new one."""
+    def follow(self, delta: Delta, event: bytes) -> bytes:
+        """Count the tokens of the next part of the answer, and return its event with an id; empty if it has no event.
+
+        If the part has a new resume token, the ids contain it from now on.
+        """
         if delta.resume_token:
             self.begin(delta.resume_token)
         self._position += len(delta.token_ids)
+        return b"%b%d\n%b" % (self._beginning, self._position, event) if event else event
 
     def numbered(self, event: bytes) -> bytes:
         """Return the event with its id before it."""

@@ -464,10 +464,9 @@ class HttpFrontend(HttpServer):
                         if rest:
                             exchange.send(ids.numbered(rest), content_type=EVENT_STREAM, headers=headers)
                             rest = b""
-                        ids.follow(item)
                         has_tokens = True
-                        if chunk := formatter.chunk(item):
-                            exchange.send(ids.numbered(chunk), content_type=EVENT_STREAM, headers=headers)
+                        if event := ids.follow(item, formatter.chunk(item)):
+                            exchange.send(event, content_type=EVENT_STREAM, headers=headers)
                             await exchange.drained()
                     case Finished():
                         assert formatter is not None

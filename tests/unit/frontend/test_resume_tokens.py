@@ -104,3 +104,14 @@ def test_resumed_request_has_an_id_of_its_own():
     assert CLAIMS.next_id == "mine.r1"
     long = structs.replace(CLAIMS, request_id=RequestId("x" * 128), resumes=11)
     assert long.next_id == "x" * 120 + ".r12"
+
+
+@given(st.text("0aF", min_size=31, max_size=33), st.text("0aF", min_size=31, max_size=33))
+def test_names_that_look_hexadecimal_are_read_unchanged(request_id, fingerprint):
+    claims = structs.replace(CLAIMS, request_id=RequestId(request_id), fingerprint=fingerprint)
+    assert a_router().read(a_router().issue(claims), "acme") == claims
+
+
+def test_token_with_usual_names_is_short_enough_for_each_event():
+    usual = structs.replace(CLAIMS, request_id=RequestId("0a" * 16), fingerprint="1f" * 16, stream=2**64 - 1)
+    assert len(a_router().issue(structs.replace(usual, issued=2**32 - 1))) <= 110

@@ -35,7 +35,7 @@ class Number(StrEnum):
 
 SCALES = {Number.BF16: 1.0, Number.FP8: 1.0, Number.FP4: 1.125, Number.INT4: 1.0625}
 """Factor by which the scales of quantised weights increase their bytes. FP4 (NVFP4) has an 8-bit scale for 16 numbers;
-INT4 (group size 32) has 16 bits for 32 pairs of numbers."""
+INT4 is counted with a 16-bit scale for 64 numbers (32 bytes)."""
 
 
 class GpuLink(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -59,7 +59,7 @@ class GpuPrice(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Gpu(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Describes one type of accelerator, in the node that it usually has."""
+    """Describes one type of accelerator, and the node (server) in which it usually comes."""
 
     id: str  # short name, as it is used in settings
     name: str

@@ -61,7 +61,8 @@ ONE_CONTEXT = 0.8
 not fit into their KV cache, and their real capacity differs slightly from the computed one."""
 
 LARGEST_REPLICA = 64
-"""Maximum number of GPUs per replica in the search for the smallest sharding that holds a model, for a message."""
+"""Maximum number of GPUs per replica that are tried if no sharding on the available GPUs holds the model. The result
+tells the user how many GPUs would be enough."""
 
 
 class SizingGoal(StrEnum):
@@ -324,7 +325,7 @@ def _disaggregated(sharding: _SizedSharding, demand: Demand) -> Sizing | None:
         decode = _replicas(demand.clients, running)
         here = max(1.0, demand.clients / decode)
         prefill = _replicas(rate := _highest_client_rate(sharding, demand.clients, here), prompts)
-        # With fewer prefill engines, clients would wait longer for first tokens, and so send fewer requests.
+        # Only the decode engines limit the number of clients: if prompts wait for prefill, clients send fewer requests.
         most = decode * running
     else:
         limit = decode_rate(sharding.engine, sharding.request, running)

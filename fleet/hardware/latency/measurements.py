@@ -114,7 +114,8 @@ def accuracy(
 class AccuracyCell(Struct, frozen=True, order=True):
     """Names a set of measurements whose errors are reported together.
 
-    The set has one phase, and one system, engine and model, or all of them (`ALL`).
+    All measurements of the set have the same phase. They also have the same system, engine and model, except where the
+    field is `ALL`.
     """
 
     system: str

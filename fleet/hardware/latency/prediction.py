@@ -1,6 +1,7 @@
 """Prediction: computes the TTFT and TPOT that a benchmark would measure for a model, GPUs, an engine and a load.
 
-A `Measurement` names these. Its measured latencies are not used.
+The caller states the model, the GPUs, the engine and the load as a `Measurement`, whose measured latencies are not
+used.
 """
 
 from collections.abc import Mapping

@@ -32,11 +32,11 @@ UNSPENT = 0.5
 """If at most this share of the allowed late requests were late, the budget counts as unspent."""
 
 FEWEST_LATE = 2.0
-"""With fewer late requests than this, no goal counts as missed."""
+"""With fewer late requests than this, no goal counts as missed: at low traffic, a single late request is chance."""
 
 
 class _Latencies(Struct, frozen=True):
-    """Counts the measured and the late requests of one window; each field is a pair, for TTFT and for TPOT."""
+    """Holds the numbers of measured (`counts`) and late requests of one window, each as a pair for TTFT and TPOT."""
 
     ended: int
     counts: tuple[float, float]

@@ -1,6 +1,7 @@
 """Ports of the planner: defines the connector to the orchestrator, which starts and ends replicas, and the rehearsal.
 
-`fleet.planner.connectors` and `operators.plan_connector` implement the connector, and `fleet.app.rehearsal` the rehearsal.
+`fleet.planner.connectors` and `operators.plan_connector` implement the connector, and `fleet.app.rehearsal` the
+rehearsal.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,8 +18,8 @@ CALL_SECONDS = 10.0
 class PlanConnector(Protocol):
     """Port to an orchestrator: reads the state of the pools, and writes plans.
 
-    Each connector writes in the name of one kind of writer (`fleet.planner.messages.PlanWriter`): the planner or a person.
-    Each call ends within `CALL_SECONDS`.
+    Each connector writes in the name of one kind of writer (`fleet.planner.messages.PlanWriter`): the planner or a
+    person. Each call ends within `CALL_SECONDS`.
     """
 
     async def observe(self) -> Observation:

@@ -18,7 +18,8 @@ class PlannerRuleSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Time between two decisions."""
 
     cool_down_seconds: PositiveSeconds = 300.0
-    """Time after a growth during which nothing shrinks, and time for which a lower load must last; as in Kubernetes' HPA."""
+    """Time after a growth during which nothing shrinks, and time for which a lower load must last before pools shrink;
+    as in Kubernetes' HPA."""
 
     deadband: Annotated[float, Meta(ge=0, le=1)] = 0.1
     """Pools shrink only if the smaller pools can still serve the highest recent rate plus this share of it."""
@@ -34,7 +35,8 @@ class PlannerRuleSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Number of standard errors of the forecast that are added to the forecast rate."""
 
     season_seconds: Annotated[float, Meta(ge=0, le=1e7)] = 86400.0
-    """Length of a season of the forecast; 0: the load has none."""
+    """Time after which the load repeats itself, such as a day, for the forecast method `seasonal`; 0: the load has no
+    seasons."""
 
     step_seconds: PositiveSeconds = 15.0
     """Time between two samples of the forecast."""

@@ -31,7 +31,8 @@ from fleet.planner.sizing.prices import MILLION, SECONDS_PER_HOUR
 from fleet.planner.sizing.solver import Candidate, solve
 
 LONG_PROMPT = 1000
-"""Number of tokens of a prompt whose transfer time is computed; the time of one token follows from it."""
+"""Transfer times are computed for a prompt of one token and for a prompt of this number of tokens. The difference gives
+the time for each further token."""
 
 
 class PricedGpu(Struct, frozen=True, kw_only=True):

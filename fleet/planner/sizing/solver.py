@@ -233,7 +233,7 @@ def fewest(candidate: Candidate, rate: float, rates: Rates) -> int:
 def _alone(candidate: Candidate, rate: float, rates: Rates) -> float:
     """Return the rate per replica if the pool has enough replicas to serve the whole rate alone.
 
-    If its bounds allow fewer replicas, their number counts.
+    If the bounds of the pool allow fewer replicas than that, return the rate per replica at the maximum number.
     """
     if candidate.most == 0:
         return 0.0

@@ -8,6 +8,7 @@ Rules:
        book W: N requests, B blocks, T prefill tokens       (and `book W: nothing` if all was released)
        send ATTEMPT to W: PHASE, N tokens, at most M [, of which N from P by PATH]
        cancel ATTEMPT on W
+       start over R                                         (the tokens that the client got are void; the answer begins again)
        complete R: FINISH, N cached
        refuse R: REASON
        drift W: yes | no

@@ -88,9 +88,9 @@ class _SageServe:
     def _used(self, pool: PlannedPool) -> float:
         """Return a pool's use of memory, on which `_stepped` decides.
 
-        For a decode pool, it is the used share of KV memory. For a prefill pool, it is the time to compute the
+        For a decode pool, the use is the used share of KV memory. For a prefill pool, it is the time to compute the
         prompts that wait on one replica, divided by the TTFT goal. For a pool with the role `both`, it is the larger
-        one.
+        one of these two values.
         """
         workers = self._load.workers(pool.name)
         if not workers:

@@ -59,8 +59,8 @@ CONFIGS = {
     "Qwen3.5-397B": ("qwen3.5-397b", "Qwen--Qwen3.5-397B-A17B"),
     "gpt-oss-120b": ("gpt-oss-120b", "openai--gpt-oss-120b"),
 }
-"""Maps a part of the model path in a measurement to the name of the model in Fleet and the name of its config file in
-the wheel."""
+"""Maps a part of the model path in a measurement to two names: the model's name in Fleet, and the name of the model's
+config file in the wheel."""
 
 NUMBERS = {"fp8": Number.FP8, "fp8_block": Number.FP8, "nvfp4": Number.FP4, "int4_wo": Number.INT4, "": Number.BF16}
 
@@ -71,8 +71,8 @@ class Sample(Struct, frozen=True, kw_only=True):
     """Holds the measurements and the model sizes that were read from the wheel."""
 
     rows: int
-    measurements: tuple[Measurement, ...]  # distinct and complete measurements
-    models: dict[str, ModelSizes]  # sizes by model, with bf16 as precision; each measurement states its real precision
+    measurements: tuple[Measurement, ...]  # without duplicates and without incomplete measurements
+    models: dict[str, ModelSizes]  # sizes by model; their precision is bf16, the real one is in each measurement
     # Number of distinct measurements that were left out, mostly because they do not state the numbers of workers.
     left_out: int
 

@@ -82,7 +82,10 @@ class Gpu(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return self.memory_gib * GIB
 
     def computes_in(self, stored: Number) -> Number:
-        """Return the data type in which this GPU multiplies stored numbers: the same type, a wider one, or bf16."""
+        """Return the data type in which this GPU multiplies numbers that are stored in the type `stored`.
+
+        A GPU that cannot multiply in this type converts the numbers to bf16, or on AMD's GPUs from fp4 to fp8.
+        """
         if stored in self.flops:
             return stored
         return Number.FP8 if stored is Number.FP4 and Number.FP8 in self.flops and self.maker == "amd" else Number.BF16

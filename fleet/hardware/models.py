@@ -105,7 +105,7 @@ class ModelSizes(Struct, frozen=True, kw_only=True):
 
     @property
     def weights_bytes(self) -> float:
-        """Bytes of all weights; embeddings stay in bf16."""
+        """Bytes of all weights; embeddings count as bf16, because quantised checkpoints keep them in it."""
         return (
             2.0 * self.embedding_parameters
             + self.dense_parameters * stored_bytes(self.precision.weights)
@@ -309,7 +309,7 @@ def _shared_parameters(fields: _Fields, hidden: int, expert_width: int, experts:
 
 
 def _precision(fields: _Fields, config: Mapping[str, Any]) -> Precision:
-    """Return the data types of the checkpoint's weights, and the one that engines use for its KV cache by default."""
+    """Return the data types of the checkpoint's weights, with bf16 for the KV cache, which is the default of engines."""
     quantization = fields.get("quantization_config") or config.get("quantization_config")
     if quantization is None:
         return Precision()

@@ -225,7 +225,10 @@ class _SizedSharding:
 
     @cached_property
     def aggregated(self) -> float:
-        """Maximum number of running requests with which an aggregated engine keeps the goals; 0 if even one misses them."""
+        """Maximum number of running requests with which an aggregated engine keeps the goals.
+
+        The number is 0 if even a lone request misses a goal.
+        """
 
         def kept(running: float) -> bool:
             return (
@@ -247,7 +250,10 @@ class _SizedSharding:
 
     @cached_property
     def decode_running(self) -> float:
-        """Maximum number of running requests with which a decode engine keeps the TPOT goal; 0 if even one misses it."""
+        """Maximum number of running requests with which a decode engine keeps the TPOT goal.
+
+        The number is 0 if even a lone request misses the goal.
+        """
 
         def kept(running: float) -> bool:
             return (
@@ -263,7 +269,10 @@ class _SizedSharding:
 
     @cached_property
     def prefill_rate(self) -> float:
-        """Maximum number of prompts per second with which a prefill engine keeps the TTFT goal; 0 if even one prompt misses it."""
+        """Maximum number of prompts per second with which a prefill engine keeps the TTFT goal.
+
+        The number is 0 if even a lone prompt misses the goal.
+        """
         most = HEADROOM * highest_prefill_rate(self.engine, self.request)
         return highest(lambda rate: self.prefill_ttft(rate) <= self.goals.ttft, 0.0, most)
 

@@ -92,7 +92,7 @@ class RuleRunner(Protocol):
 async def decide_in_thread(rule: ScalingRule, now: Nanos, demand: DemandWindow, seen: Observation) -> PlanDecision:
     """Ask a rule for a decision in a thread, because the rule may compute for a tenth of a second or more.
 
-    The caller must not begin another call before this one has ended.
+    The caller must not begin another call before this one has ended, because rules are not thread-safe.
     """
     return await asyncio.to_thread(rule.decide, now, demand, seen)
 

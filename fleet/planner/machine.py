@@ -5,9 +5,9 @@ Pure: it does no I/O, and gets the present instant as an argument. If the settin
 
 Rules, in the order in which `PlannerMachine.decide` applies them:
 
-1. **Doubts.** If demand is stale, a number is missing or impossible, the clock goes back, or a pool is not reported,
-   the requested numbers stay as they are, and a condition names the field or the source. Such a window is not added to
-   the history.
+1. **Doubts.** The planner distrusts its input if demand is stale, a number is missing or impossible, the clock goes
+   back, or a pool is not reported. Then the requested numbers stay as they are, and a condition names the field or the
+   source. The demand window of this round is not added to the history.
 2. **Demand.** The arrival rate and the mean lengths of prompts and answers are levels
    (`fleet.planner.forecasting.level`): means over all windows since the last change that chance does not explain.
    Bursts raise the dispersion of arrivals, and a higher dispersion needs more free capacity. The rate is 0 when no

@@ -68,10 +68,10 @@ class PoolObservation(Struct, frozen=True, kw_only=True):
     """Number of replicas that finish their requests and still hold their GPUs."""
 
     plan: PlanId = PlanId("")
-    """Id of the plan that wrote the number, or an empty text if no plan wrote it."""
+    """Id of the plan that wrote the requested number, or an empty text if no plan wrote it."""
 
     before: int | None = None
-    """Number that was requested before that plan, or None if it is unknown."""
+    """Number of replicas that was requested before the plan `plan`, or None if it is unknown."""
 
     version: str = ""
     """Version of the requested number, which changes each time that somebody writes the number."""

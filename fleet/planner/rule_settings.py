@@ -28,8 +28,8 @@ class PlannerRuleSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """When pools grow, they are sized for the expected rate plus this share of it."""
 
     forecast: ForecastMethod = "chosen"
-    """Method of the forecast. `chosen`: the method with the smallest error in a back-test. `level`: there is no
-    forecast."""
+    """Method of the forecast. `last`, `mean`, `trend` and `seasonal`: always this method. `chosen`: the one of these
+    methods that had the smallest error in a back-test. `level`: there is no forecast, only the present rate counts."""
 
     caution: Annotated[float, Meta(ge=0, le=5)] = 0.25
     """Number of standard errors of the forecast that are added to the forecast rate."""

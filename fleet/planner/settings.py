@@ -247,7 +247,7 @@ class LinearEngineSettings(
     """Coefficients of the engine's step times."""
 
     speedup: Annotated[float, Meta(gt=0)] = 1.0
-    """Divides every latency."""
+    """Factor by which the engine is faster than `latency` states; every latency is divided by it."""
 
     max_running: Positive = 16
     """Maximum number of requests in one batch of a replica."""
@@ -367,10 +367,10 @@ class PlannerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     machine."""
 
     control_credentials: Credentials = Credentials()
-    """Proofs that callers of a control port over TCP must give."""
+    """Credentials that callers have to prove if the control port listens on TCP."""
 
     metrics_listen: str = ""
-    """host:port of /metrics; empty: there is none."""
+    """Address at which the page /metrics is served, as host:port; empty: the page is not served."""
 
     metrics_access: MetricsAccess = MetricsAccess()
     """Access to the metrics of `metrics_listen`."""

@@ -96,7 +96,7 @@ class GroupFactors(Struct, frozen=True, kw_only=True):
 
 
 class OperatorEfficiency(Struct, frozen=True, kw_only=True):
-    """Holds the efficiency of single matrix products on a GPU in one data type, as shares of its data sheet."""
+    """Holds the efficiency of single matrix products on a GPU in one data type, as shares of the data sheet's speeds."""
 
     gpu: str
     number: Number
@@ -235,8 +235,8 @@ def compose(
 def scaled(efficiency: Efficiency, placement: ShardedModel, known: Coefficients) -> Efficiency:
     """Scale an efficiency that was measured on other GPUs to the GPU of a sharded model (rule 3).
 
-    The efficiencies of attention and of reading KV are scaled only if GPUs of the same maker were measured, because the
-    kernels for attention are the same on all GPUs of one maker.
+    The efficiencies of attention and of reading KV are scaled only if GPUs of the same maker were measured. The reason
+    is that all GPUs of one maker have the same kernels for attention.
     """
     gpu, precision = placement.gpu.id, placement.model.precision
     groups = known.groups()

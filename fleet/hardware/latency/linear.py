@@ -50,7 +50,8 @@ class EngineLatency(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def seconds(self, prefill_tokens: float, prefill_pairs: float, decodes: float, decode_context: float) -> float:
         """Return the duration of a step in seconds.
 
-        `fleet.batching.attempts.StepTimes` explains the arguments.
+        The arguments are sums over the step: prompt tokens to compute, pairs of such a token and a token before it,
+        decoding sequences, and tokens in the contexts of these sequences.
         """
         milliseconds = 0.0
         if prefill_tokens:

@@ -24,7 +24,7 @@ ALL = "all"
 """Name that stands for all systems, all engines or all models."""
 
 HELD_OUT_OF = 5
-"""One of this number of curves is held out of the fit."""
+"""One out of this number of curves is held out of the fit, on average."""
 
 
 class MeasuredPhase(StrEnum):

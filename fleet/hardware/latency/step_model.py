@@ -169,7 +169,7 @@ def work(placement: ShardedModel) -> StepWork:
 
 
 def _context_seconds(placement: ShardedModel) -> float:
-    """Return the seconds for which a decoding sequence attends to one token of its context.
+    """Return the seconds that a decoding sequence needs to attend to one token of its context.
 
     With MLA, the time of multiplying is added to that of reading, because all heads multiply with the same vector.
     """

@@ -230,13 +230,13 @@ class _SharedEngine:
 
     @cached_property
     def _prefilled_alone(self) -> tuple[float, float]:
-        """TTFT in seconds of a lone request in a prefill engine, and the seconds that a long prompt adds."""
+        """TTFT in seconds of a lone request in a prefill engine, and what a prompt length at the percentile adds to it."""
         alone = prefill_ttft(self._engine, self._shape, self._occupancy, 0.0)
         return alone, prefill_ttft(self._engine, self._long, self._occupancy, 0.0) - alone
 
     @cached_property
     def _answered_alone(self) -> tuple[float, float]:
-        """TTFT in seconds of a lone request in an aggregated engine, and the seconds that a long prompt adds."""
+        """TTFT in seconds of a lone request in an aggregated engine, and what a prompt length at the percentile adds."""
         alone = aggregated_ttft(self._engine, self._shape, self._occupancy, 0.0)
         return alone, aggregated_ttft(self._engine, self._long, self._occupancy, 0.0) - alone
 

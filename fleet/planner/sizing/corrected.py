@@ -5,9 +5,9 @@ Rules:
 1. If the measured latency is `f` times the predicted one, the predicted latency has to be below the goal divided by
    `f`. `f` is limited to the range from `LEAST_FACTOR` to `MOST_FACTOR`. The lower limit is near 1, because an engine
    that is faster than predicted at low load may not be faster at high load.
-2. If goals are missed when a phase uses a certain share of its predicted capacity, the planner then uses only a little
-   less than this share, but at least `LEAST_SHARE`. The usable share slowly grows back to 1, with the time constant
-   `FADING_SECONDS`.
+2. Goals may be missed although a phase uses only a certain share of its predicted capacity. From then on, the planner
+   uses a little less than this share, but at least `LEAST_SHARE`. The usable share slowly grows back to 1, with the
+   time constant `FADING_SECONDS`.
 3. A goal is out of reach if even a lone request misses it in every pool. Pools are then sized for `RELAXED` times the
    best possible value.
 """

@@ -105,7 +105,7 @@ class ElasticPools:
         return self._pools[name].history[-1]
 
     def lacks_room(self, name: str) -> bool:
-        """Return True if a pool wants more replicas than it has, so that some of them wait for free GPUs."""
+        """Return True if a pool has fewer replicas than it wants, because the missing ones wait for free GPUs."""
         pool = self._pools[name]
         return len(pool.starting) + len(pool.up) < pool.wanted
 

@@ -80,8 +80,8 @@ class PoolObservation(Struct, frozen=True, kw_only=True):
     """Why a planner must not change the number, or an empty text if it may."""
 
     why: PoolGapReason | None = None
-    """Why the pool does not have the requested replicas, or that the orchestrator has not read the number yet. None if
-    neither is the case."""
+    """Why the pool does not have the requested replicas, or `NOT_TAKEN_UP` if the orchestrator has not read the requested
+    number yet. None if neither is the case."""
 
     message: str = ""
     """Details for a person."""
@@ -98,7 +98,7 @@ class PoolObservation(Struct, frozen=True, kw_only=True):
 
     @property
     def unfinished(self) -> bool:
-        """True if a plan wrote the number, and the pool is not settled yet."""
+        """True if a plan wrote the requested number, and the pool is not settled yet."""
         return bool(self.plan) and not self.settled
 
     @property

@@ -12,7 +12,7 @@ core busy."""
 
 
 class PlannerRuleSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of the planner's rule."""
+    """Settings of the rule by which Fleet's planner sizes pools (`fleet.planner.machine`)."""
 
     interval_seconds: IntervalSeconds = 5.0
     """Time between two decisions."""

@@ -214,7 +214,8 @@ class EtcdElectionSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Time after which another planner leads if the leader was killed."""
 
     credentials: Credentials = Credentials()
-    """Credentials for etcd."""
+    """TLS: `authority` signs etcd's certificate; `certificate` and `key` are the planner's. If none of them is set, TLS
+    is off."""
 
     def __post_init__(self) -> None:
         _check_addresses("endpoints", self.endpoints)
@@ -290,7 +291,7 @@ class GpuEngineSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class LoadRuleSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="load"):
-    """Settings of the simple rule: it gives each replica a number of requests, as KEDA does, without engine models."""
+    """Settings of the simple rule, which sizes pools by their numbers of requests, as KEDA does, without engine models."""
 
     requests_per_replica: Annotated[float, Meta(gt=0, le=1e6)]
     """Running and waiting requests that one replica should have."""

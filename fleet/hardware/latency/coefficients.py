@@ -79,7 +79,7 @@ LEVELS: dict[str, Callable[[CoefficientSubject], str]] = {
 
 
 class EstimateBasis(StrEnum):
-    """Says how near the measurements are from which an estimate was made."""
+    """Says how similar the measured cases are to the case that was estimated from them."""
 
     MODEL = "model"  # measurements of this model, at other lengths, concurrencies or shardings
     GPU = "gpu"  # measurements of other models on this GPU and engine

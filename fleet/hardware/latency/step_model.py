@@ -85,7 +85,7 @@ class StepModel(Struct, frozen=True, kw_only=True):
     most_attended: float
 
     def seconds(self, prefill_tokens: float, prefill_pairs: float, decodes: float, decode_context: float) -> float:
-        """Return the duration of a step, which must not be empty.
+        """Return the duration in seconds of a step that computes at least one token.
 
         Args:
             prefill_tokens: Tokens of all prompt chunks in the step, for one attention group.

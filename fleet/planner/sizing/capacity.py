@@ -230,13 +230,19 @@ class _SharedEngine:
 
     @cached_property
     def _prefilled_alone(self) -> tuple[float, float]:
-        """TTFT in seconds of a lone request in a prefill engine, and what a prompt length at the percentile adds to it."""
+        """TTFT in seconds of a lone request in a prefill engine, and the seconds that a long prompt adds.
+
+        The long prompt has the length at the percentile of all prompt lengths.
+        """
         alone = prefill_ttft(self._engine, self._shape, self._occupancy, 0.0)
         return alone, prefill_ttft(self._engine, self._long, self._occupancy, 0.0) - alone
 
     @cached_property
     def _answered_alone(self) -> tuple[float, float]:
-        """TTFT in seconds of a lone request in an aggregated engine, and what a prompt length at the percentile adds."""
+        """TTFT in seconds of a lone request in an aggregated engine, and the seconds that a long prompt adds.
+
+        The long prompt has the length at the percentile of all prompt lengths.
+        """
         alone = aggregated_ttft(self._engine, self._shape, self._occupancy, 0.0)
         return alone, aggregated_ttft(self._engine, self._long, self._occupancy, 0.0) - alone
 

@@ -46,7 +46,7 @@ SERIES = f"fleet_demand_.+|fleet_worker_({'|'.join(WORKERS)})"
 
 
 class InstantValue(Struct, frozen=True, kw_only=True):
-    """Holds one series in an answer of Prometheus."""
+    """Holds one series in an answer of Prometheus: its labels and one value."""
 
     metric: dict[str, str]
     value: tuple[float, str]

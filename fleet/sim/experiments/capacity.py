@@ -42,7 +42,7 @@ class CapacityPoint(Struct, frozen=True, kw_only=True):
 class Capacity(Struct, frozen=True, kw_only=True):
     """The capacity that the search has found, and the runs of the search. `fleet sim capacity --json` prints it."""
 
-    rate: float  # requests per second
+    rate: float  # the capacity in requests per second
     rate_per_gpu: float
     users: int
     attainment: float  # attainment at the found rate

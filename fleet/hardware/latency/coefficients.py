@@ -4,9 +4,9 @@
 the measurements, and the errors on measurements that were held out of the fit. Rules:
 
 1. A coefficient is a start value, multiplied by one factor for each group to which the estimated case belongs
-   (`CoefficientSubject`). Wide groups contain all measurements of an engine; the narrowest contain one model on one GPU
-   and engine (`LEVELS`). A group without measurements has the factor 1. So an estimate always exists, and uses the
-   nearest measurements.
+   (`CoefficientSubject`). The widest group contains all measurements; narrow groups contain one model on one GPU and
+   engine (`LEVELS`). A group without measurements has the factor 1. So an estimate always exists, and uses the nearest
+   measurements.
 2. The `EstimateBasis` says how near these measurements are. Each basis has its own error, which was measured by leaving
    curves, whole models or whole GPUs out of the fit.
 3. For a GPU without measurements of engines, the shares of compute and bandwidth are scaled. The factor is the

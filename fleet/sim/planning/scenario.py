@@ -15,7 +15,7 @@ Number = float | int | str
 
 
 class ReplayPoolSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Limits of one pool, and the durations of its starts and drains. Its first size is `gpus` of the pool's section."""
+    """Limits of one pool, and the durations of its starts and drains. The pool's own section states its first size."""
 
     least: Replicas = 1
     most: Replicas = 64

@@ -309,7 +309,7 @@ def _shared_parameters(fields: _Fields, hidden: int, expert_width: int, experts:
 
 
 def _precision(fields: _Fields, config: Mapping[str, Any]) -> Precision:
-    """Return the data types of the checkpoint's weights, with bf16 for the KV cache, which is the default of engines."""
+    """Return the data types of the checkpoint's weights, with bf16 for the KV cache, as engines use by default."""
     quantization = fields.get("quantization_config") or config.get("quantization_config")
     if quantization is None:
         return Precision()

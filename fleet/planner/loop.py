@@ -200,8 +200,8 @@ class PlannerLoop:
         self._waiting_for = ""
         self._overflow = {"requests": 0.0, "dollars": 0.0}
         self.errors: dict[str, float] = {}
-        """Running means of the relative errors of the predicted latencies, by name: `ttft` and `tpot`. A name is missing
-        until the prediction of a rehearsal was compared with a measured latency."""
+        """Running means of the relative errors of the predicted latencies, by name: `ttft` and `tpot`. A name is
+        missing until the prediction of a rehearsal was compared with a measured latency."""
 
         self.rule_failures = 0
         """Number of rounds in which the scaling rule raised an error."""

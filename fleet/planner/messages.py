@@ -80,8 +80,8 @@ class PoolObservation(Struct, frozen=True, kw_only=True):
     """Why a planner must not change the number, or an empty text if it may."""
 
     why: PoolGapReason | None = None
-    """Why the pool does not have the requested replicas, or `NOT_TAKEN_UP` if the orchestrator has not read the requested
-    number yet. None if neither is the case."""
+    """Why the pool does not have the requested replicas, or `NOT_TAKEN_UP` if the orchestrator has not read the
+    requested number yet. None if neither is the case."""
 
     message: str = ""
     """Details for a person."""

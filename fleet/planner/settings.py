@@ -121,8 +121,8 @@ class MetricsDemandSettings(
     """Pages with metrics, such as http://router:8000/metrics."""
 
     key_file: str = ""
-    """File with a key that may read the pages (`metrics_access` of the routers); empty: no key is sent. The file is read
-    before each query."""
+    """File with a key that may read the pages (`metrics_access` of the routers); empty: no key is sent. The file is
+    read before each query."""
 
     insecure: bool = False
     """Allow sending the key over http, without encryption, to other hosts. Set this only for networks to which nobody
@@ -166,8 +166,8 @@ class PrometheusDemandSettings(
     """File with a bearer token; empty: no token is sent. The file is read before each query."""
 
     insecure: bool = False
-    """Allow sending the token over http, without encryption, to another host. Set this only for networks to which nobody
-    else has access."""
+    """Allow sending the token over http, without encryption, to another host. Set this only for networks to which
+    nobody else has access."""
 
     authority: str = ""
     """Certificates (PEM) that verify the server over https; empty: those of the system."""
@@ -291,7 +291,7 @@ class GpuEngineSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class LoadRuleSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="load"):
-    """Settings of the simple rule, which sizes pools by their numbers of requests, as KEDA does, without engine models."""
+    """Settings of the simple rule, which sizes pools by numbers of requests, as KEDA does, without engine models."""
 
     requests_per_replica: Annotated[float, Meta(gt=0, le=1e6)]
     """Running and waiting requests that one replica should have."""

@@ -12,8 +12,8 @@ Rules:
    blocks remain for the other steps of the run, the run ends after the step that is under way.
 4. When an answer ends, its full blocks get names, if the job states their names.
 5. Progress is reported when an answer begins a new block, because routers count blocks. To save events, at least about
-   `REPORT_TOKENS` tokens lie between two reports. The method `progress` returns the tokens that are not reported yet; it
-   can be called at any time.
+   `REPORT_TOKENS` tokens lie between two reports. The method `progress` returns the tokens that are not reported yet;
+   it can be called at any time.
 """
 
 from collections.abc import Callable, Sequence

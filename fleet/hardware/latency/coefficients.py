@@ -96,7 +96,7 @@ class GroupFactors(Struct, frozen=True, kw_only=True):
 
 
 class OperatorEfficiency(Struct, frozen=True, kw_only=True):
-    """Holds the efficiency of single matrix products on a GPU in one data type, as shares of the data sheet's speeds."""
+    """Holds the efficiency of single matrix products on a GPU in one data type, as shares of data-sheet speeds."""
 
     gpu: str
     number: Number

@@ -2,8 +2,8 @@
 
 The kernel releases the lock when the process of its holder ends, also if the process was killed.
 
-If somebody deletes the folder and creates it again, the path leads to a new file, which another candidate could lock. So
-a candidate then closes its old file, which ends its leadership, and tries to lock the new file.
+If somebody deletes the folder and creates it again, the path leads to a new file, which another candidate could lock.
+So a candidate then closes its old file, which ends its leadership, and tries to lock the new file.
 """
 
 import asyncio
@@ -59,7 +59,7 @@ class FileElection:
             self._file = None
 
     def _is_in_place(self, file: int) -> bool:
-        """Return whether the open file is still the file at the path. If not, another candidate may lock the new file."""
+        """Return whether the open file is still at the path. If not, another candidate may lock the new file there."""
         try:
             there = self._path.stat()
         except OSError:

@@ -107,7 +107,7 @@ class DemandHistory:
 
     @property
     def recent_rate(self) -> float:
-        """Arrivals per second in the last `RECENT_SECONDS` if they clearly exceed the level, or else the level (`rate`).
+        """Arrivals per second in the last `RECENT_SECONDS` if clearly above the level (`rate`), or else the level.
 
         The level alone is not enough: it changes only after a large difference, so it follows a slow rise too late.
         """
@@ -138,7 +138,7 @@ class DemandHistory:
 
     @property
     def quiet(self) -> bool:
-        """Return whether no request has arrived for the cool-down time and for `QUIET_GAPS` mean gaps between requests."""
+        """Return whether no request has arrived for the cool-down, and for `QUIET_GAPS` mean gaps between requests."""
         gap = self._seconds / self._arrivals if self._arrivals else 0.0
         return self._since_arrival >= max(self._settings.cool_down_seconds, QUIET_GAPS * gap)
 

@@ -72,7 +72,7 @@ class CorrectedCapacity:
             yield "tpot"
 
     def out_of_reach(self, load: OfferedLoad) -> Iterator[PlanCondition]:
-        """Yield a condition for each goal that no pool can keep; the condition names the best value that is possible."""
+        """Yield a condition for each goal that no pool can keep; the condition names the best possible value."""
         best = self._best(load)
         for field, reachable in (("ttft_seconds", best[0]), ("tpot_seconds", best[1])):
             goal: float = getattr(self._goals, field)

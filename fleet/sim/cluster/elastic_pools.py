@@ -212,7 +212,7 @@ def _counts(state: PoolState) -> tuple[int, ...]:
 def _cache_values(workers: Sequence[SimulatedWorker], among: Sequence[SimulatedWorker]) -> dict[WorkerId, float]:
     """Return the value of the cache of each worker in `among`, in seconds.
 
-    The value is the time that it takes to compute again the blocks that only this worker caches, among all in `workers`.
+    The value is the time that it takes to compute again the blocks that no other worker in `workers` caches.
     """
     copies = Counter(name for worker in workers for name in worker.engine.names())
     values = {}

@@ -59,8 +59,8 @@ class DrawnWorkload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     burst_seconds: Positive = 10.0
     burst_every_seconds: Positive = 60.0
     burst_factor: Annotated[float, Meta(gt=1, le=1000)] = 5.0
-    """For `bursts`: length of a burst, time between the starts of two bursts, and the rate in a burst divided by the rate
-    outside of bursts."""
+    """For `bursts`: length of a burst, time between the starts of two bursts, and the rate in a burst divided by the
+    rate outside of bursts."""
 
     phases: tuple[LoadPhase, ...] = ()
     """For `phases`: the phases in order. The workload ends with the last phase, or after `requests` requests."""

@@ -1,4 +1,4 @@
-"""Fleet: runs Fleet's production planner as a scaling rule. The planner knows the step times of the simulated engines."""
+"""Fleet: runs Fleet's production planner as a scaling rule; the planner knows the simulated engines' step times."""
 
 from fleet.core.clock import SECOND
 from fleet.hardware.latency.closed_loop import BenchmarkClient
@@ -20,7 +20,7 @@ class FleetRule(PlannerRuleSettings, frozen=True, kw_only=True, forbid_unknown_f
 
 
 def pool_engine(profile: PoolProfile) -> PoolEngine:
-    """Return the step times, limits and KV transfer times of a pool's replicas as the production planner expects them."""
+    """Return step times, limits and KV transfer times of a pool's replicas as the production planner expects them."""
     assert isinstance(profile.times, StepModel), "pools of scenarios have step models"
     limits = profile.limits
     return PoolEngine(

@@ -46,8 +46,8 @@ class StaticPeakRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Parameters of the rule that gives each pool a fixed size for the peak of the load."""
 
     use: float = HEADROOM
-    """Share of the throughput that is used at the peak. If a replay with this share misses the goals in any five minutes,
-    smaller shares are tried."""
+    """Share of the throughput that is used at the peak. If a replay with this share misses the goals in any five
+    minutes, smaller shares are tried."""
 
     def __post_init__(self) -> None:
         if not 0 < self.use <= 1:

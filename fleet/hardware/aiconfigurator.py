@@ -5,12 +5,14 @@
 The file `systems/silicon_sample.csv` in the wheel has 5,221 rows from several collections of measurements. Some
 collections contradict others. This module corrects the rows in this way:
 
-1. In two collections ("2026-04-06" and "db-dump"), the numbers of tensor-parallel ranks and expert-parallel ranks were
-   multiplied with each other. The collection "2026-03-25" has the same measurements with the true numbers. So in rows
-   of the two collections with expert parallelism, the product is divided to get the true number.
-2. In these two collections, rows of vLLM with plain expert parallelism are marked as data-parallel attention, so the
-   batch size in these rows is too small.
-3. The concurrency is taken from the source column, or from the batch column if the source column does not contain it.
+1. In two collections ("2026-04-06" and "db-dump"), the stated number of ranks is the product of the true number and
+   the number of expert-parallel ranks. The collection "2026-03-25" has the same measurements with the true numbers. So
+   in rows of the two collections with expert parallelism, this module divides the product by the number of
+   expert-parallel ranks.
+2. In these two collections, rows of vLLM with plain expert parallelism are wrongly marked as data-parallel attention,
+   so the batch size in these rows is too small. This module reads such rows as tensor-parallel attention.
+3. The concurrency is taken from the column `silicon_data_source`, or computed from the batch size if that column does
+   not contain it.
 4. DeepSeek-R1 and DeepSeek-V3 count as one model, and so do checkpoints of one model in different precisions.
 5. Disaggregated rows that do not state the numbers of workers cannot be predicted. They are counted and left out.
 6. Speculative decoding is not recorded, although some rows of DeepSeek-R1 must have used it. This contributes to the
@@ -57,8 +59,8 @@ CONFIGS = {
     "Qwen3.5-397B": ("qwen3.5-397b", "Qwen--Qwen3.5-397B-A17B"),
     "gpt-oss-120b": ("gpt-oss-120b", "openai--gpt-oss-120b"),
 }
-"""Maps a part of the model path in a measurement to the name of the model in Fleet and the name of its config file in
-the wheel."""
+"""Maps a part of the model path in a measurement to two names: the model's name in Fleet, and the name of the model's
+config file in the wheel."""
 
 NUMBERS = {"fp8": Number.FP8, "fp8_block": Number.FP8, "nvfp4": Number.FP4, "int4_wo": Number.INT4, "": Number.BF16}
 
@@ -69,8 +71,8 @@ class Sample(Struct, frozen=True, kw_only=True):
     """Holds the measurements and the model sizes that were read from the wheel."""
 
     rows: int
-    measurements: tuple[Measurement, ...]  # distinct and complete measurements
-    models: dict[str, ModelSizes]  # sizes by model, with bf16 as precision; each measurement states its real precision
+    measurements: tuple[Measurement, ...]  # without duplicates and without incomplete measurements
+    models: dict[str, ModelSizes]  # sizes by model; their precision is bf16, the real one is in each measurement
     # Number of distinct measurements that were left out, mostly because they do not state the numbers of workers.
     left_out: int
 

@@ -35,7 +35,7 @@ class Number(StrEnum):
 
 SCALES = {Number.BF16: 1.0, Number.FP8: 1.0, Number.FP4: 1.125, Number.INT4: 1.0625}
 """Factor by which the scales of quantised weights increase their bytes. FP4 (NVFP4) has an 8-bit scale for 16 numbers;
-INT4 (group size 32) has 16 bits for 32 pairs of numbers."""
+INT4 is counted with a 16-bit scale for 64 numbers (32 bytes)."""
 
 
 class GpuLink(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -59,7 +59,7 @@ class GpuPrice(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Gpu(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Describes one type of accelerator, in the node that it usually has."""
+    """Describes one type of accelerator, and the node (server) in which it usually comes."""
 
     id: str  # short name, as it is used in settings
     name: str
@@ -82,7 +82,10 @@ class Gpu(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return self.memory_gib * GIB
 
     def computes_in(self, stored: Number) -> Number:
-        """Return the data type in which this GPU multiplies stored numbers: the same type, a wider one, or bf16."""
+        """Return the data type in which this GPU multiplies numbers that are stored in the type `stored`.
+
+        A GPU that cannot multiply in this type converts the numbers to bf16, or on AMD's GPUs from fp4 to fp8.
+        """
         if stored in self.flops:
             return stored
         return Number.FP8 if stored is Number.FP4 and Number.FP8 in self.flops and self.maker == "amd" else Number.BF16

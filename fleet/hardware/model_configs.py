@@ -37,7 +37,7 @@ def _object(file: Path) -> Mapping[str, Any]:
         content = msgspec.json.decode(file.read_bytes())
     except OSError as error:
         raise ConfigurationRefused(f"{file}: {error.strerror}") from error
-    except (msgspec.DecodeError, RecursionError) as error:  # RecursionError: thousands of nested brackets
+    except (msgspec.DecodeError, RecursionError) as error:  # RecursionError: the file nests thousands of brackets
         raise ConfigurationRefused(f"{file}: is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise ConfigurationRefused(f"{file}: must be a JSON object")

@@ -4,9 +4,9 @@ Rules:
 
 1. This module counts parameters, cached values and operations of a whole model. The modules `sharding` and
    `latency.step_model` compute bytes and times on GPUs. A multiply-add counts as two operations.
-2. There are three kinds of attention: grouped heads (GQA, MHA), one latent vector per token (MLA), and linear attention, which keeps
-   a state of fixed size. The layers of a model may differ: some may attend only to a window of tokens, and some may be
-   linear.
+2. There are three kinds of attention: grouped heads (GQA, MHA), one latent vector per token (MLA), and linear
+   attention, which keeps a state of fixed size. The layers of a model may differ: some may attend only to a window of
+   tokens, and some may be linear.
 3. MLA caches one latent vector and one rotary key per token for all heads, and every rank of a tensor-parallel group
    holds a copy. As in engines, decoding multiplies with the latent vectors, while prefill first computes the keys and
    values of all heads from them.
@@ -99,13 +99,13 @@ class ModelSizes(Struct, frozen=True, kw_only=True):
 
     @property
     def active_parameters(self) -> int:
-        """Number of parameters with which one token is multiplied, including the embeddings of the output only."""
+        """Number of parameters with which one token is multiplied: with the output embedding, without the input one."""
         routed = self.moe_layers * self.experts_per_token * self.expert_parameters
         return self.hidden * self.vocabulary + self.dense_parameters + routed
 
     @property
     def weights_bytes(self) -> float:
-        """Bytes of all weights; embeddings stay in bf16."""
+        """Bytes of all weights; embeddings count as bf16, because quantised checkpoints keep them in it."""
         return (
             2.0 * self.embedding_parameters
             + self.dense_parameters * stored_bytes(self.precision.weights)
@@ -114,7 +114,10 @@ class ModelSizes(Struct, frozen=True, kw_only=True):
 
     @property
     def kv_numbers_per_token(self) -> int:
-        """Number of values that each token adds to the KV cache, when the windows of window layers are full."""
+        """Number of values that each token adds to the KV cache.
+
+        Window layers count as 0, because a full window does not grow.
+        """
         if self.attention is Attention.LATENT:
             return self.full_layers * self.latent_dim
         return self.full_layers * self.kv_heads * (self.key_dim + self.value_dim)
@@ -306,7 +309,7 @@ def _shared_parameters(fields: _Fields, hidden: int, expert_width: int, experts:
 
 
 def _precision(fields: _Fields, config: Mapping[str, Any]) -> Precision:
-    """Return the data types of the checkpoint's weights, and the one that engines use for its KV cache by default."""
+    """Return the data types of the checkpoint's weights, with bf16 for the KV cache, as engines use by default."""
     quantization = fields.get("quantization_config") or config.get("quantization_config")
     if quantization is None:
         return Precision()

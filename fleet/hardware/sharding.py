@@ -30,7 +30,8 @@ RESERVE_BYTES = 3.5 * GIB
 """Bytes on each GPU for activations, CUDA graphs and the runtime, as in aiconfigurator 0.12 (field `other_mem`)."""
 
 MOST_TRIED = 64
-"""Maximum number of GPUs per replica that an error message tries, to propose a sharding that holds the model."""
+"""Maximum number of GPUs per replica in the search for a sharding that holds the model, which an error message then
+proposes."""
 
 
 class ShardingDegrees(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

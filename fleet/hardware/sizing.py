@@ -61,7 +61,8 @@ ONE_CONTEXT = 0.8
 not fit into their KV cache, and their real capacity differs slightly from the computed one."""
 
 LARGEST_REPLICA = 64
-"""Maximum number of GPUs per replica in the search for the smallest sharding that holds a model, for a message."""
+"""Maximum number of GPUs per replica that are tried if no sharding on the available GPUs holds the model. The result
+tells the user how many GPUs would be enough."""
 
 
 class SizingGoal(StrEnum):
@@ -224,7 +225,10 @@ class _SizedSharding:
 
     @cached_property
     def aggregated(self) -> float:
-        """Maximum number of running requests with which an aggregated engine keeps the goals; 0 if even one misses them."""
+        """Maximum number of running requests with which an aggregated engine keeps the goals.
+
+        The number is 0 if even a lone request misses a goal.
+        """
 
         def kept(running: float) -> bool:
             return (
@@ -246,7 +250,10 @@ class _SizedSharding:
 
     @cached_property
     def decode_running(self) -> float:
-        """Maximum number of running requests with which a decode engine keeps the TPOT goal; 0 if even one misses it."""
+        """Maximum number of running requests with which a decode engine keeps the TPOT goal.
+
+        The number is 0 if even a lone request misses the goal.
+        """
 
         def kept(running: float) -> bool:
             return (
@@ -262,7 +269,10 @@ class _SizedSharding:
 
     @cached_property
     def prefill_rate(self) -> float:
-        """Maximum number of prompts per second with which a prefill engine keeps the TTFT goal; 0 if even one prompt misses it."""
+        """Maximum number of prompts per second with which a prefill engine keeps the TTFT goal.
+
+        The number is 0 if even a lone prompt misses the goal.
+        """
         most = HEADROOM * highest_prefill_rate(self.engine, self.request)
         return highest(lambda rate: self.prefill_ttft(rate) <= self.goals.ttft, 0.0, most)
 
@@ -324,7 +334,7 @@ def _disaggregated(sharding: _SizedSharding, demand: Demand) -> Sizing | None:
         decode = _replicas(demand.clients, running)
         here = max(1.0, demand.clients / decode)
         prefill = _replicas(rate := _highest_client_rate(sharding, demand.clients, here), prompts)
-        # With fewer prefill engines, clients would wait longer for first tokens, and so send fewer requests.
+        # Only the decode engines limit the number of clients: if prompts wait for prefill, clients send fewer requests.
         most = decode * running
     else:
         limit = decode_rate(sharding.engine, sharding.request, running)

@@ -68,10 +68,11 @@ class PlannedPool(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Price of one GPU, or of one replica without a GPU."""
 
     start_seconds: Seconds = 120.0
-    """Time from asking for a replica until it serves; the observed time replaces it."""
+    """Time from the request for a replica until it serves. As soon as a start was observed, the observed time is used
+    instead."""
 
     drain_seconds: Seconds = 60.0
-    """Time from telling a replica to end until it has ended."""
+    """Time from the order to end a replica until it has drained and ended."""
 
     @property
     def replica_gpus(self) -> int:
@@ -91,13 +92,13 @@ class PlanBudget(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Maximum number of GPUs."""
 
     dollars_per_hour: Annotated[float, Meta(ge=0)] | None = None
-    """Maximum price of all replicas together."""
+    """Maximum price of all replicas together, in dollars per hour."""
 
     least_ratio: Annotated[float, Meta(ge=0)] | None = None
-    """Fewest prefill replicas for one decode replica."""
+    """Minimum number of prefill replicas for each decode replica; it may be a fraction."""
 
     most_ratio: Annotated[float, Meta(ge=0)] | None = None
-    """Most prefill replicas for one decode replica."""
+    """Maximum number of prefill replicas for each decode replica; it may be a fraction."""
 
 
 class PlanConditionType(StrEnum):

@@ -3,8 +3,8 @@
 Rules:
 
 1. The need of a pool, in replicas, is its number of running and waiting requests, divided by `requests_per_replica` and
-   rounded up. Requests that wait in routers count for the pools that generate answers (roles `decode` and `both`), and
-   also for prefill pools if there are any.
+   rounded up. Requests that wait in routers are divided evenly among the pools that generate answers (roles `decode`
+   and `both`). They are divided among the prefill pools as well, because each request needs both phases.
 2. A pool grows at once. It shrinks only to its highest need during the last cool-down, so that a short pause of the
    load changes nothing.
 3. Bounds of pools, the GPU budget and the price limit always hold. If the budget is too small for all needs, pools get

@@ -64,7 +64,8 @@ EXTRA_SECONDS = 30.0
 drain."""
 
 STARTING_SECONDS = 30.0
-"""Seconds after the start of the planner in which no condition reports an orchestrator that has not answered yet."""
+"""Seconds after the start of the planner in which an orchestrator that does not answer is not reported as a condition,
+because it may still be starting too."""
 
 OBSERVE_SECONDS = 2 * CALL_SECONDS
 """Time limit in seconds for an observation. A connector has a shorter time limit of its own; this limit is for a
@@ -91,7 +92,7 @@ class RuleRunner(Protocol):
 async def decide_in_thread(rule: ScalingRule, now: Nanos, demand: DemandWindow, seen: Observation) -> PlanDecision:
     """Ask a rule for a decision in a thread, because the rule may compute for a tenth of a second or more.
 
-    The caller must not begin another call before this one has ended.
+    The caller must not begin another call before this one has ended, because rules are not thread-safe.
     """
     return await asyncio.to_thread(rule.decide, now, demand, seen)
 
@@ -199,8 +200,8 @@ class PlannerLoop:
         self._waiting_for = ""
         self._overflow = {"requests": 0.0, "dollars": 0.0}
         self.errors: dict[str, float] = {}
-        """Running means of the relative errors of the predicted latencies, by name: `ttft` and `tpot`. A latency is
-        missing until a plan was scored for it."""
+        """Running means of the relative errors of the predicted latencies, by name: `ttft` and `tpot`. A name is
+        missing until the prediction of a rehearsal was compared with a measured latency."""
 
         self.rule_failures = 0
         """Number of rounds in which the scaling rule raised an error."""

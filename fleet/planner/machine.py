@@ -5,9 +5,9 @@ Pure: it does no I/O, and gets the present instant as an argument. If the settin
 
 Rules, in the order in which `PlannerMachine.decide` applies them:
 
-1. **Doubts.** If demand is stale, a number is missing or impossible, the clock goes back, or a pool is not reported,
-   the requested numbers stay as they are, and a condition names the field or the source. Such a window is not added to
-   the history.
+1. **Doubts.** The planner distrusts its input if demand is stale, a number is missing or impossible, the clock goes
+   back, or a pool is not reported. Then the requested numbers stay as they are, and a condition names the field or the
+   source. The demand window of this round is not added to the history.
 2. **Demand.** The arrival rate and the mean lengths of prompts and answers are levels
    (`fleet.planner.forecasting.level`): means over all windows since the last change that chance does not explain.
    Bursts raise the dispersion of arrivals, and a higher dispersion needs more free capacity. The rate is 0 when no
@@ -20,15 +20,15 @@ Rules, in the order in which `PlannerMachine.decide` applies them:
    count as existing, so no plan requests them twice. Only a higher need supersedes a plan that is under way. As long as
    the rate exceeds the capacity by less than `TOLERATED` and hardly any request is late, growth waits.
 5. **Latency.** If more requests are late than the goals allow (`fleet.planner.forecasting.attainment`), although the
-   capacity model says that the replicas suffice, one replica is added to the phase that causes it. This happens only if
-   no change is under way, and at most once in a start-up time (at least a minute). For some hours after that, the
-   planner uses a smaller share of the phase's predicted capacity than was used when the goals were missed. Measured
-   latencies correct the predictions; if their error grows, the condition `ModelDrift` reports it.
-6. **Shrinking** is allowed only if the smaller pools can still serve the highest rate of the last cool-down, plus the
-   deadband. Shrinking also waits in these cases: a change is under way, the last growth is less than a cool-down ago,
-   lengths have changed in the last `LENGTHS_SECONDS`, or more requests are late than the goals allow. Unless the load
-   has ended, one step removes at most half of a pool, because the caches of removed replicas are lost. If one phase
-   grows because lengths have changed, the other one shrinks in the same plan.
+   capacity model says that the replicas suffice, one replica is added to the phase that causes the delay. This happens
+   only if no change is under way, and at most once in a start-up time (at least a minute). For some hours after that,
+   the planner uses a smaller share of the phase's predicted capacity than was used when the goals were missed. Measured
+   latencies correct the predictions; if the error of the predictions grows, the condition `ModelDrift` reports it.
+6. **Shrinking** is allowed only if the smaller pools can still serve the highest rate of the last cool-down, increased
+   by the share `deadband`. Shrinking also waits in these cases: a change is under way, the last growth is less than a
+   cool-down ago, lengths have changed in the last `LENGTHS_SECONDS`, or more requests are late than the goals allow.
+   Unless the load has ended, one step removes at most half of a pool, because the caches of removed replicas are lost.
+   If one phase grows because lengths have changed, the other phase shrinks in the same plan.
 7. **Cheaper mix.** Another mix of pools is used only if it saves at least the share `mix_saving` of the cost. Its new
    replicas start before old ones end.
 8. **Limits** (minimum and maximum numbers of replicas, budgets, ratio) are kept at every instant, and also count
@@ -40,7 +40,8 @@ Rules, in the order in which `PlannerMachine.decide` applies them:
 10. **Goals out of reach.** If no pool can reach a goal, the planner sizes pools for nearly the best latency that can be
     reached, and reports a condition. It then does not shrink pools unless the load ends.
 
-`fleet.planner.loop` carries the decisions out. On Kubernetes, `operators.controller.reconcile` (rule 5) chooses which pods end.
+`fleet.planner.loop` carries the decisions out. On Kubernetes, `operators.controller.reconcile` (rule 5) chooses which
+pods end.
 """
 
 from collections import deque
@@ -568,7 +569,8 @@ class _PlanningView(Struct, frozen=True, kw_only=True):
 
     forecast: float
     rate: float
-    """Requests per second for which the pools are sized: the larger one of `level` and `forecast`."""
+    """Requests per second for which the pools are sized: the larger one of `level` and `forecast`, or 0 if the load has
+    ended."""
 
     highest: float
     """Highest `rate` during the last cool-down."""

@@ -68,10 +68,10 @@ class PoolObservation(Struct, frozen=True, kw_only=True):
     """Number of replicas that finish their requests and still hold their GPUs."""
 
     plan: PlanId = PlanId("")
-    """Id of the plan that wrote the number, or an empty text if no plan wrote it."""
+    """Id of the plan that wrote the requested number, or an empty text if no plan wrote it."""
 
     before: int | None = None
-    """Number that was requested before that plan, or None if it is unknown."""
+    """Number of replicas that was requested before the plan `plan`, or None if it is unknown."""
 
     version: str = ""
     """Version of the requested number, which changes each time that somebody writes the number."""
@@ -80,8 +80,8 @@ class PoolObservation(Struct, frozen=True, kw_only=True):
     """Why a planner must not change the number, or an empty text if it may."""
 
     why: PoolGapReason | None = None
-    """Why the pool does not have the requested replicas, or that the orchestrator has not read the number yet. None if
-    neither is the case."""
+    """Why the pool does not have the requested replicas, or `NOT_TAKEN_UP` if the orchestrator has not read the
+    requested number yet. None if neither is the case."""
 
     message: str = ""
     """Details for a person."""
@@ -98,15 +98,16 @@ class PoolObservation(Struct, frozen=True, kw_only=True):
 
     @property
     def unfinished(self) -> bool:
-        """True if a plan wrote the number, and the pool is not settled yet."""
+        """True if a plan wrote the requested number, and the pool is not settled yet."""
         return bool(self.plan) and not self.settled
 
     @property
     def fallback(self) -> int:
         """The number of replicas to which a later plan is rolled back.
 
-        It is the requested number, without replicas that the last plan has added and that do not serve. If the last
-        plan is unfinished, the later plan supersedes it; if it has ended, there may be no room for these replicas.
+        It is the requested number, without replicas that the last plan has added and that do not serve. A rollback must
+        not keep such replicas: if the last plan is unfinished, the later plan has superseded it, and if the last plan
+        has ended, there may be no room for them.
         """
         if self.before is None or not self.plan or not self.pending:
             return self.wanted

@@ -1,6 +1,7 @@
 """Ports of the planner: defines the connector to the orchestrator, which starts and ends replicas, and the rehearsal.
 
-`fleet.planner.connectors` and `operators.plan_connector` implement the connector, and `fleet.app.rehearsal` the rehearsal.
+`fleet.planner.connectors` and `operators.plan_connector` implement the connector, and `fleet.app.rehearsal` the
+rehearsal.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,8 +18,8 @@ CALL_SECONDS = 10.0
 class PlanConnector(Protocol):
     """Port to an orchestrator: reads the state of the pools, and writes plans.
 
-    Each connector writes in the name of one kind of writer (`fleet.planner.messages.PlanWriter`): the planner or a person.
-    Each call ends within `CALL_SECONDS`.
+    Each connector writes in the name of one kind of writer (`fleet.planner.messages.PlanWriter`): the planner or a
+    person. Each call ends within `CALL_SECONDS`.
     """
 
     async def observe(self) -> Observation:
@@ -35,12 +36,13 @@ class PlanConnector(Protocol):
         """Write a plan that was made from the observation `seen`, without waiting for its replicas.
 
         All pools are checked before the first one is written. Pools that shrink are written first. So even if only a
-        part of the plan was written, the sum of all requested replicas is at most the larger one of two sums: that
-        before the plan, and that of the whole plan. A second call with the same plan writes the rest.
+        part of the plan was written, the sum of all requested replicas is at most the larger one of two sums: the sum
+        before the plan, and the sum of the whole plan. A second call with the same plan writes the rest.
 
         Raises:
             PlanConflict: Somebody has written a number after the observation, so the caller has to observe and plan
-                again. Usually nothing is written; if it happened during the call, a part of the plan is written.
+                again. Nothing is written, except if the number was written during this call: then a part of the plan
+                may be written.
             PlanRefused: A pool does not exist, is pinned, or must not be changed. Nothing or a part of the plan is
                 written.
             ConnectorUnreachable: The orchestrator does not answer; a part of the plan may be written.

@@ -7,7 +7,7 @@ Rules:
 1. A record is written when its plan begins, when the plan ends, and when the plan was scored, each time as a new line
    with the same id. The last line with an id is the valid one.
 2. The file is rotated at `MOST_BYTES`; one older file remains, with the suffix `.1`. If the file cannot be written, a
-   warning is logged once, and plans are carried out without it.
+   warning is logged once, and plans are still carried out.
 3. Several planners may append to one file, each record by one write.
 """
 
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 MOST_BYTES = 8 << 20
 KEPT_RECORDS = 200
-# With O_NONBLOCK, opening a pipe without a reader fails, and does not block.
+# The path may lead to a named pipe. With O_NONBLOCK, opening a pipe without a reader fails instead of blocking.
 APPENDING = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
 
 
@@ -45,7 +45,7 @@ class PlanState(StrEnum):
     ROLLED_BACK = "rolled_back"
     UNSETTLED = "unsettled"  # the plan was unfinished at its deadline, and there was nothing to roll back
     SUPERSEDED = "superseded"
-    HELD_BACK = "held_back"  # by the rehearsal, the plan misses a goal that the present pools keep
+    HELD_BACK = "held_back"  # the rehearsal predicts that the plan misses a goal that the present pools keep
     CONFLICT = "conflict"  # another writer changed a pool at the same time
     REFUSED = "refused"
     FAILED = "failed"  # the orchestrator did not answer

@@ -12,13 +12,14 @@ core busy."""
 
 
 class PlannerRuleSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of the planner's rule."""
+    """Settings of the rule by which Fleet's planner sizes pools (`fleet.planner.machine`)."""
 
     interval_seconds: IntervalSeconds = 5.0
     """Time between two decisions."""
 
     cool_down_seconds: PositiveSeconds = 300.0
-    """Time after a growth during which nothing shrinks, and time for which a lower load must last; as in Kubernetes' HPA."""
+    """Time after a growth during which nothing shrinks, and time for which a lower load must last before pools shrink;
+    as in Kubernetes' HPA."""
 
     deadband: Annotated[float, Meta(ge=0, le=1)] = 0.1
     """Pools shrink only if the smaller pools can still serve the highest recent rate plus this share of it."""
@@ -27,14 +28,15 @@ class PlannerRuleSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """When pools grow, they are sized for the expected rate plus this share of it."""
 
     forecast: ForecastMethod = "chosen"
-    """Method of the forecast. `chosen`: the method with the smallest error in a back-test. `level`: there is no
-    forecast."""
+    """Method of the forecast. `last`, `mean`, `trend` and `seasonal`: always this method. `chosen`: the one of these
+    methods that had the smallest error in a back-test. `level`: there is no forecast, only the present rate counts."""
 
     caution: Annotated[float, Meta(ge=0, le=5)] = 0.25
     """Number of standard errors of the forecast that are added to the forecast rate."""
 
     season_seconds: Annotated[float, Meta(ge=0, le=1e7)] = 86400.0
-    """Length of a season of the forecast; 0: the load has none."""
+    """Time after which the load repeats itself, such as a day, for the forecast method `seasonal`; 0: the load has no
+    seasons."""
 
     step_seconds: PositiveSeconds = 15.0
     """Time between two samples of the forecast."""

@@ -95,7 +95,7 @@ async def _patiently(
     told = ""
     while True:
         try:
-            async with asyncio.timeout(2 * CALL_SECONDS):  # if the connector exceeds its own time limit
+            async with asyncio.timeout(2 * CALL_SECONDS):  # for a connector that exceeds its own time limit
                 return await call()
         except (ConnectorUnreachable, TimeoutError) as error:
             said = str(error) or f"no answer within {2 * CALL_SECONDS:g} s"

@@ -37,7 +37,8 @@ class EtcdTarget(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, 
     """Prefix of the keys `plan` and `report`."""
 
     credentials: Credentials = Credentials()
-    """TLS: `authority` signs etcd's certificate; `certificate` and `key` are the client's. Without any, TLS is off."""
+    """TLS: `authority` signs etcd's certificate; `certificate` and `key` are the client's. If none of them is set, TLS
+    is off."""
 
     def __post_init__(self) -> None:
         _check_addresses("endpoints", self.endpoints)
@@ -99,7 +100,7 @@ class RouterDemandSettings(
     """Router processes behind each address (`fleet serve router --processes N`); each gets a connection of its own."""
 
     credentials: Credentials = Credentials()
-    """Proofs for the routers over TCP, as in their `control_credentials`."""
+    """Credentials that the planner proves to routers over TCP; they must fit the routers' `control_credentials`."""
 
     stale_seconds: Seconds = 5.0
     """Maximum time without a report of a router. After it, the planner keeps all numbers of replicas."""
@@ -120,10 +121,12 @@ class MetricsDemandSettings(
     """Pages with metrics, such as http://router:8000/metrics."""
 
     key_file: str = ""
-    """File with a key that may read the pages (`metrics_access` of the routers); empty: none is sent. It is read before each query."""
+    """File with a key that may read the pages (`metrics_access` of the routers); empty: no key is sent. The file is
+    read before each query."""
 
     insecure: bool = False
-    """Allow sending the key over http, without encryption, to other hosts. Set this only for networks to which nobody else has access."""
+    """Allow sending the key over http, without encryption, to other hosts. Set this only for networks to which nobody
+    else has access."""
 
     every_seconds: IntervalSeconds = 5.0
     """Time between two queries."""
@@ -160,10 +163,11 @@ class PrometheusDemandSettings(
     """Number of router processes that must report. If fewer report, the planner keeps all numbers of replicas."""
 
     token_file: str = ""
-    """File with a bearer token; empty: no token is sent. It is read before each query."""
+    """File with a bearer token; empty: no token is sent. The file is read before each query."""
 
     insecure: bool = False
-    """Allow sending the token over http, without encryption, to another host. Set this only for networks to which nobody else has access."""
+    """Allow sending the token over http, without encryption, to another host. Set this only for networks to which
+    nobody else has access."""
 
     authority: str = ""
     """Certificates (PEM) that verify the server over https; empty: those of the system."""
@@ -210,7 +214,8 @@ class EtcdElectionSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Time after which another planner leads if the leader was killed."""
 
     credentials: Credentials = Credentials()
-    """Credentials for etcd."""
+    """TLS: `authority` signs etcd's certificate; `certificate` and `key` are the planner's. If none of them is set, TLS
+    is off."""
 
     def __post_init__(self) -> None:
         _check_addresses("endpoints", self.endpoints)
@@ -225,7 +230,7 @@ class KubernetesElectionSettings(
     """Name of the Lease."""
 
     namespace: str = ""
-    """Namespace of the Lease; empty: the pod's."""
+    """Namespace of the Lease; empty: the namespace of the planner's pod."""
 
     duration_seconds: Annotated[int, Meta(ge=3, le=3600)] = 15
     """Time for which other planners wait for a leader that no longer renews the Lease."""
@@ -243,7 +248,7 @@ class LinearEngineSettings(
     """Coefficients of the engine's step times."""
 
     speedup: Annotated[float, Meta(gt=0)] = 1.0
-    """Divides every latency."""
+    """Factor by which the engine is faster than `latency` states; every latency is divided by it."""
 
     max_running: Positive = 16
     """Maximum number of requests in one batch of a replica."""
@@ -271,13 +276,12 @@ class GpuEngineSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Tensor parallelism, in GPUs."""
 
     pp: Positive = 1
-    """Pipeline parallelism, in GPUs."""
+    """Pipeline parallelism: number of stages."""
 
     dp: Positive = 1
-    """Data parallelism of the attention, in GPUs."""
-
+    """Data parallelism of the attention: number of groups of `tp` GPUs."""
     ep: Positive = 1
-    """Expert parallelism, in GPUs."""
+    """Expert parallelism: number of GPUs over which whole experts are distributed; 1: every expert is split."""
 
     max_running: Positive = 256
     """Maximum number of requests in one batch of a replica."""
@@ -287,7 +291,7 @@ class GpuEngineSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class LoadRuleSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="load"):
-    """Settings of the simple rule: it gives each replica a number of requests, as KEDA does, without engine models."""
+    """Settings of the simple rule, which sizes pools by numbers of requests, as KEDA does, without engine models."""
 
     requests_per_replica: Annotated[float, Meta(gt=0, le=1e6)]
     """Running and waiting requests that one replica should have."""
@@ -335,11 +339,10 @@ class PlannerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """The pools that the planner sizes. It does not change other pools."""
 
     prices: str = ""
-    """Price book: a TOML file with dollars per hour of a GPU by region and GPU type, for pools with a `gpu` whose `dollars_per_hour` is 0.
-    Empty: there is none."""
-
+    """Price book: a TOML file with dollars per hour of a GPU by region and GPU type, for pools with a `gpu` whose
+    `dollars_per_hour` is 0. Empty: there is none."""
     region: str = ""
-    """Region of the price book; empty: its first."""
+    """Region of the price book; empty: the first region in it."""
 
     engines: dict[PoolName, LinearEngineSettings | GpuEngineSettings] = {}
     """Engine of each pool. The rule `fleet` and rehearsals need all of them."""
@@ -354,20 +357,21 @@ class PlannerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Where plans are written."""
 
     election: FileElectionSettings | EtcdElectionSettings | KubernetesElectionSettings | None = None
-    """Election among several planners. Without it, active planners with one target `folder` or `etcd` elect one of them by a lock there;
-    any other planner always leads."""
+    """Election among several planners. Without this setting, active planners that write to the same folder or etcd
+    prefix elect a leader by a lock there; any other planner always leads."""
 
     identity: str = ""
     """Name in the election; empty: host and process id."""
 
     listen: str = ""
-    """Address of the control port for `fleet plan`: host:port, or unix:/path; empty: a socket of this user on this machine."""
+    """Address of the control port for `fleet plan`: host:port, or unix:/path; empty: a socket of this user on this
+    machine."""
 
     control_credentials: Credentials = Credentials()
-    """Proofs that callers of a control port over TCP must give."""
+    """Credentials that callers have to prove if the control port listens on TCP."""
 
     metrics_listen: str = ""
-    """host:port of /metrics; empty: there is none."""
+    """Address at which the page /metrics is served, as host:port; empty: the page is not served."""
 
     metrics_access: MetricsAccess = MetricsAccess()
     """Access to the metrics of `metrics_listen`."""
@@ -383,13 +387,14 @@ class PlannerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     all plans, for `fleet plan decide`; empty: none."""
 
     record_mib: Annotated[int, Meta(ge=1, le=1 << 20)] = 256
-    """MiB after which a recording ends; its beginning is kept. A MiB holds about an hour with a decision each five seconds."""
+    """Size in MiB at which a recording ends; later decisions are not recorded. One MiB holds about an hour with a
+    decision every five seconds."""
 
     rehearsal: RehearsalSettings = RehearsalSettings()
     """Rehearsal of plans in the simulator."""
 
     score_seconds: Seconds = 60.0
-    """Time after a plan over which its prediction is compared with what happened."""
+    """Time after the end of a plan over which latencies and costs are measured, and compared with the predictions."""
 
     def __post_init__(self) -> None:
         check_listen_address("listen", self.listen, or_unix=True, optional=True)

@@ -8,13 +8,15 @@ Rules:
        book W: N requests, B blocks, T prefill tokens       (and `book W: nothing` if all was released)
        send ATTEMPT to W: PHASE, N tokens, at most M [, of which N from P by PATH]
        cancel ATTEMPT on W
+       start over R                     (the answer begins again; tokens that the client has got are void)
        complete R: FINISH, N cached
        refuse R: REASON
        drift W: yes | no
 
-2. A `place` line states a decision with its data: the candidates in the order in which they joined, each with its cost and
-   the number of leading blocks of the prompt that it was known to hold. The `send` line of the chosen worker follows. A
-   `send` line without a `place` line is the decode part of a handoff; its worker was chosen when the request was placed.
+2. A `place` line states a decision with its data. It lists the candidates in the order in which they joined, each with
+   its cost (COST), and the number of leading blocks of the prompt that the router knew it to hold (HITS). The `send`
+   line of the chosen worker follows. A `send` line without a `place` line is the decode part of a handoff; its worker
+   was chosen when the request was placed.
 3. A `book` line states the reservations on one worker after an event. There is one line for each worker whose reservations
    have changed, by a new reservation, a growing answer, or a release.
 4. Costs are printed with nine significant digits, because sums of floats may differ in the last bits between two machines.
@@ -54,7 +56,7 @@ class DecisionLog:
         # the router machine whose decisions and reservations are logged; nothing is logged while this is None
         self.machine: RouterMachine | None = None
         self._booked: dict[WorkerId, ReservationTotals] = {}
-        self._placed: dict[str, Decision] = {}  # the decision of each live request that was logged last
+        self._placed: dict[str, Decision] = {}  # for each live request, the last decision that was logged
 
     def __call__(self, now: Nanos, event: RouterEvent, commands: Sequence[Command] | None, /) -> None:  # noqa: ARG002
         if self.machine is None or commands is None:

@@ -76,7 +76,7 @@ class RecordingReplayResult(Struct, frozen=True, kw_only=True):
     began_unix: int
     notes: list[str]
     difference: ReplayDifference | None = None
-    # how well profiles predicted the latencies of workers; empty without profiles
+    # how well profiles predicted the latencies of workers; empty if the caller gave no profiles
     expected: list[PredictionAccuracy] = []
     drifts: list[WorkerDrift] = []
 

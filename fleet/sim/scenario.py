@@ -26,7 +26,7 @@ FileName = Annotated[str, Meta(min_length=1, pattern=r"^[^\x00]+$")]
 
 
 class EngineSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of all engines; the defaults are vLLM's where it has any."""
+    """Settings of all engines; the defaults are those of vLLM where vLLM has such a setting."""
 
     backend: Literal["vllm", "sglang", "trtllm"] = "vllm"
     """Engine whose measured efficiencies determine the step times."""
@@ -181,7 +181,8 @@ class Scenario(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     verbatim_answers: bool = False
     """True if the next turn of a conversation repeats the answer token by token, so that a cache has the answer's blocks.
 
-    Traces do not contain this information. It is not the case if reasoning is dropped from prompts, or if clients edit answers.
+    Traces do not contain this information. Answers are not repeated if reasoning is dropped from prompts, or if clients
+    edit answers; then set this to false.
     """
 
     def __post_init__(self) -> None:
@@ -205,7 +206,7 @@ def read_scenario(path: Path, changes: Mapping[str, Any] | None = None) -> Scena
     """Read the scenario in a TOML file and change some of its fields.
 
     Raises:
-        ConfigurationRefused: It cannot be read; the message names file and field.
+        ConfigurationRefused: The file cannot be read, or a field is invalid; the message names file and field.
     """
     return load(path, Scenario, changes)
 

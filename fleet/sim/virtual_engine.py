@@ -11,8 +11,9 @@ Rules:
 3. When a fetch begins or ends during a step run, the blocks for the tokens of the finished steps are allocated first. If too few
    blocks remain for the other steps of the run, the run ends after the step that is under way.
 4. When an answer ends, its full blocks get names, if the job states their names.
-5. Progress is reported when an answer begins a new block, because routers count blocks, but not before `REPORT_TOKENS` further
-   tokens. The method `progress` returns the tokens that are not reported yet; it can be called at any time.
+5. Progress is reported when an answer begins a new block, because routers count blocks. To save events, at least about
+   `REPORT_TOKENS` tokens lie between two reports. The method `progress` returns the tokens that are not reported yet;
+   it can be called at any time.
 """
 
 from collections.abc import Callable, Sequence

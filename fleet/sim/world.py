@@ -197,7 +197,7 @@ class World:
     def _handle(self, event: RouterEvent) -> None:
         """Send an event to the router, and perform the commands that it returns.
 
-        `fleet.app.agreement` replaces this method, because in it production's servers perform the commands.
+        `fleet.app.agreement` replaces this method, because there the servers of production perform the commands.
         """
         now = self._kernel.instant
         commands = self._machine.handle(event, now)

@@ -1,8 +1,8 @@
 """Closed loop: computes the TTFT and TPOT that a benchmark with a fixed number of clients measures at an engine.
 
-Public measurements were taken in this way. A fixed number of clients start at once, each client sends its next prompt
-when it has received its answer, and the total number of requests is fixed. So the measured times differ from step
-times:
+Public measurements were taken in this way. A fixed number of clients start at once. Each client sends its next prompt
+when it has received the answer to the last one. The total number of requests is fixed. So the measured times differ
+from step times:
 
 1. Between the start and the end of one request, the engine also computes the prompts of all other clients. So with `b`
    running requests, a request takes the time of `b` prefills, and of one decode step for each token of its answer. The
@@ -106,7 +106,8 @@ def closed_loop_disaggregated(
     own = chunks * prefill.seconds(prompt / chunks, pairs(prompt, 0.0) / chunks, 0.0, 0.0)
     queued = _most(concurrency / prefill_groups, 1.0)
     full = prefill.seconds(budget_tokens, budget_tokens * 0.5 * prompt, 0.0, 0.0) * prompt / budget_tokens
-    behind = _most(0.0, queued * full - own - answer * tpot)  # positive if the prefill engines are the bottleneck
+    # Seconds that a prompt waits because the prefill engines are the bottleneck, or 0 if they are not.
+    behind = _most(0.0, queued * full - own - answer * tpot)
     burst = 0.5 * (queued - 1.0) * full / client.waves
     first = own + client.front + client.front_token * prompt + transfer
     return ClientMeasurement(ttft=first + burst + behind, tpot=tpot)

@@ -1,11 +1,12 @@
 """Coefficients: estimates the efficiency of an engine on a GPU from values that were fitted to public measurements.
 
-`loadtests/hardware/fit.py` writes the file `coefficients.json`. It also contains the source and the licence of the
-measurements, and the errors on measurements that were held out of the fit. Rules:
+`loadtests/hardware/fit.py` writes the file `coefficients.json`. This file also contains the source and the licence of
+the measurements, and the errors on measurements that were held out of the fit. Rules:
 
-1. A coefficient is a start value, multiplied by one factor for each group to which its subject belongs. The groups go
-   from the whole engine to one model on one GPU and engine (`LEVELS`). A group without measurements has the factor 1,
-   so an estimate always exists, and uses the nearest measurements.
+1. A coefficient is a start value, multiplied by one factor for each group to which the estimated case belongs
+   (`CoefficientSubject`). The widest group contains all measurements; narrow groups contain one model on one GPU and
+   engine (`LEVELS`). A group without measurements has the factor 1. So an estimate always exists, and uses the nearest
+   measurements.
 2. The `EstimateBasis` says how near these measurements are. Each basis has its own error, which was measured by leaving
    curves, whole models or whole GPUs out of the fit.
 3. For a GPU without measurements of engines, the shares of compute and bandwidth are scaled. The factor is the
@@ -43,7 +44,7 @@ OTHER_MAKERS_ERRORS = (0.5, 0.35)
 median over five published figures of the MI300X that were not used for the fit (docs/hardware.md). The error of TTFT is
 a guess."""
 
-LEAST_ROWS = 10  # minimum number of measurements from which an error must have been computed to be used
+LEAST_ROWS = 10  # an error of `AccuracyRow` is used only if it was computed from at least this many measurements
 
 
 class CoefficientSubject(Struct, frozen=True, kw_only=True):
@@ -78,7 +79,7 @@ LEVELS: dict[str, Callable[[CoefficientSubject], str]] = {
 
 
 class EstimateBasis(StrEnum):
-    """Says how near the measurements are from which an estimate was made."""
+    """Says how similar the measured cases are to the case that was estimated from them."""
 
     MODEL = "model"  # measurements of this model, at other lengths, concurrencies or shardings
     GPU = "gpu"  # measurements of other models on this GPU and engine
@@ -95,7 +96,7 @@ class GroupFactors(Struct, frozen=True, kw_only=True):
 
 
 class OperatorEfficiency(Struct, frozen=True, kw_only=True):
-    """Holds the efficiency of single matrix products on a GPU in one data type, as shares of its data sheet."""
+    """Holds the efficiency of single matrix products on a GPU in one data type, as shares of data-sheet speeds."""
 
     gpu: str
     number: Number
@@ -234,8 +235,8 @@ def compose(
 def scaled(efficiency: Efficiency, placement: ShardedModel, known: Coefficients) -> Efficiency:
     """Scale an efficiency that was measured on other GPUs to the GPU of a sharded model (rule 3).
 
-    The efficiencies of attention and of reading KV are scaled only if GPUs of the same maker were measured, because the
-    kernels for attention are the same on all GPUs of one maker.
+    The efficiencies of attention and of reading KV are scaled only if GPUs of the same maker were measured. The reason
+    is that all GPUs of one maker have the same kernels for attention.
     """
     gpu, precision = placement.gpu.id, placement.model.precision
     groups = known.groups()

@@ -2,10 +2,10 @@
 
 Rules:
 
-1. An engine differs from its hardware profile in two ways. It is slower or faster by a factor (because of clocks,
-   kernels, or other programs on the GPU), and it adds a time to every step (kernel launches, a busy host). So seconds =
-   `added` + `factor` × predicted. Steps with prompts and steps that only decode need separate corrections, because
-   different limits of the hardware determine their times.
+1. An engine differs from its hardware profile in two ways. It is slower or faster by a factor, because of clocks,
+   kernels, or other programs on the GPU. It also adds a time to every step, for kernel launches or because the host is
+   busy. So seconds = `added` + `factor` × predicted. Steps with prompts and steps that only decode need separate
+   corrections, because different limits of the hardware determine their times.
 2. This line is fitted by least squares of the relative errors. The weight of a sample halves after `HALF_LIFE` further
    samples. The fit begins with `PRIOR` invented samples of a small and a large step that match the profile exactly.
 3. A single step may be slow only because the host paused. So a measured time counts as at most `OUTLIER` times the

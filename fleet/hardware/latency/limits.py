@@ -3,7 +3,8 @@
 from collections.abc import Callable
 
 HALVINGS = 40
-"""Number of times that the search halves the interval around a limit; more halvings would not change the result."""
+"""Number of times that the search halves the interval around a limit. The interval is then so small that further
+halvings would change the result by less than a rounding error."""
 
 LEAST_STRIDE = 0.25
 STRIDE = 1.1

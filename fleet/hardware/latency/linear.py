@@ -29,8 +29,8 @@ class EngineLatency(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Time for each prompt token of a step."""
 
     prefill_ms_per_token_and_context: Milliseconds = 0.0
-    """Time for each pair of a prompt token and a token before it. The default is 0, because the effect is too small to measure with the tiny
-    model, even at 4,096 tokens."""
+    """Time for each pair of a prompt token and a token before it. The default is 0, because the effect is too small to
+    measure with the tiny model, even at 4,096 tokens."""
 
     step_base_ms: Milliseconds = 2.2
     """Constant time of a decode step."""
@@ -45,12 +45,13 @@ class EngineLatency(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Constant time of a transfer of blocks."""
 
     transfer_ms_per_mib: Milliseconds = 0.3
-    """Time for each MiB of a transfer. The default is 3.4 GB/s, as measured on a loopback socket."""
+    """Time for each MiB of a transfer. The default corresponds to 3.4 GB/s, as measured on a loopback socket."""
 
     def seconds(self, prefill_tokens: float, prefill_pairs: float, decodes: float, decode_context: float) -> float:
         """Return the duration of a step in seconds.
 
-        `fleet.batching.attempts.StepTimes` explains the arguments.
+        The arguments are sums over the step: prompt tokens to compute, pairs of such a token and a token before it,
+        decoding sequences, and tokens in the contexts of these sequences.
         """
         milliseconds = 0.0
         if prefill_tokens:

@@ -24,7 +24,7 @@ ALL = "all"
 """Name that stands for all systems, all engines or all models."""
 
 HELD_OUT_OF = 5
-"""One of this number of curves is held out of the fit."""
+"""One out of this number of curves is held out of the fit, on average."""
 
 
 class MeasuredPhase(StrEnum):
@@ -114,7 +114,8 @@ def accuracy(
 class AccuracyCell(Struct, frozen=True, order=True):
     """Names a set of measurements whose errors are reported together.
 
-    The set has one phase, and one system, engine and model, or all of them (`ALL`).
+    All measurements of the set have the same phase. They also have the same system, engine and model, except where the
+    field is `ALL`.
     """
 
     system: str

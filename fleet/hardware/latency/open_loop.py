@@ -125,13 +125,13 @@ def aggregated_rate(engine: EngineReplica, request: RequestShape, running: float
 
 
 def aggregated_tpot(engine: EngineReplica, request: RequestShape, occupancy: BatchOccupancy, running: float) -> float:
-    """Return the TPOT of an aggregated engine, at the percentile, if `running` requests run on average."""
+    """Return the TPOT of an aggregated engine, at the occupancy's percentile, if `running` requests run on average."""
     others = occupancy.others(running)
     return _decode(engine, request, 1.0 + others) + others * _added(engine, request, others) / request.answer_tokens
 
 
 def aggregated_ttft(engine: EngineReplica, request: RequestShape, occupancy: BatchOccupancy, running: float) -> float:
-    """Return the TTFT of an aggregated engine, at the percentile, if `running` requests run on average."""
+    """Return the TTFT of an aggregated engine, at the occupancy's percentile, if `running` requests run on average."""
     others = occupancy.others(running)
     own = _prompt(engine, request, others)
     share = max(_added(engine, request, running), _full(engine, request))
@@ -142,7 +142,7 @@ def aggregated_ttft(engine: EngineReplica, request: RequestShape, occupancy: Bat
 
 
 def prefill_ttft(engine: EngineReplica, request: RequestShape, occupancy: BatchOccupancy, rate: float) -> float:
-    """Return the TTFT of a prefill engine, at the percentile, if `rate` prompts arrive per second."""
+    """Return the TTFT of a prefill engine, at the occupancy's percentile, if `rate` prompts arrive per second."""
     own = _prompt(engine, request, 0.0)
     busy = _chunk(engine, request, 0.0)
     return (
@@ -165,7 +165,10 @@ def decode_rate(engine: EngineReplica, request: RequestShape, running: float) ->
 def decode_tpot(
     engine: EngineReplica, request: RequestShape, occupancy: BatchOccupancy, running: float, transfer: float
 ) -> float:
-    """Return the TPOT of a decode engine, at the percentile; it includes the KV transfer, divided by the tokens."""
+    """Return the TPOT of a decode engine, at the occupancy's percentile.
+
+    The time of the KV transfer (`transfer`, in seconds) is spread over the tokens of the answer.
+    """
     return _decode(engine, request, 1.0 + occupancy.others(running)) + transfer / request.answer_tokens
 
 

@@ -1,6 +1,7 @@
 """Prediction: computes the TTFT and TPOT that a benchmark would measure for a model, GPUs, an engine and a load.
 
-A `Measurement` names these. Its measured latencies are not used.
+The caller states the model, the GPUs, the engine and the load as a `Measurement`, whose measured latencies are not
+used.
 """
 
 from collections.abc import Mapping
@@ -91,6 +92,9 @@ def subject(measured: Measurement, models: Mapping[str, ModelSizes]) -> Coeffici
 
 
 def transfer_seconds(source: ShardedModel, target: ShardedModel, tokens: int) -> float:
-    """Return the seconds to move the KV of `tokens` prompt tokens between two replicas on different nodes."""
+    """Return the seconds to move the KV of `tokens` prompt tokens from one replica to another.
+
+    The replicas are assumed to be on different nodes, except if a node has more than 8 GPUs, such as GB200 NVL72.
+    """
     link = link_between(source.gpu, same_node=source.gpu.gpus_per_node > 8)
     return link.latency_us * 1e-6 + kv_bytes_per_link(source, target, tokens) / (link.bandwidth * REACHED)

@@ -85,7 +85,7 @@ class StepModel(Struct, frozen=True, kw_only=True):
     most_attended: float
 
     def seconds(self, prefill_tokens: float, prefill_pairs: float, decodes: float, decode_context: float) -> float:
-        """Return the duration of a step, which must not be empty.
+        """Return the duration in seconds of a step that computes at least one token.
 
         Args:
             prefill_tokens: Tokens of all prompt chunks in the step, for one attention group.
@@ -169,7 +169,7 @@ def work(placement: ShardedModel) -> StepWork:
 
 
 def _context_seconds(placement: ShardedModel) -> float:
-    """Return the seconds for which a decoding sequence attends to one token of its context.
+    """Return the seconds that a decoding sequence needs to attend to one token of its context.
 
     With MLA, the time of multiplying is added to that of reading, because all heads multiply with the same vector.
     """

@@ -7,8 +7,8 @@ Rules:
    kernel releases the lock when the process of the writer ends.
 3. A file with invalid content counts as unreadable (`ConnectorUnreachable`). The connector never replaces an invalid
    plan file.
-4. An orchestrator may hold a lock on the file `.orchestrator` while it runs. If that file exists and is not locked, the orchestrator was
-   killed, and its report is out of date.
+4. An orchestrator may hold a lock on the file `.orchestrator` while it runs. If that file exists and is not locked, the
+   orchestrator was killed, and its report is out of date.
 """
 
 import asyncio

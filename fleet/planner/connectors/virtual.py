@@ -177,7 +177,8 @@ class VirtualConnector:
 
     async def _write(self, plan: Plan, pools: Sequence[PoolObservation], kept: RecordsSnapshot) -> bool:
         assert kept.report is not None, "the observation was made on a report"
-        # if the plan record was lost, the report still has the higher revision
+        # If the plan record was lost, its revisions begin at 0 again. The report still has the old revision; the new
+        # one must be higher, or the orchestrator would count as having read it already.
         revision = max(kept.intent.revision, kept.report.revision) + 1
         written = {
             each.name: PoolIntent(

@@ -2,8 +2,8 @@
 
 The kernel releases the lock when the process of its holder ends, also if the process was killed.
 
-If somebody creates the folder again, another file is at the path. A candidate then closes its old file, which ends its
-leadership, and tries to lock the new file.
+If somebody deletes the folder and creates it again, the path leads to a new file, which another candidate could lock.
+So a candidate then closes its old file, which ends its leadership, and tries to lock the new file.
 """
 
 import asyncio
@@ -59,7 +59,7 @@ class FileElection:
             self._file = None
 
     def _is_in_place(self, file: int) -> bool:
-        """Return whether the open file is still the file at the path; other candidates try to lock that file."""
+        """Return whether the open file is still at the path. If not, another candidate may lock the new file there."""
         try:
             there = self._path.stat()
         except OSError:
@@ -76,7 +76,7 @@ class FileElection:
             return
         self._leads = True
         log.info("leader election won", extra={"identity": self._identity})
-        # The name in the file is only information for people. So the leadership does not end if it cannot be written.
+        # The name in the file is only information for people. So a failure to write the name does not end leadership.
         with suppress(OSError):
             os.ftruncate(self._file, 0)
             os.pwrite(self._file, f"{self._identity}\n".encode(), 0)

@@ -29,14 +29,14 @@ CHANCE = 3.0
 """Number of standard errors by which the late requests must exceed the budget. A smaller excess may be chance."""
 
 UNSPENT = 0.5
-"""If at most this share of the allowed late requests were late, the budget counts as unspent."""
+"""The budget counts as unspent if the number of late requests is at most this share of the allowed number."""
 
 FEWEST_LATE = 2.0
-"""With fewer late requests than this, no goal counts as missed."""
+"""With fewer late requests than this, no goal counts as missed: at low traffic, a single late request is chance."""
 
 
 class _Latencies(Struct, frozen=True):
-    """Counts the measured and the late requests of one window; each field is a pair, for TTFT and for TPOT."""
+    """Holds the numbers of measured (`counts`) and late requests of one window, each as a pair for TTFT and TPOT."""
 
     ended: int
     counts: tuple[float, float]
@@ -89,8 +89,8 @@ class Attainment:
     def unspent(self) -> bool:
         """Return whether hardly any request was late.
 
-        For each goal, the late requests in the last `FAST_SECONDS`, and also those in the last `SLOW_SECONDS`, have to
-        be at most the share `UNSPENT` of the budget.
+        This is the case if, for each goal, the number of late requests is at most the share `UNSPENT` of the budget. It
+        has to be so in the last `FAST_SECONDS` and also in the last `SLOW_SECONDS`.
 
         Return False if so few requests were measured that the budget is below one request. A request that was refused
         because of too much load counts as late, because routers refuse requests whose first token would come too late.

@@ -1,4 +1,4 @@
-"""Forecast: predicts the demand at the instant from which on a replica that is started now will serve. Pure.
+"""Forecast: predicts the demand for the instant at which a replica that is started now will begin to serve. Pure.
 
 The input is samples of the past demand at equal time steps.
 

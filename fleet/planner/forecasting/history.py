@@ -30,13 +30,15 @@ RECENT_SECONDS = 60.0
 """Seconds for which demand windows are kept. Percentiles of latencies are computed from these windows."""
 
 RECENT_ERRORS = 2.0
-"""The rate of the last `RECENT_SECONDS` is used only if it exceeds the level by more than this many standard errors."""
+"""The rate of the last `RECENT_SECONDS` is used only if it exceeds the level (`DemandHistory.rate`) by more than this
+many standard errors."""
 
 ENOUGH = 20
 """Minimum number of measured requests for a percentile of latencies; with fewer requests, the percentile is unknown."""
 
 PRIOR_COUNTS = 20.0
-"""Weight of the first estimate of the dispersion (1, for Poisson arrivals), as a number of windows."""
+"""Weight of the start value of the dispersion, as a number of windows. The dispersion is the variance of the number of
+arrivals, divided by its mean. Its start value is 1, as for Poisson arrivals."""
 
 DISPERSION_MEMORY = 240.0
 """Number of windows after which the weight of an old sample of the dispersion has fallen to 1/e."""
@@ -90,7 +92,7 @@ class DemandHistory:
 
     @property
     def rate(self) -> float:
-        """Arrivals per second."""
+        """Arrivals per second on average since the rate last changed by more than chance explains (the level)."""
         return self._rate.mean
 
     @property
@@ -105,7 +107,7 @@ class DemandHistory:
 
     @property
     def recent_rate(self) -> float:
-        """Arrivals per second in the last `RECENT_SECONDS` if they clearly exceed the level, or else the level.
+        """Arrivals per second in the last `RECENT_SECONDS` if clearly above the level (`rate`), or else the level.
 
         The level alone is not enough: it changes only after a large difference, so it follows a slow rise too late.
         """
@@ -136,7 +138,7 @@ class DemandHistory:
 
     @property
     def quiet(self) -> bool:
-        """Return whether no request has arrived for the cool-down and for `QUIET_GAPS` mean gaps."""
+        """Return whether no request has arrived for the cool-down, and for `QUIET_GAPS` mean gaps between requests."""
         gap = self._seconds / self._arrivals if self._arrivals else 0.0
         return self._since_arrival >= max(self._settings.cool_down_seconds, QUIET_GAPS * gap)
 
@@ -230,8 +232,8 @@ class PoolHistory:
     def absorb(self, now: float, seen: Observation) -> None:
         """Learn from an observation of the pools.
 
-        If a decided number was written and is lower now, although nobody has pinned the pool, the number was rolled
-        back. The pool then counts as unable to grow for a while.
+        If the number of replicas that the planner decided was written, and the requested number is lower now although
+        nobody has pinned the pool, then the plan was rolled back. The pool then counts as unable to grow for a while.
         """
         for each in seen.pools:
             if (pool := self._pools.get(each.name)) is None:
@@ -267,7 +269,7 @@ class PoolHistory:
             self._blocked[name] = now + self._retry
 
     def _measure_start(self, name: PoolName, wanted: int, ready: int, now: float) -> None:
-        """Learn the start-up time of a pool: from a request for replicas until the last of them serves."""
+        """Learn the start-up time of a pool: from the instant when replicas are requested until the last one serves."""
         asked = self._asked.get(name)
         if asked is None:
             return

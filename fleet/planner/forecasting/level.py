@@ -9,8 +9,8 @@ Rules:
    samples. If they differ by more than `threshold` standard errors, chance is an unlikely explanation: the measure has
    changed, and the earlier samples are dropped. The caller gives a function that returns, for a mean, the variance of
    the amount in one unit of weight. For a fall, the variance at the earlier mean is used. For a rise, the standard
-   deviation is the average of the two standard deviations at the earlier and at the new mean, because the variance of
-   counts grows with their mean (Anscombe's transformation, 1948, has the same effect).
+   deviation is the average of two: at the earlier mean, and at the new mean. The reason is that the variance of counts
+   grows with their mean (Anscombe's transformation, 1948, has the same effect).
 3. So the level of a constant load becomes more exact with time. It follows a sudden change at once, and a gradual
    change in several steps.
 """

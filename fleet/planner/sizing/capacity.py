@@ -11,7 +11,8 @@ Rules:
    rate (`fleet.hardware.latency.open_loop`).
 4. Loads are rounded to a grid (`GRID`). So a small change of the measured lengths gives the same cached results and the
    same decision.
-5. Measured latencies correct the predicted ones (`LatencyCorrection`) by a factor between `LEAST_FACTOR` and `MOST_FACTOR`.
+5. Measured latencies correct the predicted ones (`LatencyCorrection`) by a factor between `LEAST_FACTOR` and
+   `MOST_FACTOR`.
 """
 
 from collections.abc import Mapping
@@ -95,7 +96,10 @@ class CapacityModel(Protocol):
     """Port of a model that predicts the rates and latencies of pools."""
 
     def highest_rate(self, pool: PlannedPool, load: OfferedLoad, goals: PlanGoals, replicas: int) -> float:
-        """Return how many requests per second the replicas serve together within the goals; 0 if even one alone misses them."""
+        """Return how many requests per second the replicas serve together within the goals.
+
+        Return 0 if even a request that is alone in its engine misses a goal.
+        """
         ...
 
     def latency(
@@ -226,13 +230,19 @@ class _SharedEngine:
 
     @cached_property
     def _prefilled_alone(self) -> tuple[float, float]:
-        """TTFT in seconds of a lone request in a prefill engine, and the seconds that a long prompt adds."""
+        """TTFT in seconds of a lone request in a prefill engine, and the seconds that a long prompt adds.
+
+        The long prompt has the length at the percentile of all prompt lengths.
+        """
         alone = prefill_ttft(self._engine, self._shape, self._occupancy, 0.0)
         return alone, prefill_ttft(self._engine, self._long, self._occupancy, 0.0) - alone
 
     @cached_property
     def _answered_alone(self) -> tuple[float, float]:
-        """TTFT in seconds of a lone request in an aggregated engine, and the seconds that a long prompt adds."""
+        """TTFT in seconds of a lone request in an aggregated engine, and the seconds that a long prompt adds.
+
+        The long prompt has the length at the percentile of all prompt lengths.
+        """
         alone = aggregated_ttft(self._engine, self._shape, self._occupancy, 0.0)
         return alone, aggregated_ttft(self._engine, self._long, self._occupancy, 0.0) - alone
 

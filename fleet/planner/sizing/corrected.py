@@ -3,11 +3,11 @@
 Rules:
 
 1. If the measured latency is `f` times the predicted one, the predicted latency has to be below the goal divided by
-   `f`. `f` is limited to the range from `LEAST_FACTOR` to `MOST_FACTOR`. One reason is that an engine that is faster
-   than predicted at low load may not be faster at high load.
-2. If goals are missed when a phase uses a certain share of its predicted capacity, the planner then uses only a little
-   less than this share, but at least `LEAST_SHARE`. The usable share slowly grows back to 1, with the time constant
-   `FADING_SECONDS`.
+   `f`. `f` is limited to the range from `LEAST_FACTOR` to `MOST_FACTOR`. The lower limit is near 1, because an engine
+   that is faster than predicted at low load may not be faster at high load.
+2. Goals may be missed although a phase uses only a certain share of its predicted capacity. From then on, the planner
+   uses a little less than this share, but at least `LEAST_SHARE`. The usable share slowly grows back to 1, with the
+   time constant `FADING_SECONDS`.
 3. A goal is out of reach if even a lone request misses it in every pool. Pools are then sized for `RELAXED` times the
    best possible value.
 """
@@ -72,7 +72,7 @@ class CorrectedCapacity:
             yield "tpot"
 
     def out_of_reach(self, load: OfferedLoad) -> Iterator[PlanCondition]:
-        """Yield a condition for each goal that no pool can keep; it names the best value that can be reached."""
+        """Yield a condition for each goal that no pool can keep; the condition names the best possible value."""
         best = self._best(load)
         for field, reachable in (("ttft_seconds", best[0]), ("tpot_seconds", best[1])):
             goal: float = getattr(self._goals, field)

@@ -6,8 +6,8 @@ Rules:
    the model. The solver chooses among all these pools.
 2. The KV of a prompt is sent from a prefill node to a decode node. The time of this transfer is computed for the
    network of the GPU type of the decode pool, and counts as part of the TPOT.
-3. If no pool can keep a goal, or if the limits do not allow the whole rate, a condition names the goal or the limit,
-   and the best value that can be reached.
+3. If no pool can keep a goal, a condition names the goal and the best value that can be reached. If the limits do not
+   allow the whole rate, a condition names the rate that they allow.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,8 @@ from fleet.planner.sizing.prices import MILLION, SECONDS_PER_HOUR
 from fleet.planner.sizing.solver import Candidate, solve
 
 LONG_PROMPT = 1000
-"""Number of tokens of a prompt whose transfer time is computed; the time of one token follows from it."""
+"""Transfer times are computed for a prompt of one token and for a prompt of this number of tokens. The difference gives
+the time for each further token."""
 
 
 class PricedGpu(Struct, frozen=True, kw_only=True):

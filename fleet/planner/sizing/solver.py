@@ -233,7 +233,7 @@ def fewest(candidate: Candidate, rate: float, rates: Rates) -> int:
 def _alone(candidate: Candidate, rate: float, rates: Rates) -> float:
     """Return the rate per replica if the pool has enough replicas to serve the whole rate alone.
 
-    If its bounds allow fewer replicas, their number counts.
+    If the bounds of the pool allow fewer replicas than that, return the rate per replica at the maximum number.
     """
     if candidate.most == 0:
         return 0.0
@@ -260,9 +260,9 @@ def _solve(
 ) -> list[int] | None:
     """Return the cheapest numbers that serve the largest possible rate, or None if the bounds contradict each other.
 
-    Usually one program with a high weight on the served rate is enough. But a small rest of the rate may have less
-    weight than the replica that it needs. In this case, a program without prices first computes the highest rate, which
-    becomes a bound of another program.
+    Usually one program with a high weight on the served rate is enough. But the last small part of the rate may weigh
+    less than the price of the replica that would serve it. In this case, a program without prices first computes the
+    highest rate, which becomes a bound of another program.
     """
     program = (tuple(candidates), rate, tuple(per_replica), budget)
     found = _minimise(*program)
@@ -287,9 +287,10 @@ def _minimise(
 ) -> tuple[tuple[int, ...], float] | None:
     """Solve one integer program; return the number of replicas of each candidate and the served rate.
 
-    The variables are n, s and h for each candidate (replicas, started replicas, replicas that hold GPUs) and the served
-    rate r. Minimise the dollars of n and s (only if `by_price`) minus r times its weight, subject to: n - s <= now, h -
-    n >= 0, h >= held, both phases serve r, r >= least_served, budgets and ratio. Return None if there is no solution.
+    The variables are the served rate r and, for each candidate, n (replicas), s (started replicas) and h (replicas that
+    hold GPUs). Minimise the dollars of n and s (only if `by_price`) minus r times its weight. The constraints are:
+    n - s <= now, h - n >= 0, h >= held, both phases serve r, r >= least_served, budgets and ratio. Return None if there
+    is no solution.
     """
     count = len(candidates)
     cost = [each.dollars or float(each.pool.replica_gpus or 1) for each in candidates]

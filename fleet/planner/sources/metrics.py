@@ -99,7 +99,7 @@ def _key_header(key_file: str) -> dict[str, str]:
         key = Path(key_file).read_text(encoding="ascii").strip()
     except OSError as error:
         raise BadKeyFile(f"source.key_file: {key_file}: {error.strerror}") from error
-    except ValueError:  # its text may contain the key
+    except ValueError:  # not named as the cause, because the text of the ValueError may contain the key
         raise BadKeyFile(f"source.key_file: {key_file}: is not ASCII text; it must hold the key alone") from None
     if not key or not key.isprintable():
         raise BadKeyFile(f"source.key_file: {key_file}: is not one line of printable text; it must hold the key alone")

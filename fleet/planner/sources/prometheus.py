@@ -46,7 +46,7 @@ SERIES = f"fleet_demand_.+|fleet_worker_({'|'.join(WORKERS)})"
 
 
 class InstantValue(Struct, frozen=True, kw_only=True):
-    """Holds one series in an answer of Prometheus."""
+    """Holds one series in an answer of Prometheus: its labels and one value."""
 
     metric: dict[str, str]
     value: tuple[float, str]
@@ -72,7 +72,7 @@ class PrometheusDemandSource:
     """Reads the demand from a Prometheus server. Implements `fleet.planner.sources.ports.DemandSource`."""
 
     def __init__(self, settings: PrometheusDemandSettings, aggregator: DemandAggregator, clock: Clock) -> None:
-        """Prepare the source without sending a query; `run` sends them.
+        """Prepare the source; queries are sent only by `run`.
 
         Raises:
             ConfigurationRefused: The token file or the file of certificates cannot be used.
@@ -205,6 +205,6 @@ def _number(each: InstantValue) -> float:
 def _quoted(text: str) -> str:
     """Return a text as a string literal of PromQL.
 
-    It is encoded as JSON, because PromQL accepts the escapes of JSON.
+    The text is encoded as JSON, because PromQL accepts the escapes of JSON.
     """
     return msgspec.json.encode(text).decode()

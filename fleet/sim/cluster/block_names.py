@@ -9,9 +9,9 @@ time:
 
 1. `AnswerBlockNames` creates new names for the blocks of an answer. When a later prompt continues the conversation, the names that
    the trace gives these blocks are translated into the created names, in this prompt and in all later ones.
-2. A prompt B continues a prompt A if B has all full blocks of A, is at least as long as A with its answer, and belongs to the same
-   session if sessions are known. The last full block of A must have been new when A arrived; otherwise the block may belong to a
-   system prompt that A and B share.
+2. A prompt B continues a prompt A under these conditions: B begins with all full blocks of A, B is at least as long as
+   A and its answer together, and both belong to the same session (or to none). The last full block of A must have been
+   new when A arrived; otherwise the block may belong to a system prompt that A and B share.
 3. At most `REMEMBERED` prompts and `REMEMBERED` names are remembered; the oldest are forgotten first.
 """
 

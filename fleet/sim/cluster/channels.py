@@ -13,7 +13,8 @@ Message = TypeVar("Message")
 class Channel(Generic[Message]):
     """Carries messages in one direction between router and worker. They arrive after a delay, in the order of sending.
 
-    Messages that were sent in one instant keep their order, too, although the kernel draws the order of events of one instant.
+    Messages that were sent in one instant keep their order, too, although the kernel runs the events of one instant in
+    a random order.
     """
 
     __slots__ = ("_delay", "_deliver", "_held_back", "_kernel", "_latest", "_sent_at", "_under_way")

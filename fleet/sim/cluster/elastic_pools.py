@@ -105,7 +105,7 @@ class ElasticPools:
         return self._pools[name].history[-1]
 
     def lacks_room(self, name: str) -> bool:
-        """Return True if a pool wants more replicas than it has, so that some of them wait for free GPUs."""
+        """Return True if a pool has fewer replicas than it wants, because the missing ones wait for free GPUs."""
         pool = self._pools[name]
         return len(pool.starting) + len(pool.up) < pool.wanted
 
@@ -212,7 +212,7 @@ def _counts(state: PoolState) -> tuple[int, ...]:
 def _cache_values(workers: Sequence[SimulatedWorker], among: Sequence[SimulatedWorker]) -> dict[WorkerId, float]:
     """Return the value of the cache of each worker in `among`, in seconds.
 
-    It is the time to compute again those of its blocks that no other worker in `workers` caches.
+    The value is the time that it takes to compute again the blocks that no other worker in `workers` caches.
     """
     copies = Counter(name for worker in workers for name in worker.engine.names())
     values = {}

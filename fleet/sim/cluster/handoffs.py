@@ -2,8 +2,8 @@
 
 Rules:
 
-1. A prefill worker keeps the computed blocks of a prompt until the decode worker has fetched them, until the decode
-   worker does not need them any more, or until the transfer has failed. If no transfer begins within `LEASE`, the
+1. A prefill worker keeps the computed blocks of a prompt until one of these events: the decode worker has fetched them,
+   the decode worker does not need them any more, or the transfer has failed. If no transfer begins within `LEASE`, the
    prefill worker releases the blocks.
 2. A decode worker whose KV memory is full waits until it has free blocks. Then it fetches the prompt's blocks, if the prefill worker
    still keeps them.

@@ -1,4 +1,4 @@
-"""Links of the simulated cluster, whose bandwidth is shared by the transfers on them.
+"""Network of the simulated cluster: links, each of which divides its bandwidth among the transfers on it.
 
 Messages between routers and workers do not use links, but channels with a fixed delay (`fleet.sim.cluster.channels`).
 

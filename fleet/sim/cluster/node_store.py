@@ -59,7 +59,7 @@ class _TierRun(Struct, frozen=True):
 
 
 class AttachedWorker(Struct, frozen=True, kw_only=True):
-    """Data that a store needs of a worker on its node: its step times, and the links for loads and saves of its blocks."""
+    """Data about a worker for the store of its node: the step times, and the links for loads and saves of blocks."""
 
     times: StepTimes
     load_link: LinkName

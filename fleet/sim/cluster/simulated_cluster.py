@@ -315,7 +315,7 @@ class SimulatedCluster:
     # Observation.
 
     def get(self, worker_id: WorkerId) -> SimulatedWorker | None:
-        """Return a worker that is up."""
+        """Return the worker with an id, or None if it is not up."""
         return self._workers.get(worker_id)
 
     def __iter__(self) -> Iterator[SimulatedWorker]:

@@ -40,7 +40,8 @@ class SimulatedTier:
         self._admission: ReuseAdmission[int] | None = ReuseAdmission() if profile.admission == "reuse" else None
         # the keys are all blocks of the tier; the value is the number of loads that read the block now
         self._pins: dict[int, int] = {}
-        # Blocks that the policy chose for eviction while they were pinned; the policy has forgotten them.
+        # Blocks that the policy chose for eviction while they were pinned. The policy has forgotten them, and learns of
+        # them again when they are unpinned.
         self._aside: dict[int, None] = {}
 
     def __contains__(self, key: int) -> bool:

@@ -48,7 +48,7 @@ class SimulatedPrompt(Protocol):
     """Names of the blocks of one request's prompt and answer."""
 
     chain: Sequence[int]  # block names of the prompt's full blocks
-    answer_keys: Sequence[int]  # names of the blocks that the answer will fill, as far as they are known
+    answer_keys: Sequence[int]  # names of the blocks that the answer will fill; empty: its blocks get no names
 
 
 class SimulatedRequests(Protocol):

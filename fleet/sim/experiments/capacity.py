@@ -1,10 +1,11 @@
 """Capacity search: finds the highest load at which a scenario keeps its SLO.
 
 Apart from noise, attainment falls when the load grows. So the load is doubled until the SLO is missed. Then a bisection
-begins between the highest load that kept the SLO and the lowest load that missed it. It ends when the relative distance
-of these two loads is at most `CLOSE`. The load is the rate of arrivals, or the number of users if users wait for
-answers. Every run has the same requests in the same order. While a run is under way, the two loads of which one comes
-next can already run in other processes. The curve has a point for each run whose result the search has used.
+begins between the highest load that kept the SLO and the lowest load that missed it. The search ends when the relative
+distance of these two loads is at most `CLOSE`. The load is the rate of arrivals, or the number of users if users wait
+for answers. Every run has the same requests in the same order. While one load runs, other processes can already run the
+two loads that may come next: one in case the SLO is kept, the other in case it is missed. The curve has a point for
+each run whose result the search has used.
 """
 
 from collections import deque
@@ -41,7 +42,7 @@ class CapacityPoint(Struct, frozen=True, kw_only=True):
 class Capacity(Struct, frozen=True, kw_only=True):
     """The capacity that the search has found, and the runs of the search. `fleet sim capacity --json` prints it."""
 
-    rate: float  # requests per second
+    rate: float  # the capacity in requests per second
     rate_per_gpu: float
     users: int
     attainment: float  # attainment at the found rate
@@ -101,7 +102,7 @@ def capacity(
 
 
 class _Search:
-    """Runs the scenario of one capacity search at several loads, and remembers the results. A load is a multiple of its own load."""
+    """Runs one scenario at several loads, and remembers the results. Loads are multiples of the scenario's own load."""
 
     def __init__(
         self, scenario: Scenario, runs: LoadRuns, wanted: float, on_point: Callable[[CapacityPoint], None] | None

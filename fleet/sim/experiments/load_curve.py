@@ -61,7 +61,10 @@ class LoadRuns:
         self._begun: dict[float, Future[LoadPoint]] = {}
 
     def expect(self, loads: Iterable[float]) -> None:
-        """Begin runs at loads that may be needed soon, as long as the process pool has free processes. `loads` has likely ones first."""
+        """Begin runs at loads that may be needed soon, as long as the process pool has free processes.
+
+        In `loads`, the load that is most likely needed comes first.
+        """
         if self._pool is None:
             return
         room = self._beside - sum(not each.done() for each in self._begun.values())

@@ -36,7 +36,10 @@ class RankedScenario(Struct, frozen=True, kw_only=True):
 
 
 def spent(outcome: RunOutcome, objective: SweepObjective) -> float:
-    """Return the objective's figure for one run, such as dollars per thousand good requests. Without good requests it is infinite."""
+    """Return the objective's figure for one run, such as dollars per thousand good requests.
+
+    The figure is infinite if no request was good.
+    """
     if not (good := outcome.attainment * outcome.requests):
         return inf
     match objective:
@@ -49,7 +52,7 @@ def spent(outcome: RunOutcome, objective: SweepObjective) -> float:
 def ranked(rows: Sequence[SweepRow], objective: SweepObjective, attainment: float) -> list[RankedScenario]:
     """Rank scenarios: first those that reach `attainment`, lowest figure first; then the others, highest attainment first.
 
-    Rows that differ only in their seeds count as one scenario, whose attainment is their mean.
+    Rows that differ only in their seeds count as one scenario. Its attainment is the mean over these rows.
     """
     alike: dict[tuple[str, str], list[SweepRow]] = {}
     for row in rows:

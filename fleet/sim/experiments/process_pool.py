@@ -15,7 +15,7 @@ from fleet.core.errors import ConfigurationRefused
 
 @contextmanager
 def process_pool(number: int, *, finish: bool = True) -> Iterator[ProcessPoolExecutor]:
-    """Open a process pool for a `with` block. Its processes end when the calling process ends, even if that is killed.
+    """Open a process pool for a `with` block. Its processes also end when the calling process ends or is killed.
 
     Args:
         number: Number of processes.

@@ -45,7 +45,10 @@ class ReplicaCapacity(Struct, frozen=True, kw_only=True, dict=True):
         return self.limits.kv_blocks * self.limits.block_tokens
 
     def prefill_seconds(self, shape: TrafficShape) -> float:
-        """Return the seconds of engine steps that one prompt takes. If it fills only a part of a step, only this part counts."""
+        """Return the seconds of engine steps that one prompt takes.
+
+        If the prompt, or its last chunk, fills only a part of a step, only this part of the step's time counts.
+        """
         tokens, step = shape.new_tokens, self.limits.step_tokens
         cached = shape.prompt_tokens - tokens
         seconds = 0.0

@@ -4,8 +4,8 @@ Rules:
 
 1. A rule gets only data that it would get in production: demand windows with the delay of the metrics, and the
    connector's observations. Its decisions are written through the simulated connector.
-2. Attainment is the share of all requests that keep the goals for TTFT and TPOT. Refused requests and those that their
-   clients cancelled do not keep them.
+2. Attainment is the share of all requests that keep the goals for TTFT and TPOT. Requests that were refused, or that
+   their clients cancelled, count as missing the goals.
 3. A replica's GPUs count from its start until it has left. Results are measured from the end of the warm-up to the last arrival,
    so the measured span is the same for all rules.
 4. The direction of a pool changes when it grows after it has shrunk, or shrinks after it has grown.

@@ -15,7 +15,7 @@ Number = float | int | str
 
 
 class ReplayPoolSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Limits of one pool, and the durations of its starts and drains. The pool begins with the GPUs of its `gpus`."""
+    """Limits of one pool, and the durations of its starts and drains. The pool's own section states its first size."""
 
     least: Replicas = 1
     most: Replicas = 64
@@ -51,7 +51,7 @@ class PlannerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Time at the beginning that results leave out, because the rule has not chosen the first numbers of replicas."""
 
     metric_delay_seconds: Seconds = 0.0
-    """Delay until the rule can know of an event."""
+    """Delay from an event until the demand windows that the rule gets can contain it."""
 
     gap_every_seconds: Seconds = 0.0
     gap_seconds: Seconds = 0.0
@@ -94,6 +94,6 @@ def read_replay(path: Path, changes: dict[str, Any] | None = None) -> ReplayScen
     """Read a replay scenario from a TOML file and change some of its fields.
 
     Raises:
-        ConfigurationRefused: It cannot be read; the message names file and field.
+        ConfigurationRefused: The file cannot be read, or a field is invalid; the message names file and field.
     """
     return load(path, ReplayScenario, changes)

@@ -103,7 +103,7 @@ def write_report(
 
 @cache
 def report_template() -> jinja2.Template:
-    """Return the template of a page."""
+    """Return the Jinja template of a page, which escapes all values."""
     text = resources.files(__package__).joinpath("report.jinja").read_text(encoding="utf-8")
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     return environment.from_string(text)

@@ -24,7 +24,8 @@ from fleet.sim.scenario import (
 )
 
 RISE = 0.005
-"""Minimum distance in share between two drawn points of a distribution function; points in between are left out."""
+"""Minimum difference between the shares of two drawn points of a distribution function. Points in between are left
+out."""
 
 LEVELS = (0.9, 0.99)
 """Usual targets of attainment. The chart of attainment by load marks them with lines."""

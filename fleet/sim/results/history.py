@@ -1,7 +1,7 @@
 """History: collects the results of a run by the arrival times of its requests, for the plots of a report.
 
-All bins have the same width. When a run gets longer than all bins together, the width is doubled. So memory does not
-grow with the length of the run.
+Requests are counted in bins, each of which covers an equal span of arrival times (the width). When a run gets longer
+than all bins together, the width is doubled. So memory does not grow with the length of the run.
 """
 
 from msgspec import Struct

@@ -35,7 +35,7 @@ class LoadPhase(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     prompt_tokens: Annotated[int, Meta(ge=0)] = 0
     output_tokens: Annotated[int, Meta(ge=0)] = 0
-    """Mean lengths in this phase; 0: the mean lengths of the workload."""
+    """Mean lengths of prompts and answers in this phase; 0: the mean lengths of the workload."""
 
 
 class DrawnWorkload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="drawn"):
@@ -59,7 +59,8 @@ class DrawnWorkload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     burst_seconds: Positive = 10.0
     burst_every_seconds: Positive = 60.0
     burst_factor: Annotated[float, Meta(gt=1, le=1000)] = 5.0
-    """For `bursts`: length of a burst, time between the starts of two bursts, and the rate in a burst divided by the rate outside."""
+    """For `bursts`: length of a burst, time between the starts of two bursts, and the rate in a burst divided by the
+    rate outside of bursts."""
 
     phases: tuple[LoadPhase, ...] = ()
     """For `phases`: the phases in order. The workload ends with the last phase, or after `requests` requests."""

@@ -58,8 +58,8 @@ class RecordedWorkload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Factor by which arrivals are faster than recorded; gaps between the turns of sessions are shortened by it, too."""
 
     live_sessions: Count = LIVE_SESSIONS
-    """Maximum number of sessions of the file that are open at a time, if its format knows sessions and clients send as recorded (`clients.kind
-    = "open"`)."""
+    """Number of sessions that run at the same time, if the format of the file knows sessions and clients are open
+    (`clients.kind = "open"`). Such a file does not state when its sessions began."""
 
     def __post_init__(self) -> None:
         if not self.part[0] < self.part[1]:

@@ -5,9 +5,9 @@ of a pool is computed: the forecast rate divided by the rate that one engine ser
 differs by at most eight from the present number of replicas. Every 5 s (a load tick), one replica is added if the
 estimated latency of every engine of a pool exceeds the goal. One of the N replicas is removed if every engine would
 stay below 0.8 of the goal with N / (N - 1) times its load. For a prefill engine, the latency is the waiting time of a
-prompt, and its goal is the part of the TTFT goal that the computation of the prompt itself leaves. For a decode engine,
-the latency is the TPOT. Latencies are estimated as means, not as tail percentiles. Here the forecast continues the
-linear trend of the last throughput ticks.
+prompt. Its goal is the TTFT goal less the time to compute the prompt itself. For a decode engine, the latency is the
+TPOT. Latencies are estimated as means, not as tail percentiles. In this module, the forecast continues the linear trend
+of the last throughput ticks.
 """
 
 from math import ceil

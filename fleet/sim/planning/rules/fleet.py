@@ -1,4 +1,4 @@
-"""Fleet: runs Fleet's production planner as a scaling rule; it gets the step times of the simulated engines."""
+"""Fleet: runs Fleet's production planner as a scaling rule; the planner knows the simulated engines' step times."""
 
 from fleet.core.clock import SECOND
 from fleet.hardware.latency.closed_loop import BenchmarkClient
@@ -12,7 +12,7 @@ from fleet.sim.planning.rule_context import RuleContext
 
 
 class FleetRule(PlannerRuleSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Parameters of the load rule of Fleet's production planner."""
+    """Parameters of the rule of Fleet's production planner (`fleet.planner.machine`)."""
 
     def open(self, context: RuleContext) -> PlannerMachine:
         engines = {name: pool_engine(profile) for name, profile in context.profiles.items()}
@@ -20,7 +20,7 @@ class FleetRule(PlannerRuleSettings, frozen=True, kw_only=True, forbid_unknown_f
 
 
 def pool_engine(profile: PoolProfile) -> PoolEngine:
-    """Return the step times, limits and price of a pool's replicas in the form that the production planner expects."""
+    """Return step times, limits and KV transfer times of a pool's replicas as the production planner expects them."""
     assert isinstance(profile.times, StepModel), "pools of scenarios have step models"
     limits = profile.limits
     return PoolEngine(

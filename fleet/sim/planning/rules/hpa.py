@@ -30,7 +30,7 @@ class HpaRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Span over which utilisation is measured."""
 
     down_seconds: float = 300.0
-    """Stabilisation window for shrinking."""
+    """Seconds for which a lower need must last before a pool shrinks (HPA's stabilisation window)."""
 
     def open(self, context: RuleContext) -> "_Hpa":
         return _Hpa(self, context)

@@ -1,9 +1,9 @@
 """KPA: the concurrency rule of Knative's pod autoscaler, which users of AIBrix and KEDA run for LLM serving.
 
-Source: Knative's autoscaling documentation, and AIBrix for tolerance and delay. The wanted number is the mean number of requests
-    in a pool, divided by the target for one replica. There is a stable mean over 60 s, and a panic mean over 6 s. A pool is in
-    panic when the panic mean asks for at least twice the ready replicas. A pool in panic does not shrink. Every pool shrinks only
-    after a delay, and differences of up to 10 % are ignored.
+Source: Knative's autoscaling documentation; the tolerance and the delay are those of AIBrix. The wanted number is the
+    mean number of requests in a pool, divided by the target for one replica. There is a stable mean over 60 s, and a
+    panic mean over 6 s. A pool is in panic when the panic mean asks for at least twice the ready replicas. A pool in
+    panic does not shrink. Every pool shrinks only after a delay. Differences of up to 10 % are ignored (the tolerance).
 """
 
 from math import ceil

@@ -37,7 +37,7 @@ class OracleRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Parameters of the oracle's search for the cheapest timetable."""
 
     span_seconds: float = 30.0
-    """Seconds over which the need of each bin is averaged."""
+    """Seconds around each instant over which the need of a pool is averaged."""
 
     halvings: int = 5
     refinements: int = 2

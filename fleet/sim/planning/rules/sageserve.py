@@ -3,9 +3,9 @@
 Source: arXiv 2502.14617 and its published simulator, variants UT and UA. At each planning instant, the planned number
 of replicas is the smallest one whose throughput is enough for the forecast rate. Between two plans, one replica is
 added if memory use is above 0.5 and the pool is smaller than planned. One replica is removed if memory use is below
-0.25 and the pool is larger than planned. If memory use is above 0.9, or if the rate of the last minute is more than
-five times the forecast, one replica is added even if the pool then exceeds the plan. Here the forecast is the present
-rate, plus its growth since the previous plan if it has grown.
+0.25 and the pool is larger than planned. In two cases, one replica is added even if the pool then exceeds the plan:
+memory use is above 0.9, or the rate of the last minute is more than five times the forecast. In this module, the
+forecast is the present rate, plus its growth since the previous plan if it has grown.
 """
 
 from math import ceil
@@ -88,9 +88,9 @@ class _SageServe:
     def _used(self, pool: PlannedPool) -> float:
         """Return a pool's use of memory, on which `_stepped` decides.
 
-        For a decode pool, it is the used share of KV memory. For a prefill pool, it is the time to compute the
+        For a decode pool, the use is the used share of KV memory. For a prefill pool, it is the time to compute the
         prompts that wait on one replica, divided by the TTFT goal. For a pool with the role `both`, it is the larger
-        one.
+        one of these two values.
         """
         workers = self._load.workers(pool.name)
         if not workers:

@@ -5,10 +5,10 @@ Source: llm-d-autoscaling, RFC 1018 and pull request 1376. Each pool has a signa
 TTFT, its age is used instead. Prefill pools use the TTFT, decode pools the TPOT, and pools with the role `both` use the
 larger ratio.
 
-If s has been above 0.55 for 30 s, the pool grows to n + ceil(n (s r / 0.55 - 1)) replicas, where n is its number of
-replicas, and r is the share of them that is ready. It grows at most once in 60 s, by at most n or four replicas,
-whichever is more. If s has been below 0.40 for 180 s, and n (1 - s / 0.40) is at least 1, the pool loses one replica,
-at most once in 120 s.
+A pool has n replicas, of which the share r is ready. If s has been above 0.55 for 30 s, the pool grows to
+n + ceil(n (s r / 0.55 - 1)) replicas. It grows at most once in 60 s, by at most n or four replicas, whichever is more.
+If s has been below 0.40 for 180 s, and n (1 - s / 0.40) is at least 1, the pool loses one replica. It does so at most
+once in 120 s.
 """
 
 from math import ceil, floor
@@ -30,7 +30,7 @@ class SloLawRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     up: float = 0.55
     down: float = 0.40
     share: float = 0.9
-    """Percentile of TTFT and TPOT, as a share."""
+    """Percentile of TTFT and TPOT from which the signal is computed, as a share: 0.9 is P90."""
 
     span_seconds: float = 45.0
     up_after_seconds: float = 30.0

@@ -26,7 +26,8 @@ class TokenScaleRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Parameters of the scaling rule."""
 
     velocity_seconds: float = 15.0
-    """Seconds over which velocities are measured; the paper's idea is that this span is short."""
+    """Seconds over which the rate of arrivals is measured. The span is short, so that the rule follows bursts at once,
+    as the paper demands."""
 
     use: float = 0.85
     """Share of a replica's velocity with which the number of replicas is computed; the rest is a reserve."""

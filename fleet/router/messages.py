@@ -93,7 +93,7 @@ class CacheReported(Struct, frozen=True, kw_only=True):
 class StoreChanged(Struct, frozen=True, kw_only=True):
     """Event: one tier of a store node has stored and removed blocks of one namespace.
 
-    If `reset` is true, the blocks of this namespace in all tiers of the node are forgotten before.
+    If `reset` is true, the router first forgets the blocks of this namespace in all tiers of the node.
     """
 
     store_id: StoreId

@@ -137,7 +137,7 @@ class RequestStream:
             self._wake.set_result(None)
 
     def dispatched(self, answer_key: int) -> None:
-        """Take the key under which the worker of an attempt keeps the tokens of the answer, before it has sent any."""
+        """Record the key under which the worker of a new attempt keeps the tokens of the answer. The worker has sent no tokens yet."""
         if answer_key != self._answer_key:
             self._answer_key = answer_key
             self._waiting.append(AnswerKeyChanged(answer_key))

@@ -68,7 +68,10 @@ BUILT_IN = PolicyCatalog(
 
 
 def parameters(settings: RouterSettings) -> dict[str, Any]:
-    """Return the parameters of the policy that the settings name; the default policy also takes the settings' own fields."""
+    """Return the parameters of the policy that the settings name.
+
+    The default policy also gets the values of the fields of `RouterSettings` that have the names of its own fields.
+    """
     table = settings.policies.get(settings.policy, {})
     if settings.policy != DEFAULT:
         return table

@@ -117,7 +117,7 @@ class KubernetesDiscovery(
     """
 
     pod_uid: str = ""
-    """Worker only: uid of that pod."""
+    """Worker only: uid of the pod that `pod` names."""
 
     def __post_init__(self) -> None:
         if bool(self.pod) != bool(self.pod_uid):

@@ -399,9 +399,9 @@ class Admitted(Struct, frozen=True, kw_only=True):
 
 
 def without_surrogates(text: str) -> str:
-    """Return a text with U+FFFD in place of lone surrogates, which UTF-8 cannot encode. Pairs become their character.
+    """Return a text with U+FFFD in place of lone surrogates, which UTF-8 cannot encode. A pair of surrogates becomes its character.
 
-    Models write a lone surrogate as a JSON escape without its second half.
+    A lone surrogate occurs if a model writes only one half of the JSON escape of a character.
     """
     if text.isascii():
         return text

@@ -215,7 +215,7 @@ class LoadReport(Struct, frozen=True, kw_only=True):
     waiting: int
     kv_blocks_used: int  # number of blocks that running requests use
     adapters: tuple[str, ...] = ()  # names of the loaded adapters
-    pulled: PulledBlocks = NOTHING_PULLED  # since the engine's start
+    pulled: PulledBlocks = NOTHING_PULLED  # blocks that the engine has pulled since its start
 
 
 class KvStored(Struct, frozen=True, tag=True):
@@ -277,7 +277,7 @@ class AnswersWanted(Struct, frozen=True, kw_only=True):
 class KeptAnswer(Struct, frozen=True):
     key: int
     tokens: TokenBytes  # the first tokens of the answer; empty if the worker does not know the answer
-    wanted: int = 0  # `WantedAnswer.tokens`
+    wanted: int = 0  # number of tokens that the router asked for (`WantedAnswer.tokens`)
 
 
 class KeptAnswers(Struct, frozen=True, kw_only=True):

@@ -118,7 +118,7 @@ class AsyncClient:
         activation: bool | None = None,
         **options: Unpack[VectorOptions],
     ) -> tuple[VectorResult, ...]:
-        """Return the number of each class for each text; the arguments are those of `fleet.client.Client.classify`."""
+        """Return, for each text, one number for each class; the arguments are those of `fleet.client.Client.classify`."""
         return await self._vectors(texts, Pooling(task=PoolingTask.CLASSIFY, activation=activation), options)
 
     async def _vectors(

@@ -83,7 +83,7 @@ def agentic_sessions(path: Path, lines: Iterator[TraceLine]) -> Iterator[TraceSe
 
 
 def agentic_requests(path: Path, lines: Iterator[TraceLine], live: int) -> Iterator[TraceRequest]:
-    """Yield the requests of all sessions at their recorded pace. Always `live` sessions run concurrently, as long as there are more."""
+    """Yield the requests of all sessions at their recorded pace. As long as enough sessions are left, `live` sessions run concurrently."""
     return _interleaved(_rows(path, lines), live)
 
 

@@ -44,7 +44,7 @@ KEPT_RECORDINGS = 3  # number of recordings of earlier processes that are kept
 
 
 class FlightRecorder:
-    """Writes one recording. Implements `fleet.router.observer.Observer`, and hashes prompts for the router machine."""
+    """Writes one recording. It is an observer (`fleet.router.observer.Observer`), and hashes prompts for the router machine."""
 
     def __init__(self, path: Path, most_bytes: int, head: RecordingHead, hasher: PromptHasher = hash_prompt):
         """Open the recording at `path`. It gets at most `most_bytes` bytes. The results of `hasher` are recorded too.

@@ -212,7 +212,7 @@ class AsyncClient:
 
 
 class AsyncStream(StreamedAnswer):
-    """Streams one answer: the caller iterates over its parts. Leaving the context, or `cancel`, stops the engine."""
+    """Streams one answer: the caller iterates over its parts. Leaving the context, or calling `cancel`, cancels the request."""
 
     def __init__(
         self,
@@ -224,7 +224,7 @@ class AsyncStream(StreamedAnswer):
         self._routers = routers
         self._metadata = metadata
         self._resumption = resumption
-        self._cancelled = False  # True if `cancel` was called, and not only the caller's task was cancelled
+        self._cancelled = False  # True if `cancel` was called; False if only the caller's task was cancelled
         self._send()
 
     def __aiter__(self) -> AsyncIterator[Delta]:

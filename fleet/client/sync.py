@@ -312,7 +312,7 @@ class Client:
 
 
 class Stream(StreamedAnswer):
-    """Streams one answer: the caller iterates over its parts. Leaving the context, or `cancel`, stops the engine."""
+    """Streams one answer: the caller iterates over its parts. Leaving the context, or calling `cancel`, cancels the request."""
 
     def __init__(
         self,

@@ -392,7 +392,8 @@ class SchemaShape(Struct, frozen=True, rename=_JSON_SCHEMA_NAMES):
 
 
 class ToolFunction(Struct, frozen=True):
-    name: Annotated[str, Meta(pattern="^[A-Za-z0-9_-]{1,128}$")]  # OpenAI's characters, and Anthropic's length
+    # The characters are those that OpenAI allows, and the length is the one that Anthropic allows.
+    name: Annotated[str, Meta(pattern="^[A-Za-z0-9_-]{1,128}$")]
     description: str | None = None
     parameters: SchemaShape | None = None
 

@@ -47,7 +47,7 @@ class NamedRouters:
         self._own = _own_address(listen)
 
     async def follow(self, keep_up: Callable[[str], Coroutine[Any, Any, Never]], connected: Collection[str]) -> Never:
-        """Follow the name until cancelled.
+        """Keep connections to the routers behind the name, until cancelled.
 
         Args:
             keep_up: Function that keeps a connection to the router at an address, and opens it again when it ends.

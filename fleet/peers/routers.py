@@ -98,7 +98,7 @@ log = logging.getLogger(__name__)
 SEND_INTERVAL_SECONDS = 0.002
 FULL_STATE_SECONDS = 0.5
 SILENCE_SECONDS = 2.0
-LATE_SECONDS = 0.5  # a timer that fires so much later than it was set to shows that this process stood still
+LATE_SECONDS = 0.5  # if a timer fires this many seconds late, this process stood still
 DIAL_SECONDS = 1.0  # time limit for a connection attempt, and maximum pause between two attempts
 # pause in seconds after the first failed attempt; short, because processes of one host start at the same time
 FIRST_PAUSE_SECONDS = 0.05
@@ -285,7 +285,7 @@ class PeerRouters:
             await self._caught_up.wait()
 
     async def metrics(self) -> dict[str, str]:
-        """Return the metrics of this process and of those that share its ports, by router id."""
+        """Return the metrics of this process and of the processes that share its ports, by router id."""
         beside = [link for address, link in self.links.items() if _is_beside(address)]
         answers = await self._ask(beside, pb.ReplicaQuestion(metrics=pb.MetricsRequest()))
         return {self._settings.router_id: self._metrics()} | {answer.router_id: answer.metrics for answer in answers}
@@ -516,7 +516,7 @@ class PeerRouters:
                 self._limits.tenants.took_elsewhere(name, each, now)
 
     def left_elsewhere(self, left: Mapping[str, BucketLevels]) -> None:
-        """Lower what is left of the tenants' limits to the values of another router."""
+        """Lower what is left of the tenants' limits to the values of another router, where these are lower."""
         if self._limits is not None:
             now = self._limits.clock.now()
             for name, each in left.items():
@@ -661,7 +661,8 @@ class _IncomingPeer:
                 if not self._agrees_with(message.hello):
                     return
                 self._replicas.reached_by_peer()
-                # name of the connection, under which its reservations are kept; unique, because a router may dial again
+                # Name of the connection, under which the peer's reservations are kept. It is unique, because the peer may dial again
+                # before the earlier connection has ended.
                 self._replica = f"{self._router_id}@{id(self)}"
                 self._router.hear(SessionsBound(clock=decode_instant(message.hello.unix_ms * MILLISECOND)))
             case "bookings":

@@ -90,7 +90,7 @@ class FlightRecorder:
         keys, self._keys = self._keys, []
         try:
             self._add(entry_line(now, event, keys, commands))
-        except Exception:  # supervisor: the router continues without a recording
+        except Exception:  # supervisor: an error ends only the recording, and the router continues
             log.exception("recording stopped, an event cannot be written", extra={"event": type(event).__name__})
             self._end(f"a {type(event).__name__} could not be written")
 

@@ -29,7 +29,7 @@ JOIN_ABOVE = 16  # if more nodes than this on a path could be one node, they are
 
 
 class ChainHolder:
-    """Identifies one holder of chains by its bit, and counts its blocks."""
+    """One holder of chains. Its bit stands for it in the masks of nodes."""
 
     __slots__ = ("bit", "blocks")
 

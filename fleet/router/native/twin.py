@@ -181,7 +181,7 @@ def spread_live(runs: list[tuple[int, int]], row_at: Rows, columns: Floats, /) -
     Args:
         runs: As for `spread`.
         row_at: As for `spread`; each row occurs at most once.
-        columns: The table of all workers, including what their engines hold.
+        columns: The table of all workers. Its rows `NEW_BLOCKS` and `ENGINE_BLOCKS` are filled already.
     """
     spread(runs, row_at, columns[LIVE_BLOCKS])
     rows = row_at[row_at >= 0]

@@ -315,7 +315,7 @@ def _uncached(request: PlacementRequest, candidate_table: CandidateTable, row: i
     """Return the number of prompt tokens that a worker does not hold, and the number that it would have to compute.
 
     Both numbers are at least one, because engines always compute the last prompt token. Blocks that live requests will soon compute on the
-    worker are not held yet, but need not be computed again: only the second number leaves them out.
+    worker are not held yet, but need not be computed again. So the first number includes their tokens, and the second one does not.
     """
     tokens = request.prompt_tokens
     if not candidate_table.warm:

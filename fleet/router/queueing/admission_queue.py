@@ -300,7 +300,7 @@ class FairQueue:
         self._rate.departed(tokens, now)
 
     def charge(self, name: str, tokens: int) -> None:
-        """Add the tokens that a worker has to compute for a tenant to the tenant's clock."""
+        """Advance a tenant's clock by the tokens that a worker has to compute for the tenant, divided by the tenant's weight."""
         clock = max(self._clock, self.clocks.get(name, -inf))
         self._clock = clock
         after = clock + tokens / self.weight(name)
@@ -516,7 +516,7 @@ class AdmissionQueue:
             queue.remove(waiting)
 
     def request_to_drop(self) -> RequestId | None:
-        """Return the request to drop when one too many is queued (rule 4); None if none may be dropped."""
+        """Return the request to drop when too many requests are queued (rule 4); None if no request may be dropped."""
         tenants = [
             (backlog, model, name) for model, queue in self.queues.items() for backlog, name in queue.by_backlog()
         ]

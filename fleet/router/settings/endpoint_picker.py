@@ -107,7 +107,7 @@ class EndpointPickerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_f
     """A request loses its reservation if the gateway reports nothing about it for this time. The default is longer than any prefill."""
 
     max_body_bytes: Annotated[int, Meta(ge=KIB, le=1024 * MIB)] = 8 * MIB
-    """The largest request body: two million tokens as ids."""
+    """The largest request body, in bytes. The default has room for two million token ids."""
 
     max_held_bytes: Annotated[int, Meta(ge=KIB, le=1 << 40)] = 512 * MIB
     """Memory for the bodies of all requests that are not placed yet; further requests are rejected with 429."""

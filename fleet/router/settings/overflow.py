@@ -12,7 +12,7 @@ WaitSeconds = Annotated[float, Meta(gt=0, le=86_400)]
 
 
 class OverflowSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An OpenAI-compatible endpoint that takes requests over HTTP which would otherwise be refused, under a spending limit.
+    """An OpenAI-compatible endpoint that takes HTTP requests that the router would otherwise refuse. A spending limit bounds its cost.
 
     Prompts then leave your cluster. Only completions and chats with one answer overflow, not requests over gRPC, the Open Inference
     Protocol, the Responses API or the Messages API.
@@ -22,7 +22,7 @@ class OverflowSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """``https://host`` or ``http://host:port``, with the path before ``/v1`` if there is one."""
 
     hosted_model: str = ""
-    """Name of the model at the endpoint; empty: the name here."""
+    """Name of the model at the endpoint; empty: the name that it has in this cluster."""
 
     api_key_file: str = ""
     """File with the bearer token of the endpoint. It is read for each request, so that a key can be replaced; empty: no token is sent.
@@ -59,7 +59,7 @@ class OverflowSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     request runs, the price of an answer of its full limit is charged (`dollars_per_hour`)."""
 
     max_running: Annotated[int, Meta(ge=1, le=65_536)] = 64
-    """Requests at the endpoint at one time; further ones are refused as without overflow."""
+    """Maximum number of requests at the endpoint at the same time; further requests are refused as if there were no overflow."""
 
     extended_fields: bool = False
     """True if the endpoint is a vLLM or SGLang server, which understands fields such as `top_k` and `structured_outputs`. Otherwise requests
@@ -69,10 +69,10 @@ class OverflowSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Tenants whose prompts must not leave the cluster."""
 
     first_byte_seconds: WaitSeconds = 30.0
-    """Maximum wait for the beginning of an answer. Models that reason take tens of seconds."""
+    """Maximum wait in seconds for the beginning of an answer. Models that reason take tens of seconds."""
 
     silence_seconds: WaitSeconds = 30.0
-    """Maximum pause within an answer."""
+    """Maximum pause in seconds within an answer."""
 
     def __post_init__(self) -> None:
         parts = urlsplit(self.url)

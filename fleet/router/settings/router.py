@@ -219,7 +219,7 @@ class RouterMetricsAccess(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     key_sha256: tuple[Sha256Hex, ...] = ()
     """SHA-256 of each key that may read the metrics, in hex (``printf %s KEY | sha256sum``). Scrapers send ``Authorization: Bearer KEY``.
-    Keys of tenants do not open them."""
+    Keys of tenants give no access to the metrics."""
 
     ask: bool | None = None
     """True if metrics at `http_listen` need a key. None: as soon as a tenant has a key, or `key_sha256` has one."""
@@ -229,16 +229,16 @@ class RouterMetricsAccess(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class AccessRecordSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Access records: a file with a JSON object for each request, which is renamed when it is full."""
+    """Access records: a file with a JSON object for each request. The file is renamed when it is full."""
 
     path: str = ""
     """The file. Processes of one router may share it. Empty: there are no records."""
 
     max_mib: Annotated[int, Meta(ge=1, le=1 << 20)] = 100
-    """MiB after which the file is renamed to `.1`; a record has about 700 bytes without content."""
+    """Size in MiB at which the file is renamed to `.1`. A record has about 700 bytes without content."""
 
     kept_files: Annotated[int, Meta(ge=0, le=1000)] = 5
-    """Earlier files that are kept; the oldest one is removed."""
+    """Number of earlier files that are kept; older files are removed."""
 
     content: bool = False
     """Write the text of prompts and answers too. Everybody who may read the file reads what clients wrote."""
@@ -304,7 +304,7 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
     and metrics are only on `http_listen`, which always has them."""
 
     grpc: GrpcSettings = GrpcSettings()
-    """Limits of connections at `grpc_listen`, and as many again at `kserve_listen`."""
+    """Limits of connections at `grpc_listen`. The same limits apply to `kserve_listen`, whose connections are counted separately."""
 
     tracing: TracingSettings = TracingSettings()
     """Traces of requests for a collector of OpenTelemetry. Workers and store nodes have the same section for their part."""
@@ -360,7 +360,7 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
 
     control_credentials: Credentials = Credentials()
     """Credentials that callers of `control_listen` over TCP must prove: the secret in `secret_file`, or a certificate signed by `authority`
-    (with `certificate` and `key` of this router). `insecure`: none, for networks where everybody is trusted."""
+    (with `certificate` and `key` of this router). With `insecure`, callers need none; use it only on networks where everybody is trusted."""
 
     selection: SelectionSettings = SelectionSettings()
     """Limits for callers of `fleet.v1.Selection`."""
@@ -433,7 +433,7 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
     """Maximum number of placements of one request: after three failures in a row, the request is probably at fault, not the workers."""
 
     running_request_blocks: Annotated[float, Meta(ge=0, le=1e9)] = 1.0
-    """Cost of a request on a worker besides its blocks, in blocks: its share of each decode step."""
+    """Cost of a request on a worker in addition to its blocks, in blocks of prefill, for its share of each decode step."""
 
     engine_hit_credit: Annotated[float, Meta(ge=0, le=1e9)] = 1.0
     """Credit for a block in the engine's own cache, in blocks of prefill."""
@@ -442,7 +442,7 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
     """Credit for a block that has to be loaded from the store (NVIDIA Dynamo's weight of a host cache hit)."""
 
     lower_tier_hit_credit: Annotated[float, Meta(ge=0, le=1e9)] = 0.5
-    """Credit for a block that the store has to fetch from below its memory first: SSD, Redis, another node."""
+    """Credit for a block that the store first has to fetch from a tier below its memory: SSD, Redis, S3 or another node."""
 
     prefill_window_tokens: Annotated[int, Meta(ge=0)] = 8192
     """Prefill window: a worker is sent prompts only while it has fewer prompt tokens than this to compute. The default is one step of vLLM
@@ -476,17 +476,18 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
 
     session_affinity: Literal["off", "soft", "hard"] = "soft"
     """How the worker of a session's last request is treated: "off" ignores it, "soft" prefers it as far as the policy does, and "hard"
-    requires it; then one request is rejected when that worker has gone."""
+    requires it. With "hard", the first request after that worker has gone is rejected, and the next one may go to any worker."""
 
     session_ttl_seconds: PositiveSeconds = 600.0
     """Seconds for which an idle session is remembered. The default is longer than people take to answer, and shorter than caches keep
     unused blocks."""
 
     max_sessions: PositiveInt = 100_000
-    """Sessions that are remembered, about 300 bytes each; the one that was idle longest is forgotten first."""
+    """Maximum number of sessions that are remembered; each takes about 300 bytes. The session that was idle longest is forgotten first."""
 
     max_store_blocks: PositiveInt = 2_000_000
-    """Blocks of a store namespace that the index follows in each tier, about 250 bytes each. Placement does not know of further blocks."""
+    """Maximum number of blocks in the prefix index for each tier of a store namespace; each takes about 250 bytes. Placement does not know
+    further blocks."""
 
     explained_requests: PositiveInt = 1024
     """Number of latest requests whose placement can be explained; each takes about 150 bytes for each worker."""

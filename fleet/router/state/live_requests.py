@@ -26,7 +26,7 @@ from fleet.router.sessions import SessionKey
 from kvstore.block import chain
 
 PromptHasher = Callable[[TokenBytes, int, bytes], tuple[int, ...]]
-"""A function that returns the block keys of a prompt's full blocks. It gets the prompt, the tokens of a block and the salt."""
+"""A function that returns the block keys of a prompt's full blocks. It gets the prompt, the number of tokens of a block, and the salt."""
 
 
 def hash_prompt(tokens: TokenBytes, block_tokens: int, salt: bytes) -> tuple[int, ...]:

@@ -442,7 +442,7 @@ class RegisteredWorker:
                 self._prompts.sent(self.description.worker_id, keys)
 
     def assume_peer_prompt(self, keys: Keys, sent_at: Nanos, now: Nanos) -> None:
-        """Record that a prompt of a peer router is cached on this worker. Do nothing if the worker reports its cache."""
+        """Assume that a prompt, which a peer router has sent to this worker, is cached here. Do nothing if the worker reports its cache."""
         if self._assumed_for is None:
             return
         until = Nanos(sent_at + self._assumed_for)

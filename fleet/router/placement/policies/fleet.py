@@ -76,7 +76,7 @@ class FleetCost(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Credit for a block that the store has to fetch from a lower tier first."""
 
     running_request_blocks: float = 1.0
-    """Cost of a request on a worker besides its blocks: its share of each decode step."""
+    """Cost of a request on a worker in addition to its blocks, in blocks of prefill, for its share of each decode step."""
 
     decode_weight: float = 0.3
     """Cost of a block that live requests hold, in blocks of prefill. Each decode step reads the block once. For an answer of
@@ -180,7 +180,7 @@ class HeadroomFilter(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Fleet(FleetCost, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The default policy: takes the worker with the lowest `FleetCost` among those that will probably keep the goal for the first token."""
+    """The default policy: the lowest `FleetCost` among the workers that will probably keep the goal for the first token."""
 
     ttft_goal_seconds: float = 0.0
     """Goal for the first token; 0: only a request's own deadline counts."""

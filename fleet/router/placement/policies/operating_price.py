@@ -41,7 +41,7 @@ class PriceScorer(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Price of an answer token, by the beginning of workers' names."""
 
     answer_tokens: Annotated[int, Meta(ge=1)] = 256
-    """The usual length of an answer."""
+    """The usual length of an answer in tokens. Longer length limits of requests count as this length."""
 
     def costs(self, request: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Floats:
         worker_ids = candidates.worker_ids

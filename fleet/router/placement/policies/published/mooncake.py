@@ -48,7 +48,7 @@ class MooncakeTime(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Mooncake(MooncakeTime, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Mooncake's policy: the lowest predicted time to the first token. A match much longer than the worker's own is fetched."""
+    """Mooncake's policy: the lowest predicted time to the first token. Blocks are fetched from a worker with a much longer match."""
 
     def policy(self) -> Pipeline:
         return Pipeline("mooncake", scorers=[("ttft", 1.0, self)])

@@ -109,7 +109,7 @@ class RequestWindow:
         return None if recent is None else recent.prefixes.get(key)
 
     def note_copy(self, key: int, source: WorkerId, copy: WorkerId) -> None:
-        """Start a new measurement of a prefix at `source`, and mark the next request with this prefix at `copy` as a copy."""
+        """Record that a prefix at the worker `source` gets a copy at the worker `copy`. At `source`, its queue is measured anew (rule 2 of `preble`)."""
         self.recent[source].prefixes[key].tokens = WindowTokens()
         self.recent.setdefault(copy, WorkerWindow()).prefixes.setdefault(key, CachedPrefix()).is_copy = True
 

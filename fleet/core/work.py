@@ -256,7 +256,7 @@ class KeepTrace(Struct, frozen=True, kw_only=True):
     # Ids of the spans that the router made for the attempts of this request. Empty: the router has an earlier version,
     # and all attempts of the trace are meant.
     parent_ids: tuple[bytes, ...] = ()
-    # True: these spans may fill only a part of the queue for the collector, so that room is left for those of failed requests.
+    # True: these spans may fill only a part of the queue for the collector, so that room is left for the spans of failed requests.
     leave_room: bool = False
 
 

@@ -163,7 +163,7 @@ class RotatedFile:
         except BlockingIOError:
             return
         try:
-            if self._is_at_path():  # no other process has renamed it
+            if self._is_at_path():  # no other process has renamed the file meanwhile
                 self._shift()
             self._follow()
         finally:

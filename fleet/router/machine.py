@@ -147,7 +147,7 @@ class RouterMachine:
             hasher: Computes the block keys of prompts whose frontend does not provide them.
 
         Raises:
-            ConfigurationRefused: The settings name an unknown policy, or parameters that it does not take.
+            ConfigurationRefused: The settings name an unknown policy, or parameters that it does not accept.
         """
         self.settings = settings
         self.policy = policy or built_in_policy(settings.policy, parameters(settings))

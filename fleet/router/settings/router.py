@@ -281,8 +281,8 @@ class Thresholds(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     again, as batch jobs do."""
 
     priority_seconds: Annotated[float, Meta(ge=0, le=1e9)] = 10.0
-    """Seconds of waiting that one step of priority replaces: a request goes before requests with a priority lower by one that arrived up
-    to this many seconds earlier. A very large value makes priorities strict; 0 switches them off."""
+    """Seconds of waiting that one step of priority replaces: a request goes before a request that arrived up to this many seconds earlier,
+    if the earlier request has a priority that is lower by one. A very large value makes priorities strict; 0 switches them off."""
 
     size_seconds: Annotated[float, Meta(ge=0, le=1e9)] = 0.0
     """Seconds by which each thousand prompt tokens move a request back in the queue. 0: first come, first served."""
@@ -321,7 +321,7 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
     Otherwise a port in use is an error."""
 
     replicas_listen: str = ""
-    """Address at which peer routers tell this one their reservations: ``unix:/path``, or host:port with
+    """Address at which this router receives the reservations and other messages of peer routers: ``unix:/path``, or host:port with
     `replicas_credentials`. Empty: there are no peers."""
 
     replicas: tuple[str, ...] = ()

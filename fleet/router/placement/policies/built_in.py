@@ -112,7 +112,7 @@ def policy(name: str, parameters: Mapping[str, Any], catalogue: PolicyCatalog = 
         catalogue: The known policies and parts.
 
     Raises:
-        ConfigurationRefused: There is no such policy, or it does not take these parameters.
+        ConfigurationRefused: There is no such policy, or it does not accept these parameters.
     """
     if (kind := catalogue.policies.get(name)) is None:
         raise ConfigurationRefused(f"router.policy: {name!r} is not one of {', '.join(catalogue.policies)}")

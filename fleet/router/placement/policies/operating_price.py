@@ -35,10 +35,10 @@ class PriceScorer(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Scorer that computes the cost formula of this module."""
 
     prompt: Annotated[dict[str, Amount], Meta(min_length=1)]
-    """Price of a prompt token, by the beginning of workers' names."""
+    """Price of a prompt token on the workers whose names begin with the key."""
 
     answer: Annotated[dict[str, Amount], Meta(min_length=1)]
-    """Price of an answer token, by the beginning of workers' names."""
+    """Price of an answer token on the workers whose names begin with the key."""
 
     answer_tokens: Annotated[int, Meta(ge=1)] = 256
     """The usual length of an answer in tokens. Longer length limits of requests count as this length."""

@@ -109,7 +109,10 @@ class RequestWindow:
         return None if recent is None else recent.prefixes.get(key)
 
     def note_copy(self, key: int, source: WorkerId, copy: WorkerId) -> None:
-        """Record that a prefix at the worker `source` gets a copy at the worker `copy`. At `source`, its queue is measured anew (rule 2 of `preble`)."""
+        """Record that a prefix, which the worker `source` holds, gets a copy at the worker `copy` (rule 2 of `preble`).
+
+        The measurement of the prefix at `source` starts again.
+        """
         self.recent[source].prefixes[key].tokens = WindowTokens()
         self.recent.setdefault(copy, WorkerWindow()).prefixes.setdefault(key, CachedPrefix()).is_copy = True
 

@@ -18,8 +18,8 @@
    together the requests would compute shared prefixes several times (ADR 0014).
 5. *decode blocks* are the unique blocks that live requests hold on the worker, including those of this request. An answer near its expected
    end counts less.
-6. On a worker with a full batch, the credit is reduced by the factor 1 - `spread` × waiting requests / batch size, but not below 0. So a
-   hot prefix spreads to another worker before requests with this prefix have to wait for a place in the batch.
+6. On a worker with a full batch, the credit is multiplied by 1 - `spread` × waiting requests / batch size, or by 0 if this is negative. So
+   a hot prefix spreads to another worker before requests with this prefix have to wait for a place in the batch.
 7. The terms in blocks are divided by the relative speed of the worker, so that a slow worker has higher costs. The credit of a fetched
    block is what the fetch saves compared with computing the block on this worker.
 8. The cost of the worker that served this session's last request is lowered by `session_blocks`.

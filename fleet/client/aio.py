@@ -118,7 +118,7 @@ class AsyncClient:
         activation: bool | None = None,
         **options: Unpack[VectorOptions],
     ) -> tuple[VectorResult, ...]:
-        """Return the number of each class for each text; the arguments are those of `fleet.client.Client.classify`."""
+        """Return, for each text, one number for each class; the arguments are those of `fleet.client.Client.classify`."""
         return await self._vectors(texts, Pooling(task=PoolingTask.CLASSIFY, activation=activation), options)
 
     async def _vectors(
@@ -212,7 +212,7 @@ class AsyncClient:
 
 
 class AsyncStream(StreamedAnswer):
-    """Streams one answer: the caller iterates over its parts. Leaving the context, or `cancel`, stops the engine."""
+    """Streams one answer: the caller iterates over its parts. Leaving the context, or calling `cancel`, cancels the request."""
 
     def __init__(
         self,
@@ -224,7 +224,7 @@ class AsyncStream(StreamedAnswer):
         self._routers = routers
         self._metadata = metadata
         self._resumption = resumption
-        self._cancelled = False  # True if `cancel` was called, and not only the caller's task was cancelled
+        self._cancelled = False  # True if `cancel` was called; False if only the caller's task was cancelled
         self._send()
 
     def __aiter__(self) -> AsyncIterator[Delta]:

@@ -37,7 +37,7 @@ class ControlPort:
         Raises:
             ConfigurationRefused: A credentials file cannot be used.
         """
-        from fleet.net.control.access import load_control_access  # noqa: PLC0415 - imported here, because most clients only generate
+        from fleet.net.control.access import load_control_access  # noqa: PLC0415 - imported here, because most clients never use the control port
 
         self._address = address
         self._control = control
@@ -59,7 +59,7 @@ class ControlPort:
         return access.aio_channel(address)
 
     def _resolved(self) -> "tuple[ControlAccess, str]":
-        from fleet.net.control.access import OPEN_ACCESS, load_control_access  # noqa: PLC0415 - imported here, because most clients only generate
+        from fleet.net.control.access import OPEN_ACCESS, load_control_access  # noqa: PLC0415 - imported here, because most clients never use the control port
 
         if self._control:
             return self._access or OPEN_ACCESS, self._control
@@ -72,8 +72,8 @@ class ControlPort:
         Raises:
             Unavailable: No control address is known.
         """
-        from fleet.local.runs import run_at  # noqa: PLC0415 - imported here, because most clients only generate
-        from fleet.net.control.address import control_folder, find_control_socket  # noqa: PLC0415 - imported here, because most clients only generate
+        from fleet.local.runs import run_at  # noqa: PLC0415 - imported here, because most clients never use the control port
+        from fleet.net.control.address import control_folder, find_control_socket  # noqa: PLC0415 - imported here, because most clients never use the control port
 
         run = run_at(self._address)
         addresses = None if run is None or run.killed else run.addresses()

@@ -16,7 +16,7 @@ NO_CLIENTS_PORT = "that is an address of another part of the cluster, such as a 
 NO_METHOD = "Method not found!"
 
 TLS_SIGNS = (
-    # A server ends the connection of a client that it does not understand with one of these.
+    # If a server does not understand a client, it closes the connection, and gRPC reports one of these texts.
     *("Socket closed", "onnection reset", "roken pipe"),
     *("SSL", "Ssl", "ecurity handshake", "erification", "SETTINGS frame", "ALPN"),
 )

@@ -123,7 +123,7 @@ def build_message(prompt: PromptLike, options: Options, pooling: Pooling | None 
         parsing=options.get("parsing"),
         pooling=pooling,
     )
-    sampling = {name: options[name] for name in Sampling.__struct_fields__ if name in options}  # type: ignore[literal-required]  # by name
+    sampling = {name: options[name] for name in Sampling.__struct_fields__ if name in options}  # type: ignore[literal-required]  # the options are read by name
     if not isinstance(options.get("form"), StructuredOutput | None):
         message = "sampling.form: must be AnyObject, JsonSchema, Pattern, Grammar, Choice or StructuralTag"
         raise InvalidRequest(message, Reason.INVALID_ARGUMENT, field="sampling.form")
@@ -156,7 +156,7 @@ def _type_error(request: GenerateRequest, sampling: Mapping[str, object]) -> str
 
 def _fits_field(message: type[pb.GenerateRequest | pb.Sampling | pb.Pooling], name: str, value: object) -> bool:
     try:
-        message(**{name: value})  # type: ignore[arg-type]  # by name; protobuf checks
+        message(**{name: value})  # type: ignore[arg-type]  # the field is set by name; protobuf checks the type
     except (TypeError, ValueError):
         return False
     return True

@@ -269,7 +269,7 @@ class PlacementExplained(Struct, frozen=True, kw_only=True):
     policy: str  # policy that chose the answering worker
     prefill_policy: str
     uncached_tokens: int  # prompt tokens that the answering worker would have to compute
-    prefill_tokens: int  # prompt tokens that the worker for the prompt has to compute
+    prefill_tokens: int  # prompt tokens that the prefill worker, or else the answering worker, has to compute
     candidates: tuple[CandidateCost, ...]
     prefill_candidates: tuple[CandidateCost, ...]
     unfit: dict[str, str]  # for each worker that was not a candidate, the reason
@@ -282,7 +282,9 @@ class OverflowExplained(Struct, frozen=True, kw_only=True):
     url: str
     reason: str  # reason of the refusal, such as `queue_full`
     message: str
-    outcome: str  # "served", "limit_spent", "closed", "failed" or "broken"
+    # "served"; "limit_spent" (the spending limit was too low); "closed" (the endpoint had failed lately, or was at its limit of
+    # requests); "failed" (there was no answer); "broken" (the answer was cut off).
+    outcome: str
     estimated_dollars: float
     dollars: float
     prompt_tokens: int  # number of prompt tokens that the endpoint reported; 0 if unknown

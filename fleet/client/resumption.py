@@ -87,7 +87,8 @@ class Resumption:
             timeout_seconds: Time limit for the whole answer, from now on, or None for no limit.
             clock: Clock by which both limits are measured.
         """
-        request.resumable = resume_seconds > 0 and not request.HasField("pooling")  # a vector comes in one message
+        # A vector comes in one message, so a broken stream has no part of it that could be kept.
+        request.resumable = resume_seconds > 0 and not request.HasField("pooling")
         self._request = request
         self._routers = routers
         self._resume_seconds = resume_seconds
@@ -162,7 +163,7 @@ def addresses_of(address: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def resume_limit(resume_seconds: float | None, routers: int) -> float:
-    """Return the seconds for which a client tries to continue a broken stream; None gives the default value.
+    """Return the seconds for which a client tries to continue a broken stream; if `resume_seconds` is None, return the default.
 
     Raises:
         ConfigurationRefused: The value is negative or NaN.

@@ -154,8 +154,8 @@ class Client:
 
         Args:
             texts: Texts, or lists of token ids.
-            dimensions: The number of dimensions, for models that were trained for fewer; 0 means all.
-            activation: False: the embeddings are not normalised; None: as the model has it.
+            dimensions: The number of dimensions to return, for models that were trained for shorter vectors; 0 means all.
+            activation: False: the embeddings are not normalised; None: the model's default is used.
             options: The options in `fleet.client.vectors.VectorOptions`.
 
         Raises:
@@ -173,9 +173,9 @@ class Client:
         activation: bool | None = None,
         **options: Unpack[VectorOptions],
     ) -> tuple[VectorResult, ...]:
-        """Return the number of each class for each text; the model needs the task classify.
+        """Return, for each text, one number for each class; the model needs the task classify.
 
-        The arguments are those of `embed`. With `activation` False, the numbers are logits.
+        The arguments are those of `embed`. If `activation` is False, the numbers are logits.
 
         Raises:
             InvalidRequest: A value does not fit its field, or the model has another task.
@@ -312,7 +312,7 @@ class Client:
 
 
 class Stream(StreamedAnswer):
-    """Streams one answer: the caller iterates over its parts. Leaving the context, or `cancel`, stops the engine."""
+    """Streams one answer: the caller iterates over its parts. Leaving the context, or calling `cancel`, cancels the request."""
 
     def __init__(
         self,

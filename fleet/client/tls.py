@@ -51,7 +51,7 @@ class ClientTls(Struct, frozen=True, kw_only=True):
 
 Options = Sequence[tuple[str, Any]]
 
-DIAGNOSIS_SECONDS = 0.5  # limit for each step of the connections of a TLS diagnosis
+DIAGNOSIS_SECONDS = 0.5  # time limit for each step of a connection that a TLS diagnosis opens
 
 LEAVE_OUT_TLS = "; leave out tls"
 GIVE_TLS = ": give it tls=ClientTls(authority=FILE)"
@@ -81,7 +81,7 @@ def open_aio_channel(address: str, options: Options, tls: ClientTls | None) -> g
 def tls_cause(address: str, tls: ClientTls | None) -> str:
     """Return why TLS with a router's port for clients fails, and what to correct; empty if TLS is not the cause.
 
-    The diagnosis connects to the address, and takes a few seconds at most. Fields of `ClientTls` are named as ``tls.FIELD``.
+    The diagnosis connects to the address, and takes a few seconds at most. The text names fields of `ClientTls` as ``tls.FIELD``.
     """
     files, known = Credentials(), grpc_authorities()
     if tls is not None:

@@ -35,7 +35,7 @@ class FileDiscovery(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """A folder with one file per worker, on one host or on a shared file system."""
 
     folder: Text
-    """Folder, which must exist: an unmounted file system must not look like a folder without workers."""
+    """The folder. It must exist, so that a file system that is not mounted is an error, and does not look like a folder without workers."""
 
     lease_seconds: LeaseSeconds = 9
     """Lease of a worker after the last renewal of its file; the worker renews it three times per lease."""
@@ -117,7 +117,7 @@ class KubernetesDiscovery(
     """
 
     pod_uid: str = ""
-    """Worker only: uid of that pod."""
+    """Worker only: uid of the pod that `pod` names."""
 
     def __post_init__(self) -> None:
         if bool(self.pod) != bool(self.pod_uid):

@@ -149,7 +149,7 @@ def known_fields(kind: Any, path: str) -> list[str]:
 
 def _places(kind: Any, path: str) -> "list[Type]":
     """Return all types that the value at `path` in a type may have."""
-    from msgspec import inspect  # noqa: PLC0415 - lazy, because the help of commands must load no library
+    from msgspec import inspect  # noqa: PLC0415 - imported here, because the help of commands must load no library
 
     places = [inspect.type_info(kind)]
     for name, _ in _STEP.findall(path):
@@ -158,7 +158,7 @@ def _places(kind: Any, path: str) -> "list[Type]":
 
 
 def _field_names(place: "Type") -> Iterator[str]:
-    from msgspec import inspect  # noqa: PLC0415 - lazy, because the help of commands must load no library
+    from msgspec import inspect  # noqa: PLC0415 - imported here, because the help of commands must load no library
 
     match place:
         case inspect.StructType(fields=fields):
@@ -174,7 +174,7 @@ def _field_names(place: "Type") -> Iterator[str]:
 
 def _inside(place: "Type", name: str) -> "Iterator[Type]":
     """Yield the types of the field `name` of an object; if `name` is empty, yield the types of a list's elements."""
-    from msgspec import inspect  # noqa: PLC0415 - lazy, because the help of commands must load no library
+    from msgspec import inspect  # noqa: PLC0415 - imported here, because the help of commands must load no library
 
     match place:
         case inspect.StructType(fields=fields) if name:
@@ -200,7 +200,7 @@ def _inside(place: "Type", name: str) -> "Iterator[Type]":
 
 
 def _values(place: "Type") -> Iterator[object]:
-    from msgspec import inspect  # noqa: PLC0415 - lazy, because the help of commands must load no library
+    from msgspec import inspect  # noqa: PLC0415 - imported here, because the help of commands must load no library
 
     match place:
         case inspect.EnumType(cls=kind):
@@ -227,7 +227,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 def nearest(word: str, known: Iterable[str]) -> str:
     """Return the known word that is most similar to `word`, or an empty text if none is similar."""
-    from difflib import get_close_matches  # noqa: PLC0415 - only for errors
+    from difflib import get_close_matches  # noqa: PLC0415 - imported here, because only errors need it
 
     return next(iter(get_close_matches(word, sorted(known), n=1)), "")
 

@@ -261,7 +261,7 @@ class Resume(Struct, frozen=True, kw_only=True):
 class RemoteImage(Struct, frozen=True):
     """An image of a chat that the client names by an http or https URL."""
 
-    place: int  # its index in `GenerateRequest.images`
+    place: int  # index of the image in `GenerateRequest.images`
     url: str
     field: str  # path of the URL in the client's request, for errors
 
@@ -339,7 +339,7 @@ class KvOrigin(Struct, frozen=True, kw_only=True):
     origin: str = ""  # id of the store node or worker that gave the blocks; empty for ENGINE and COMPUTED
     blocks: int
     bytes: int = 0  # number of transferred bytes
-    tier: str = ""  # tier of the store node in which the blocks were; empty if unknown, and for other sources
+    tier: str = ""  # tier of the store node in which the blocks were; empty if unknown, or if `source` is not STORE
 
 
 class KvReport(Struct, frozen=True, kw_only=True):
@@ -391,17 +391,17 @@ class Admitted(Struct, frozen=True, kw_only=True):
     request_id: RequestId
     model: ModelName
     prompt_tokens: int
-    tokens: TokenBytes = b""  # token ids of the prompt; empty at a client
+    tokens: TokenBytes = b""  # token ids of the prompt; empty in a client, to which they are not sent
     allowance: RateLimitStatus | None = None
     resume_token: str = ""  # empty unless `GenerateRequest.resumable` is true
     resumes: RequestId = RequestId("")  # id of the request whose answer is continued; empty for a new answer
-    began: int = 0  # Unix time in seconds at which the answer began, at its first router; 0 unless it can be resumed
+    began: int = 0  # Unix time in seconds at which the first router began the answer; 0: the answer cannot be resumed
 
 
 def without_surrogates(text: str) -> str:
-    """Return a text with U+FFFD in place of lone surrogates, which UTF-8 cannot encode. Pairs become their character.
+    """Return a text with U+FFFD in place of lone surrogates, which UTF-8 cannot encode. A pair of surrogates becomes its character.
 
-    Models write a lone surrogate as a JSON escape without its second half.
+    A lone surrogate occurs if a model writes only one half of the JSON escape of a character.
     """
     if text.isascii():
         return text
@@ -492,8 +492,8 @@ class ModelCard(Struct, frozen=True, kw_only=True):
     max_model_len: int  # maximum number of tokens of prompt and answer together
     block_tokens: int
     workers: int
-    parent: ModelName = ModelName("")  # for a LoRA adapter: its base model
-    revision: str = ""  # for a LoRA adapter: its revision
+    parent: ModelName = ModelName("")  # base model of a LoRA adapter; empty for a base model itself
+    revision: str = ""  # revision of a LoRA adapter; empty for a base model
     parsers: AnswerParsers | None = None  # parsers that the workers report; None if no worker reports any
     pooling: PoolingModel | None = None  # None if the model generates tokens
     takes_images: bool = False  # True if a worker takes images in prompts

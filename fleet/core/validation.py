@@ -154,8 +154,8 @@ def validate(
 def validate_length(request: GenerateRequest, card: ModelCard, prompt_tokens: int) -> None:
     """Check that the prompt and the answer together fit into the model's context.
 
-    Clients know these errors by the cause, or by their words: "prompt is too long" as in Anthropic's API, "maximum context length
-    is" as in OpenAI's. They then shorten the conversation or use another model.
+    Clients recognise these errors by the cause, or by words in the message: "prompt is too long" as in Anthropic's API, "maximum context
+    length is" as in OpenAI's. They then shorten the conversation or use another model.
 
     Raises:
         RequestRejected: INVALID_ARGUMENT, if the prompt is empty or too long, or leaves too little room for the answer.
@@ -392,7 +392,8 @@ class SchemaShape(Struct, frozen=True, rename=_JSON_SCHEMA_NAMES):
 
 
 class ToolFunction(Struct, frozen=True):
-    name: Annotated[str, Meta(pattern="^[A-Za-z0-9_-]{1,128}$")]  # OpenAI's characters, and Anthropic's length
+    # The characters are those that OpenAI allows, and the length is the one that Anthropic allows.
+    name: Annotated[str, Meta(pattern="^[A-Za-z0-9_-]{1,128}$")]
     description: str | None = None
     parameters: SchemaShape | None = None
 

@@ -82,7 +82,7 @@ class WorkerDescription(Struct, frozen=True, kw_only=True, rename={"tokenizer_di
     generation: str = ""  # generation of the deployment; only workers of one generation form pairs
     parsers: AnswerParsers | None = None  # parsers for the worker's answers; None if the worker reports none
     pooling: PoolingModel | None = None  # None if the worker's model generates tokens
-    keeps_answers: bool = False  # True if the worker keeps tokens by `Start.answer_key`
+    keeps_answers: bool = False  # True if the worker keeps the tokens of answers with a `Start.answer_key`
     protocols: ProtocolRange | None = None  # protocol versions that the worker speaks; None if it is not Fleet's
 
 
@@ -122,7 +122,7 @@ class Start(Struct, frozen=True, kw_only=True):
     kv_path: KvPath | None = None  # only for Phase.PREFILL: the path by which the decode worker will fetch the blocks
     priority: int = 0
     timeout_ms: int = 0  # milliseconds from sending this message to the deadline; 0 if there is none
-    session: str = ""  # session of the request; the worker keeps its blocks for a limited time
+    session: str = ""  # session of the request; the worker keeps the blocks of a session for a limited time
     adapter: str = ""  # name of the LoRA adapter to use, which the worker loads if necessary; empty for none
     parsing: ParsingTask | None = None  # None if the answer is not parsed
     # Number of tokens at the end of `tokens` that another worker has generated, as the beginning of the answer.
@@ -215,7 +215,7 @@ class LoadReport(Struct, frozen=True, kw_only=True):
     waiting: int
     kv_blocks_used: int  # number of blocks that running requests use
     adapters: tuple[str, ...] = ()  # names of the loaded adapters
-    pulled: PulledBlocks = NOTHING_PULLED  # since the engine's start
+    pulled: PulledBlocks = NOTHING_PULLED  # blocks that the engine has pulled since its start
 
 
 class KvStored(Struct, frozen=True, tag=True):
@@ -256,7 +256,8 @@ class KeepTrace(Struct, frozen=True, kw_only=True):
     # Ids of the spans that the router made for the attempts of this request. Empty: the router has an earlier version,
     # and all attempts of the trace are meant.
     parent_ids: tuple[bytes, ...] = ()
-    leave_room: bool = False  # these spans may fill only a part of the queue for the collector
+    # True: these spans may fill only a part of the queue for the collector, so that room is left for the spans of failed requests.
+    leave_room: bool = False
 
 
 MAX_WANTED_ANSWERS = 1000
@@ -277,7 +278,7 @@ class AnswersWanted(Struct, frozen=True, kw_only=True):
 class KeptAnswer(Struct, frozen=True):
     key: int
     tokens: TokenBytes  # the first tokens of the answer; empty if the worker does not know the answer
-    wanted: int = 0  # `WantedAnswer.tokens`
+    wanted: int = 0  # number of tokens that the router asked for (`WantedAnswer.tokens`)
 
 
 class KeptAnswers(Struct, frozen=True, kw_only=True):

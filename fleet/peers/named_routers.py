@@ -47,7 +47,7 @@ class NamedRouters:
         self._own = _own_address(listen)
 
     async def follow(self, keep_up: Callable[[str], Coroutine[Any, Any, Never]], connected: Collection[str]) -> Never:
-        """Follow the name until cancelled.
+        """Keep connections to the routers behind the name, until cancelled.
 
         Args:
             keep_up: Function that keeps a connection to the router at an address, and opens it again when it ends.
@@ -80,7 +80,8 @@ def _own_address(listen: str) -> tuple[str, int]:
     """Return the host and the port at which this router is found behind the name.
 
     Raises:
-        ConfigurationRefused: The address is not the one that the name resolves to.
+        ConfigurationRefused: The address is a Unix socket, a host name, or an unspecified address such as 0.0.0.0. So it cannot be compared
+            with the addresses behind the name.
     """
     if unix_path(listen):
         raise ConfigurationRefused(f"replicas_listen: {listen} cannot be reached by the routers of replicas_name")

@@ -33,15 +33,15 @@ log = logging.getLogger(__name__)
 
 EXCHANGE_SECONDS = 0.1
 ANSWER_SECONDS = 1.0
-REMEMBERED = 10 * MINUTE_SECONDS  # number of exchanges after its last usage in which a tenant is still queried
+# number of exchanges in which Redis is still asked about a tenant after the last usage of the tenant
+REMEMBERED = 10 * MINUTE_SECONDS
 
-LEARNING_SECONDS = 1.0  # in seconds; ten exchanges happen in it, so every router has reported
+LEARNING_SECONDS = 1.0  # duration of rule 4; ten exchanges happen in this time, so every router has reported
 
 # The script keeps one hash per tenant: the level of each bucket, and the time of the levels. Buckets fill as in the
 # router's tenant limits. Numbers are returned as text, because Redis would round them to integers.
-# Arguments: the learning time in seconds; then for each bucket its limit, the new usage, and the level before this
-# usage
-# as the router believes it.
+# Arguments: the learning time in seconds; then for each bucket its limit, the new usage, and the level that the router
+# believes the bucket had before this usage.
 SCRIPT = """
 local time = redis.call('TIME')
 local now = tonumber(time[1]) + tonumber(time[2]) / 1e6

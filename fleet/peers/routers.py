@@ -10,7 +10,8 @@ Rules:
    the more routers send their next requests to the same worker: if a quarter of the running requests changes between two
    messages, the messages are of no use.
 4. A router that was silent for `SILENCE_SECONDS`, or whose connection broke, counts as gone, and its reservations are
-   dropped. It is dialled again soon: at once after a connection that had lasted, and when it has dialled this router.
+   dropped. It is dialled again: after `FIRST_PAUSE_SECONDS` if the connection had lasted for some time, or if that router
+   has dialled this one, and otherwise after a longer pause.
 5. A worker registers with one router, and that router forwards each registration to the others. A router that is
    reached later gets all registrations with the rest of their leases, so a lease ends at the same time on all routers.
 6. A router forwards two queries of its administrators to the other routers: the explanation of a request, which only
@@ -20,13 +21,13 @@ Rules:
 7. Changed thresholds are sent to all routers, also to those reached later; the latest change wins.
 8. Session bindings are sent with the reservations, and all of them to a router that is reached later. So routers whose
    connection was broken have the same bindings as soon as they are connected again.
-9. Peer prompts (prompts that a worker is about to compute and has not reported) are sent in the same way. Prompts for
-   workers without KV events are sent too, if their block keys are made with a secret that other routers have; each
+9. Peer prompts (prompts that a worker is about to compute and has not reported) are sent like session bindings. Prompts
+   for workers without KV events are sent too, if their block keys are made with a secret that other routers have. Each
    message holds the fingerprint of the secret, and routers with another secret ignore these prompts. Older
-   versions of Fleet ignore all peer prompts. A router that is reached later gets the latest ones, whichever router has
-   sent them to the workers.
-10. Over TCP, routers prove that they belong to the cluster before they send anything else (`fleet.net.streams`). A Unix
-    socket is open to its own user only.
+   versions of Fleet ignore all peer prompts. A router that is reached later gets the latest prompts, whichever router
+   has sent them to the workers.
+10. Over TCP, routers prove that they belong to the cluster before they send anything else (`fleet.net.streams`). Over a
+    Unix socket no proof is needed, because only its own user can connect to it.
 11. The usage of tenants with limits is sent like reservations, unless the limits are shared through Redis. A router
     that is reached later gets what is left of each limit. Near a limit, a router asks the others to confirm that they
     have received its usage, and waits at most `SETTLE_SECONDS` for their answers. If a router does not answer in time,
@@ -97,7 +98,7 @@ log = logging.getLogger(__name__)
 SEND_INTERVAL_SECONDS = 0.002
 FULL_STATE_SECONDS = 0.5
 SILENCE_SECONDS = 2.0
-LATE_SECONDS = 0.5  # a timer that fires so much later than it was set to shows that this process stood still
+LATE_SECONDS = 0.5  # if a timer fires this many seconds late, this process stood still
 DIAL_SECONDS = 1.0  # time limit for a connection attempt, and maximum pause between two attempts
 # pause in seconds after the first failed attempt; short, because processes of one host start at the same time
 FIRST_PAUSE_SECONDS = 0.05
@@ -252,7 +253,10 @@ class PeerRouters:
         return None if answer is None else answer.explained
 
     async def reported(self, report: selection_pb2.ReportRequest) -> selection_pb2.ReportResponse | None:
-        """Return the answer of the router that gave a selection lease to a report about it. Return None if none comes in time."""
+        """Forward a report about a selection lease, and return the answer of the router that gave the lease.
+
+        Return None if no answer comes in time.
+        """
         answer = await self._first(pb.ReplicaQuestion(report=report))
         return None if answer is None else answer.reported
 
@@ -281,7 +285,7 @@ class PeerRouters:
             await self._caught_up.wait()
 
     async def metrics(self) -> dict[str, str]:
-        """Return the metrics of this process and of those that share its ports, by router id."""
+        """Return the metrics of this process and of the processes that share its ports, by router id."""
         beside = [link for address, link in self.links.items() if _is_beside(address)]
         answers = await self._ask(beside, pb.ReplicaQuestion(metrics=pb.MetricsRequest()))
         return {self._settings.router_id: self._metrics()} | {answer.router_id: answer.metrics for answer in answers}
@@ -358,8 +362,8 @@ class PeerRouters:
 
     def _tell_changes(self) -> None:
         self._timer = None
-        # Send prompts before reservations. A router that knows a prompt can still send another request with the same
-        # prompt to its worker, in spite of the reservation.
+        # Send prompts before reservations. A peer that knew only the reservation would avoid the worker, and send a
+        # request with the same prompt to another one.
         self._tell_news()
         self._tell_taken()
         if (booked := self._router.booked()) != self._told:
@@ -512,7 +516,7 @@ class PeerRouters:
                 self._limits.tenants.took_elsewhere(name, each, now)
 
     def left_elsewhere(self, left: Mapping[str, BucketLevels]) -> None:
-        """Lower what is left of the tenants' limits to the values of another router."""
+        """Lower what is left of the tenants' limits to the values of another router, where these are lower."""
         if self._limits is not None:
             now = self._limits.clock.now()
             for name, each in left.items():
@@ -538,7 +542,8 @@ class _PeerConnection:
     ) -> None:
         self.address = address
         self.refused = False  # True once it is known that the routers have no common protocol version
-        # True if the connection before this one was refused; "reached" is logged only when the routers agree then
+        # True if the connection before this one was refused. Then "peer router reached" is logged only when both routers
+        # have agreed on a protocol version.
         self._refused_before = refused_before
         self._router_id = router_id
         self._incompatible = incompatible
@@ -656,7 +661,8 @@ class _IncomingPeer:
                 if not self._agrees_with(message.hello):
                     return
                 self._replicas.reached_by_peer()
-                # name of the connection, under which its reservations are kept; unique, because a router may dial again
+                # Name of the connection, under which the peer's reservations are kept. It is unique, because the peer may dial again
+                # before the earlier connection has ended.
                 self._replica = f"{self._router_id}@{id(self)}"
                 self._router.hear(SessionsBound(clock=decode_instant(message.hello.unix_ms * MILLISECOND)))
             case "bookings":

@@ -83,7 +83,7 @@ def agentic_sessions(path: Path, lines: Iterator[TraceLine]) -> Iterator[TraceSe
 
 
 def agentic_requests(path: Path, lines: Iterator[TraceLine], live: int) -> Iterator[TraceRequest]:
-    """Yield the requests of all sessions at their recorded pace. Always `live` sessions run concurrently, as long as there are more."""
+    """Yield the requests of all sessions at their recorded pace. As long as enough sessions are left, `live` sessions run concurrently."""
     return _interleaved(_rows(path, lines), live)
 
 
@@ -158,7 +158,7 @@ def _turns(recorded: list[_TimedRequest]) -> Iterator[TraceTurn]:
     """Yield the turns of a session. Each turn names the earlier turns for whose answers it waited in the recording."""
     final = {each.agent: index for index, each in enumerate(recorded)}
     latest: dict[int, int] = {}  # index of the latest turn of each agent
-    # For each agent, the sub-agents that it has started, and for whose last answer none of its turns has waited yet.
+    # For each agent, the sub-agents that it has started. A sub-agent is removed when a turn of the agent waits for its last answer.
     started: dict[int, list[int]] = {}
     for index, each in enumerate(recorded):
         arrival, agent = each.request.arrival, each.agent

@@ -44,7 +44,7 @@ KEPT_RECORDINGS = 3  # number of recordings of earlier processes that are kept
 
 
 class FlightRecorder:
-    """Writes one recording. Implements `fleet.router.observer.Observer`, and hashes prompts for the router machine."""
+    """Writes one recording. It is an observer (`fleet.router.observer.Observer`), and hashes prompts for the router machine."""
 
     def __init__(self, path: Path, most_bytes: int, head: RecordingHead, hasher: PromptHasher = hash_prompt):
         """Open the recording at `path`. It gets at most `most_bytes` bytes. The results of `hasher` are recorded too.
@@ -90,7 +90,7 @@ class FlightRecorder:
         keys, self._keys = self._keys, []
         try:
             self._add(entry_line(now, event, keys, commands))
-        except Exception:  # supervisor: the router continues without a recording
+        except Exception:  # supervisor: an error ends only the recording, and the router continues
             log.exception("recording stopped, an event cannot be written", extra={"event": type(event).__name__})
             self._end(f"a {type(event).__name__} could not be written")
 

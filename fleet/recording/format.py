@@ -15,7 +15,7 @@ Rules for readers:
    parts of block hashes, and the block hashes of a tenant with a salt include this salt. A reader of the recording who guesses a whole
    prompt can check by the block keys whether the guess is right, if the tenant has no salt or the reader knows it.
 
-A recording suffices for `fleet sim replay`, because the machine is a pure function of it.
+A recording suffices for `fleet sim replay`, because the decisions of the machine depend on nothing else than what it contains.
 """
 
 import struct
@@ -90,7 +90,7 @@ class RecordingEnd(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class RecordedSteps(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The short form in which `WorkerStepped` is recorded, the most frequent event."""
+    """The short form in which `WorkerStepped`, the most frequent event, is recorded."""
 
     worker_id: WorkerId
     progress: "list[RecordedProgress]"
@@ -258,7 +258,7 @@ def without_content(event: RouterEvent) -> RouterEvent | RecordedSteps:
             return RecordedSteps(worker_id=event.worker_id, progress=list(map(_step, event.progress)))
         case Arrived():
             sampling = _without_texts(event.sampling)
-            # A replay depends on how many tokens and images there are.
+            # A replay needs only the numbers of tokens and images, so zeros and empty contents are recorded in their places.
             answered, images = (0,) * len(event.answered), (b"",) * len(event.images)
             return structs.replace(
                 event, tokens=b"", salt=b"", sampling=sampling, parsing=None, answered=answered, images=images

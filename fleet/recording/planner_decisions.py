@@ -57,7 +57,7 @@ PlannerLine = PlannerRecordingHead | RecordedDecision | RecordedPlan
 
 
 class PlannerRecorder:
-    """Writes the recording of a planner. Implements `fleet.planner.loop.DecisionRecorder`."""
+    """Writes the recording of a planner. The planner's loop uses it as its `fleet.planner.loop.DecisionRecorder`."""
 
     def __init__(self, path: Path, most_bytes: int, settings: PlannerSettings) -> None:
         """Open the recording and write its first line.

@@ -30,7 +30,7 @@ TraceLine = tuple[int, bytes]
 
 
 UnsharedNames = Callable[[int], tuple[int, ...]]
-"""A function that takes a number of tokens, and returns names for the blocks of these tokens that no other block has."""
+"""A function that takes a number of tokens, and returns names for the blocks of these tokens. No other block has one of these names."""
 
 
 class TraceError(Exception):
@@ -88,7 +88,10 @@ def read_lines(path: Path) -> Iterator[TraceLine]:
 
 
 def read_rows(path: Path, cut: RowSelection, *, header: int = 0) -> Iterator[TraceLine]:
-    """Return the selected rows. The first `header` lines are no rows. If only a part is selected, count all lines first."""
+    """Return the selected rows. The first `header` lines are not rows.
+
+    If only a part is selected, the whole file is read first, to count its rows.
+    """
     lines = read_lines(path)
     for _ in range(header):
         next(lines, None)

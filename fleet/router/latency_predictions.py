@@ -3,7 +3,7 @@
 Rules:
 
 1. The predictions observe a router's machine (`fleet.router.observer`). Like the machine, they know on which worker each attempt is, how
-   many tokens of each prompt are to be computed, and when tokens came. Engines report nothing more.
+   many tokens of each prompt are to be computed, and when tokens came. They need no other reports from the engines.
 2. A worker computes prompts in the order in which they were sent. When a prompt is sent, its time to the first token is predicted: the
    remaining time of the earlier prompts on the worker, plus the time of the prompt itself. Prompts whose first tokens come in one message
    are counted as computed together. Nothing is predicted for a prompt that has to wait for answers to end, because the batch or the KV
@@ -11,7 +11,8 @@ Rules:
 3. The gap between two tokens is predicted from the requests that decode at that time. Gaps in which a prompt was computed are left
    out, because they last as long as that prompt's steps.
 4. Each prediction is made twice: by the profile alone, and corrected by what was learned about this worker
-   (`fleet.hardware.latency.correction`: one line for prompts, one for gaps). Predictions are never changed later, and errors are counted for both.
+   (`fleet.hardware.latency.correction`: a linear correction for prompts, and another one for gaps). Predictions are never changed later, and
+   errors are counted for both.
 5. For a new incarnation of a worker, learning begins from nothing. Nothing is learned from attempts that are cancelled, rejected or lost.
 6. These are kept in memory: the current attempts, the last `REMEMBERED` errors of each worker, the results of the last `REMEMBERED` workers
    that have left, and the last `ALARMS` alarms.
@@ -108,7 +109,7 @@ class PredictionAccuracy(Struct, frozen=True, kw_only=True):
 
 
 class LatencyPredictions:
-    """Predicts latencies of all workers of a router, and learns from measurements. Implements `fleet.router.observer.Observer`."""
+    """Predicts latencies of all workers of a router, and learns from measurements. It is an observer (`fleet.router.observer.Observer`)."""
 
     def __init__(self, profile_of: Callable[[WorkerDescription], WorkerProfile | None]):
         """Start without workers. The caller has to set the attribute `machine` to the router machine before the first event.
@@ -322,14 +323,15 @@ class _PredictedWorker:
     def _seconds(self, to_compute: int, cached: int, *, queued: bool) -> float:
         """Predict, by the profile, the seconds of all prefill steps of a prompt. Each step also computes the current decodes.
 
-        If the prompt is queued behind other prompts (`queued`), it shares a step with another prompt. So a part of a step counts as that
-        part. Otherwise a part of a step counts as a whole step.
+        If the prompt is queued behind other prompts (`queued`), it shares a step with another prompt. So the number of its steps may be a
+        fraction. Otherwise the number is rounded up, because the last step is a whole step even if the prompt does not fill it.
         """
         most = self._profile.step_tokens
         steps = to_compute / most if queued else ceil(to_compute / most)
         chunk = to_compute / steps
         streams, context = len(self._streams), sum(stream.context for stream in self._streams.values())
-        # The chunks of a prompt differ only in the number of earlier tokens that they attend to. It grows evenly, so its mean is used.
+        # The chunks of a prompt differ only in the number of earlier tokens that they attend to. This number grows evenly from chunk to
+        # chunk, so its mean is used.
         attended = pairs(to_compute, cached) / steps
         return steps * self._profile.steps.seconds(chunk, attended, streams, context)
 

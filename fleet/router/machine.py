@@ -3,17 +3,17 @@
 Rules:
 
 1. A request that arrives is placed at once, waits in the admission queue (`fleet.router.queueing.admission`), or is rejected. It is
-   rejected at once if it would wait longer than it may. Every request ends exactly once: by `Complete`, by `Reject`, or without a command
+   rejected at once if its predicted wait is above the limit. Every request ends exactly once: by `Complete`, by `Reject`, or without a command
    when its client has cancelled it.
 2. Placement and reservation happen in one step, on both workers of a pair. The prefill worker's reservation ends with its attempt. The
    worker that answers releases the prefill share of its reservation at the first token, and the rest at the end of the request.
-3. After a prefill attempt the request is over if its one token ended the answer; else the decode worker gets the handoff.
+3. After a prefill attempt the request is over if the one token of this attempt ends the answer. Otherwise the decode worker gets the handoff.
    `LiveRequest.ends_with_prefill_token` and `emits_prefill_token` decide what happens with that token.
 4. A failed attempt (the worker left, could not be reached, or rejected it for a reason that is not the request's fault) is placed again on
    another worker, up to `max_attempts` placements in all. The tokens that were already sent to the client are appended to the prompt, and
-   the attempt states their number (`Start.generated_tokens`). If no other worker can continue in the same way, the answer starts over,
-   provided that the client has seen nothing of it (`Arrived.whole`); else the request is rejected with WORKER_LOST. An answer that another
-   router has begun (`Arrived.answered`) is continued in the same way.
+   the attempt states their number (`Start.generated_tokens`). If no other worker can continue the answer (`_hindrance`), the answer starts
+   over, provided that the client has seen nothing of it (`Arrived.whole`). If the client has seen a part, the request is rejected with
+   WORKER_LOST. An answer that another router has begun (`Arrived.answered`) is continued by the same rule.
 5. Messages of attempts that were aborted are ignored, because each attempt has an id of its own
    (`fleet.router.attempts`).
 6. A deadline ends a request in any stage; the server sends `RouterTicked` when `next_deadline()` has come.
@@ -101,8 +101,8 @@ _NOT_THE_REQUESTS_FAULT = frozenset(
 )
 _WORTH_A_RETRY = frozenset({Reason.NO_WORKER, Reason.QUEUE_FULL, Reason.DRAINING, Reason.WORKER_LOST})
 
-# Maximum number of workers that are passed over one by one for a request that would wait too long; each costs a placement. After them,
-# all full workers are passed over together.
+# A request that would wait too long on the chosen worker is placed again without this worker. Each try costs a placement, so at most this
+# many workers are left out one by one. One last try then leaves out all full workers.
 OTHER_WORKERS_TRIED = 2
 # another worker is taken if its predicted wait is at most this share of `max_queue_seconds`
 SHORT_WAIT_SHARE = 0.25
@@ -147,7 +147,7 @@ class RouterMachine:
             hasher: Computes the block keys of prompts whose frontend does not provide them.
 
         Raises:
-            ConfigurationRefused: The settings name an unknown policy, or parameters that it does not take.
+            ConfigurationRefused: The settings name an unknown policy, or parameters that it does not accept.
         """
         self.settings = settings
         self.policy = policy or built_in_policy(settings.policy, parameters(settings))
@@ -451,8 +451,8 @@ class RouterMachine:
                 worker.reservations.computed(live.id, None if live.arrived.external else now)
                 worker.first_tokens.answered(live.id, now)
                 self.attempts.computed(live, now)
-            # A listener that gets only the end of the answer does not need the last tokens, and their reservation ends
-            # now anyway.
+            # A listener that gets only the end of the answer does not need the last tokens. The request's reservation need not grow by
+            # them either, because it ends now.
             if progress.finish is None or not live.arrived.only_end:
                 self._emit(live, attempt.worker_id, progress, now, out)
             else:
@@ -466,7 +466,7 @@ class RouterMachine:
         self, live: LiveRequest, attempt: Attempt, progress: Progress, now: Nanos, out: list[Command]
     ) -> None:
         if progress.finish is None:
-            return  # the prefill worker sends this token once more, together with its finish
+            return  # the prefill worker sends this token once more when the attempt finishes
         self.registry[attempt.worker_id].reservations.computed(live.id, None if live.arrived.external else now)
         self.attempts.computed(live, now)
         assert live.placed is not None
@@ -481,7 +481,8 @@ class RouterMachine:
             return
         decode_id = self._decode_worker(live, self.registry[attempt.worker_id], progress.handoff, now)
         if decode_id is None:
-            # The chosen decode worker has left or drains. The prefill worker may still serve the request alone.
+            # The chosen decode worker has left or drains. The next attempt must avoid only that worker (`blamed`), because the prefill
+            # worker may still serve the request alone.
             message = "no remaining decode worker can read the handoff"
             self._failed(live, Reason.KV_MISMATCH, message, now, out, blamed=live.placed.decode)
             return
@@ -762,7 +763,7 @@ class RouterMachine:
 
     @property
     def prompts(self) -> PromptAnnouncements:
-        """Collects the prompts that this router announces to its peers."""
+        """The prompts that this router has to announce to its peers."""
         return self.registry.prompts
 
     def assumed_prompts(self, now: Nanos) -> list[PlacedPrompt]:

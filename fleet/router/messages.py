@@ -93,7 +93,7 @@ class CacheReported(Struct, frozen=True, kw_only=True):
 class StoreChanged(Struct, frozen=True, kw_only=True):
     """Event: one tier of a store node has stored and removed blocks of one namespace.
 
-    If `reset` is true, the blocks of this namespace in all tiers of the node are forgotten before.
+    If `reset` is true, the router first forgets the blocks of this namespace in all tiers of the node.
     """
 
     store_id: StoreId
@@ -205,7 +205,7 @@ class Arrived(Struct, frozen=True, kw_only=True, rename={"external": "second_han
     whole: bool = False  # the client gets the answer in one piece, so it has seen nothing before the end
     needs: tuple[str, ...] = ()  # `fleet.core.requests.ENGINE_FIELDS` that the sampling parameters use
     most_wait: Nanos | None = (
-        # A request with a longer predicted wait is rejected, because a hosted endpoint then takes it. None: the usual limit.
+        # A request with a longer predicted wait is rejected, because a hosted endpoint then takes it. None: no endpoint would.
         None
     )
     parsing: ParsingTask | None = None  # what workers need to parse the answer; None: they do not parse it

@@ -34,7 +34,7 @@ Rows = NDArray[np.intp]
 BACKLOG_TOKENS = 0  # prompt tokens that are reserved on the worker and not computed yet
 ACTIVE_BLOCKS = 1  # unique blocks of live requests on the worker; an answer near its expected end counts less
 REQUESTS = 2  # requests that are reserved on the worker
-BOOKED = 3  # the first three rows change with every reservation
+BOOKED = 3  # number of the rows above, which change with every reservation
 LIMIT = 3  # the maximum number of requests that may be reserved on the worker
 MAX_RUNNING = 4  # the maximum number of requests in one batch of the engine
 KV_BLOCKS = 5  # number of blocks that the engine's cache holds
@@ -187,7 +187,7 @@ class Candidates(Struct, frozen=True, eq=False):
         return held
 
     def uncached_tokens(self, prompt_tokens: int) -> Floats:
-        """Return, for each candidate, the prompt tokens that it would compute. At least one, because engines always compute the last token."""
+        """Return, for each candidate, the prompt tokens that it would compute: at least one, because engines always compute the last token."""
         return np.maximum(1.0, prompt_tokens - self.held_blocks() * self.block_tokens)
 
     def copy(self) -> "Candidates":
@@ -256,7 +256,7 @@ class PlacementPolicy(Protocol):
     def choose(
         self, request: PlacementRequest, candidates: Candidates, phase: Phase, rng: RandomSource, /
     ) -> "tuple[int, PlacementPolicy]":
-        """Return the position of the chosen candidate, and the policy that chose it: not this one if this policy failed."""
+        """Return the position of the chosen candidate, and the policy that chose it: another one if this policy failed."""
         ...
 
     def costs(self, request: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Mapping[str, Floats]:

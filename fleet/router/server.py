@@ -52,10 +52,10 @@ log = logging.getLogger(__name__)
 
 
 class RequestListener(Protocol):
-    """Port: receives the events of one request. It is called between two turns of the event loop, and must not block."""
+    """Port: receives the events of one request. It is called while the router processes an event, so it must not block."""
 
     def put(self, item: Emit | StartedOver | Complete | RequestRejected) -> None:
-        """Take an event of the machine for this client. Nothing follows a `Complete` or a `RequestRejected`."""
+        """Receive an event of the machine for this request. Nothing follows a `Complete` or a `RequestRejected`."""
         ...
 
 
@@ -121,7 +121,7 @@ class RequestStream:
         return item
 
     def put(self, item: Emit | StartedOver | Complete | RequestRejected) -> None:
-        """Take an event from the server."""
+        """Receive an event from the server."""
         if type(item) is Emit:
             self.kv, self.cached_tokens = item.kv, item.cached_tokens
             self._waiting.append(item.progress)
@@ -137,7 +137,7 @@ class RequestStream:
             self._wake.set_result(None)
 
     def dispatched(self, answer_key: int) -> None:
-        """Take the key under which the worker of an attempt keeps the tokens of the answer, before it has sent any."""
+        """Record the key under which the worker of a new attempt keeps the tokens of the answer. The worker has sent no tokens yet."""
         if answer_key != self._answer_key:
             self._answer_key = answer_key
             self._waiting.append(AnswerKeyChanged(answer_key))
@@ -155,7 +155,8 @@ class RouterServer:
         self._processing = False
         self._bug: Exception | None = None  # the exception that interrupted the processing of an event; `run` raises it
         self._bug_met = asyncio.Event()
-        self.on_change: Callable[[], None] | None = None  # called after each event, for objects that then read `booked`
+        # Called after each event. `fleet.peers.routers` uses it to send changes to the peer routers.
+        self.on_change: Callable[[], None] | None = None
         self._closed = False  # True if no more requests are accepted
         self._idle = asyncio.Event()
         self._idle.set()
@@ -277,7 +278,7 @@ class RouterServer:
         """Submit a request. Its listener gets the events until the request is over, or until `close` is called.
 
         Raises:
-            RequestRejected: This router takes no requests, or already has one with this id.
+            RequestRejected: This router takes no requests, or already has a request with this id.
         """
         if self._closed:
             raise _going_away()

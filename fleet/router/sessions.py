@@ -5,7 +5,7 @@ Rules:
 1. A session is bound to the worker of its last placement, until it has been idle for longer than the time to live.
 2. The number of sessions is limited; the one that has been idle longest is forgotten first.
 3. The setting `RouterSettings.session_affinity` decides what a binding means; `fleet.router.placer` (`with_session`) applies it.
-   "soft" is a preference (`fleet.router.placement.policies.fleet`, rule 8), "hard" is a condition (`must_keep` in
+   "soft" is a preference (`fleet.router.placement.policies.fleet`, item 8), "hard" is a condition (`must_keep` in
    `fleet.router.placement.candidate_table`).
 4. A session's requests may come through any router of the cluster. So each router announces its new and its ended bindings to its peers. A
    binding from a peer counts as if it had been made here, but is not passed on. One announcement has at most `MAX_SESSION_NEWS` bindings:
@@ -54,9 +54,9 @@ class SessionTable:
         self._ttl = int(ttl_seconds * SECOND)
         self._capacity = capacity
         self._telling = telling
-        # values: the worker, the instant of the last use, and the stamp
+        # The bindings by session. Values: the worker, the instant of the last use, and the stamp.
         self._bindings: OrderedDict[SessionKey, tuple[WorkerId, Nanos, int]] = OrderedDict()
-        # Values: the worker (None: the binding has ended) and the stamp.
+        # The bindings to announce, by session. Values: the worker (None: the binding has ended) and the stamp.
         self._news: dict[SessionKey, tuple[WorkerId | None, int]] = {}
         self.dropped: list[SessionKey] = []
         """The sessions whose bindings have ended by rules 1 and 2 since the last call of `take_dropped`."""

@@ -9,7 +9,8 @@ Rules:
 
 Rules of demand (`RouterDemand`). The planner learns from it what clients ask for and how well they are served.
 
-3. A request costs a few increments and three look-ups in a table of bucket edges. Everything else is computed for a report.
+3. To count a request takes only a few increments and three look-ups in a table of bucket edges. Everything else is computed when a report
+   is made.
 4. All times are measured from the request's arrival at the machine, which is after its prompt was tokenized.
 5. TTFT and queue wait are counted at the first token, once for each request. A request that is placed again after a failure does not count
    as a new one.
@@ -42,7 +43,8 @@ MOST_MODELS = 1000
 """The maximum number of models with counters of their own. Model names come from workers and settings, so only a fault
 can reach this limit."""
 
-_PREFILL_LOST = PlacementReason.PREFILL_LOST  # a module variable is ten times as fast as the enum attribute
+# Reading a module variable is ten times as fast as reading the enum attribute.
+_PREFILL_LOST = PlacementReason.PREFILL_LOST
 
 
 class CountersByModel(dict[ModelName, RouterCounters]):

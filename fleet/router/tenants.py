@@ -51,7 +51,7 @@ class TenantSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """SHA-256 of each API key of the tenant, in hex (``printf %s KEY | sha256sum``), so that the file holds no secret."""
 
     weight: Annotated[float, Meta(ge=1e-6, le=1e6)] = 1.0
-    """Its share of the prompt tokens that are computed while requests wait, relative to the weights of the other tenants."""
+    """The tenant's share of the prompt tokens that are computed while requests wait, relative to the weights of the other tenants."""
 
     requests_per_minute: PerMinute = 0.0
     """The most requests to admit in a minute, 1 or more; 0: no limit."""
@@ -294,7 +294,7 @@ class Tenants:
         )
 
     def told(self) -> dict[str, TenantUsageDelta]:
-        """Return the totals that were taken here so far. The caller sends them to the peers, and then gives them to `confirm`."""
+        """Return the totals that were taken here so far. The caller sends them to the peers, and passes them to `confirm` later."""
         return {name: limited.told for name, limited in self._limited.items() if limited.told != limited.heard}
 
     def confirm(self, told: Mapping[str, TenantUsageDelta]) -> None:

@@ -48,7 +48,8 @@ class AssumedCache:
     def sent(self, keys: Keys, until: Nanos) -> None:
         """Add a prompt, cut to the capacity. It expires at `until`, or later if it continues a prompt that expires later.
 
-        No call may have an earlier `until` than a call before it; `add_earlier` adds such prompts.
+        The `until` of successive calls must not decrease, because `expire` checks the prompts in the order in which they were added. A prompt
+        that expires earlier than the prompts before it is added by `add_earlier`.
         """
         keys = keys[: self.capacity]
         if not keys:

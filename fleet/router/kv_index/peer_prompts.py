@@ -6,17 +6,17 @@ Rules:
    request. Between these two announcements, the peers expect the blocks of the prompt on that worker, as they do for prompts of their own.
    So requests with the same beginning are placed on one worker, whichever routers they use. Shorter prompts would cause too many
    announcements, and computing them twice costs little.
-2. Such a prompt is announced by the keys of some blocks, its *marks*: the first 16 blocks, then eight for each doubling of the length, and
-   the last block. That is less than 160 keys for any length, and less than 60 for up to 512 blocks. From the marks, a router knows at least
+2. A prompt of rule 1 is announced by the keys of some of its blocks, its *marks*: the first 16 blocks, then eight for each doubling of the
+   length, and the last block. That is less than 160 keys for any length, and less than 60 for up to 512 blocks. From the marks, a router knows at least
    eight ninths of the blocks that two prompts have in common, and all of them if the prompts are equal.
 3. A worker that does not report its prefix cache is assumed to hold what any router has sent to it (`fleet.router.kv_index.assumed_cache`).
    All prompts for such workers are announced, with the keys of their first `MAX_ANNOUNCED_KEYS` blocks (of 64 tokens or more). The
    assumption ends when its time is over or when the assumed cache is full. It does not end when the router that announced the prompt
    leaves, because the worker still has its cache. The block keys of prompts for external backends are computed with a secret; routers
    without a common secret do not announce these prompts.
-4. Both kinds of announcements are limited: at a time, at most `MAX_ANNOUNCED_PROMPTS` unfinished prompts of a router are announced (rule 1),
-   first come first served, and each announcement has the latest `MAX_SENT_PROMPTS` prompts by rule 3. Prompts beyond these limits are known only to the
-   router that placed them, which is harmless.
+4. Both kinds of announcements are limited. A router announces at most `MAX_ANNOUNCED_PROMPTS` unfinished prompts at a time (rule 1), first
+   come first served. One announcement contains at most the latest `MAX_SENT_PROMPTS` prompts of rule 3. Peers do not know the prompts beyond
+   these limits, so they may have the same blocks computed again on another worker. Nothing else follows.
 5. When a router leaves, its peers forget its announcements by rule 1. A router that connects later gets the earlier announcements of
    unfinished prompts (rule 1), and the latest `MAX_SENT_PROMPTS` assumptions by rule 3 with their ages. It keeps the assumptions about a
    worker that it does not know yet until that worker joins.
@@ -75,7 +75,7 @@ class PromptAnnouncements:
     def placed(self, worker_id: WorkerId, keys: Keys) -> int | None:
         """Record a prompt that a worker has to compute.
 
-        Return the prompt's number, which the caller later gives to `over`; None if there are too many prompts.
+        Return the prompt's number, which the caller passes to `over` when the request ends; None if there are too many prompts.
         """
         if len(self._placed) >= MAX_ANNOUNCED_PROMPTS:
             return None

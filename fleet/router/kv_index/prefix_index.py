@@ -11,8 +11,8 @@ Rules:
 4. A holder is never believed to hold more blocks than its capacity: further blocks are not added (and are counted
    in `overflowed`). So the memory of the index is bounded by the sum of all capacities, and is freed when all holders leave.
 
-The index is a dict of integers and one set of integers for each holder, without an object for each block. If a block has one holder, its
-set shares the integer object with the dict. The time to remove a holder is proportional to the number of its blocks.
+The index is a dict of integers and one set of integers for each holder, without an object for each block. If a block has one holder, the
+holder's set and the dict share one integer object. The time to remove a holder is proportional to the number of its blocks.
 
 The worker registry (`fleet.router.state.worker_registry`) enters what workers report (`fleet.backends.workers.streams`), what store nodes
 report (`fleet.backends.workers.store_watch`), and what external servers report (`fleet.backends.kv_events.stream`). These three modules
@@ -59,7 +59,7 @@ class StoreNamespace(NamedTuple):
 # Size of the sample in `lost_blocks`; the share that it estimates has an error below 0.07 in 95 % of all cases.
 SAMPLED_BLOCKS = 256
 WORTH_BISECTING = 64  # number of keys above which bisecting is faster than looking up the keys one by one
-# Bytes of a block hash in a block key; stores compare the whole hash, because a collision would do harm there.
+# Bytes of a block hash in a block key. Stores compare the whole hash, because a collision there would return the KV of other tokens.
 KEY_BYTES = 8
 
 # Cache accuracy (rule 7):
@@ -112,7 +112,7 @@ def runs(masks: Mapping[int, int], keys: Sequence[int]) -> list[tuple[int, int]]
 
 
 class PrefixIndex:
-    """Maps block keys to their holders. A holder must be added before it is used; block keys need not be known."""
+    """Maps block keys to their holders. A holder must be added before it is used. Methods accept keys that the index does not contain."""
 
     def __init__(self) -> None:
         self._masks: dict[int, int] = {}

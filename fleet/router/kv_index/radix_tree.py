@@ -29,7 +29,7 @@ JOIN_ABOVE = 16  # if more nodes than this on a path could be one node, they are
 
 
 class ChainHolder:
-    """Identifies one holder of chains by its bit, and counts its blocks."""
+    """One holder of chains. Its bit stands for it in the masks of nodes."""
 
     __slots__ = ("bit", "blocks")
 
@@ -55,9 +55,9 @@ class RadixNode(Struct, eq=False):
     keys: Keys  # block keys of this node
     mask: int  # bits of the holders of these blocks
     chain: Chain | None  # the chain for which the node was made, if that chain ends here
-    # For each holder, its chains that end here plus its child nodes; None: only `chain` ends here.
+    # For each holder, the number of its chains that end here plus the number of its child nodes; None: only `chain` ends here.
     continuations: dict[ChainHolder, int] | None = None
-    count: int = 1  # number of all chains that end here, plus child nodes
+    count: int = 1  # number of all chains that end here, plus the number of child nodes
 
     @property
     def end(self) -> int:
@@ -76,7 +76,7 @@ class RadixTree:
         return self._blocks
 
     def add(self, holder: ChainHolder, keys: Keys) -> Chain:
-        """Add a chain, and return it. A chain with the same keys as another one is a chain of its own."""
+        """Add a chain, and return it. If the tree already has a chain with the same keys, it keeps both."""
         chain = Chain(holder, keys)
         nodes, depth, total = self.nodes, 0, len(keys)
         parent: RadixNode | None = None
@@ -110,7 +110,7 @@ class RadixTree:
         return chain
 
     def extendable_chain(self, holder: ChainHolder, keys: Keys) -> Chain | None:
-        """Return a chain of this holder with which `keys` begin and whose last node no other chain uses; None if there is none."""
+        """Return a chain of this holder that is a prefix of `keys` and whose last node no other chain uses; None if there is none."""
         nodes, total = self.nodes, len(keys)
         last: RadixNode | None = None
         depth = 0

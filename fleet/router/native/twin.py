@@ -46,14 +46,14 @@ def fleet_costs(
         columns: The table of the candidates, with the rows of `fleet.router.policy`.
         out: The array to which the costs are written.
         prompt_tokens: Tokens of the prompt.
-        engine: Credit for a block in the engine.
+        engine: Credit for a block in the engine's prefix cache.
         store: Credit for a block in the store's memory.
         lower: Credit for a block in a lower tier of the store.
         request: Weight of a running request.
         decode: Weight of a block that live requests hold.
-        spread: How fast a cached block loses its worth on a full batch (item 6 of that module).
-        others: Weight of the delay of later requests (item 4).
-        stall: Weight of a running request that the prefill delays (item 4).
+        spread: How fast the credit of a cached block falls with the length of the queue on a full worker (item 6 of the policy).
+        others: Weight of the delay of later requests (item 4 of the policy).
+        stall: Weight of a running request that the prefill delays (item 4 of the policy).
         warm: True if a worker may hold a part of the prompt.
         even: True if the speeds of all workers are 1.
         prefill: True if only the prompt is to be computed.
@@ -106,7 +106,10 @@ def fleet_lowest(
 def credit_of(
     columns: Floats, engine: float, store: float, lower: float, spread: float, even: bool
 ) -> tuple[Floats, Floats]:
-    """Return the credit of each worker (item 2), and how many blocks of its backlog the request needs itself (item 3)."""
+    """Return the credit of each worker, and how many blocks of its backlog the request needs itself.
+
+    The module `fleet.router.placement.policies.fleet` defines both (items 2 and 3).
+    """
     credit: Floats = engine * columns[ENGINE_BLOCKS]
     coming = columns[COMING_BLOCKS]
     shared: Floats = np.minimum(coming, columns[BACKLOG_TOKENS] / columns[BLOCK_TOKENS])
@@ -130,7 +133,10 @@ def credit_of(
 
 
 def price_of(columns: Floats, others: float, stall: float, prefill: bool) -> Floats:
-    """Return, for each worker, what computing one block on it costs other requests, in blocks of prefill (the price of item 4)."""
+    """Return, for each worker, what computing one block on it costs other requests, in blocks of prefill.
+
+    Item 4 of `fleet.router.placement.policies.fleet` defines this price.
+    """
     count = columns.shape[1]
     busy = int(np.count_nonzero(columns[BACKLOG_TOKENS] > 0))
     price: Floats = np.full(count, others * (busy / (count + 1 - busy)))
@@ -138,7 +144,7 @@ def price_of(columns: Floats, others: float, stall: float, prefill: bool) -> Flo
 
 
 def lowest(costs: Floats, /) -> list[int]:
-    """Return the columns of all candidates with the lowest cost, in order.
+    """Return the column indices of all candidates with the lowest cost, in ascending order.
 
     Raises:
         ValueError: There is no cost, or one is not finite.
@@ -175,7 +181,7 @@ def spread_live(runs: list[tuple[int, int]], row_at: Rows, columns: Floats, /) -
     Args:
         runs: As for `spread`.
         row_at: As for `spread`; each row occurs at most once.
-        columns: The table of all workers, including what their engines hold.
+        columns: The table of all workers. Its rows `NEW_BLOCKS` and `ENGINE_BLOCKS` are filled already.
     """
     spread(runs, row_at, columns[LIVE_BLOCKS])
     rows = row_at[row_at >= 0]

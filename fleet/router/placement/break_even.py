@@ -8,7 +8,7 @@ Rules:
 1. If the decode worker itself computes the n uncached tokens of a prompt, at s seconds for each token, each of the r requests on this
    worker is delayed by n × s seconds. A handoff delays only the new request, by h seconds. The total delays are equal at n = h / (s × r).
 2. h is learned from handoffs: the time from the prefill worker's end to the decode worker's first token. s is the recent time per
-   prompt token on the decode worker or, if it has computed none, on the workers of its pool that have.
+   prompt token on the decode worker. If this worker has computed no prompt, s is taken from the workers of its pool that have computed one.
 3. Until `MIN_SAMPLES` handoffs have been measured, every prompt of `MIN_TOKENS` or more uncached tokens is handed over. Otherwise, if the
    constant were too high, no handoff would ever be measured. The timing of external requests (`Arrived.external`) is not measured, so
    during that time the constant applies to them. While s is unknown the constant applies to all requests. The learned number is always

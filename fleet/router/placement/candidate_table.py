@@ -1,7 +1,7 @@
 """Candidate table: all workers of a model for one request, which of them are eligible, and why the others are not.
 
-The table holds the loads of the workers, and what each of them holds of the prompt. What is fixed about the workers until the
-next one joins or leaves is the *topology* of the pool; it is computed once.
+The table holds the loads of the workers, and what each of them holds of the prompt. The values that stay the same until the next
+worker joins or leaves are the *topology* of the pool; they are computed once.
 
 Rules of eligibility:
 
@@ -9,7 +9,7 @@ Rules of eligibility:
    the client demands a pair, a prefill worker that pairs with the candidate has room as well. If an answer has begun, a candidate has
    the fingerprint of the worker that began it: other weights would continue it with another model's tokens. It also rebuilds the
    state of all sampling fields whose effect depends on the tokens of the answer so far.
-2. Most requests demand nothing special, and mostly all workers have room. Then no single worker has to be checked.
+2. Most requests demand nothing special, and mostly all workers have room. In this case the workers need not be checked one by one.
 3. If several reasons exclude a worker, only the first one is reported. Demands of the client are checked before the state of the worker.
 """
 
@@ -39,7 +39,7 @@ from fleet.router.policy import (
 )
 from fleet.router.settings.router import RouterSettings
 
-_PAIR = Placement.DISAGGREGATED  # a module variable is ten times as fast as the enum attribute
+_PAIR = Placement.DISAGGREGATED  # reading a module variable is ten times as fast as reading the enum attribute
 
 
 class PrefillPartners(Struct, frozen=True):
@@ -53,8 +53,8 @@ class PrefillPartners(Struct, frozen=True):
 class WorkerSizes(Struct, frozen=True):
     """The different sizes of a group of workers, in tokens and in ascending order."""
 
-    lengths: tuple[int, ...] = ()  # all longest contexts that occur
-    capacities: tuple[int, ...] = ()  # all capacities of KV caches that occur
+    lengths: tuple[int, ...] = ()  # the different maximum context lengths
+    capacities: tuple[int, ...] = ()  # the different capacities of the KV caches
 
     def reach(self, prompt_tokens: int, whole_tokens: int) -> tuple[int, int, int]:
         """Return a value that is equal for requests that fit on the same workers.
@@ -243,7 +243,7 @@ class CandidateTable(Struct, frozen=True, eq=False, gc=False):
         return [self.topology.worker_ids[row] for row in full.nonzero()[0].tolist()]
 
     def without(self, worker_ids: Iterable[WorkerId]) -> "CandidateTable":
-        """Return the table as if these workers had failed the request. Workers of other models may be among them."""
+        """Return the table as if these workers had failed the request. Workers of other models are ignored."""
         rows = self.topology.rows
         failed = np.zeros(len(self), dtype=np.bool_) if self.failed is None else self.failed.copy()
         failed[[rows[each] for each in worker_ids if each in rows]] = True

@@ -4,7 +4,7 @@ Rules:
 
 1. The decode worker is chosen first, as if it also had to compute the prompt: the policy chooses among the eligible workers
    (`fleet.router.placement.candidate_table`). The default policy's cost is counted in blocks of prefill (`policies.fleet`).
-2. The `split` rule alone decides whether another worker computes the prompt. Unless the client demands one worker or a pair, another worker
+2. The function `split` alone decides whether another worker computes the prompt. Unless the client demands one worker or a pair, another worker
    computes a prompt if it has at least `remote_prefill_min_tokens` uncached tokens, or at least the number that the router has learned
    (`fleet.router.placement.break_even`).
 3. The same policy chooses the prefill worker among those that pair with the decode worker, without the decode part of the cost, because a
@@ -71,7 +71,7 @@ class PlacementReason(StrEnum):
     ASKED_BY_CLIENT = "asked_by_client"
 
 
-# Every decision needs these names; module variables are ten times as fast as enum attributes.
+# Every decision needs these names. Reading a module variable is ten times as fast as reading an enum attribute.
 _WHOLE, _AUTO, _SHORT = Phase.AGGREGATED, Placement.AUTO, PlacementReason.SHORT_UNCACHED_PROMPT
 _TOGETHER, _ALONE = Placement.AGGREGATED, PlacementReason.NO_PREFILL_WORKER
 
@@ -315,7 +315,7 @@ def _uncached(request: PlacementRequest, candidate_table: CandidateTable, row: i
     """Return the number of prompt tokens that a worker does not hold, and the number that it would have to compute.
 
     Both numbers are at least one, because engines always compute the last prompt token. Blocks that live requests will soon compute on the
-    worker are not held yet, but need not be computed again: only the second number leaves them out.
+    worker are not held yet, but need not be computed again. So the first number includes their tokens, and the second one does not.
     """
     tokens = request.prompt_tokens
     if not candidate_table.warm:

@@ -3,7 +3,7 @@
 Rules:
 
 1. Entry points of the groups `fleet.policies`, `fleet.filters`, `fleet.scorers` and `fleet.pickers` name Structs whose fields are
-   their parameters (`fleet.router.policy`). A built-in name keeps its meaning.
+   their parameters (`fleet.router.policy`). An entry point with the name of a built-in plug-in is ignored.
 2. A plug-in decides in a thread of its own, on a copy of the data. If it exceeds its time budget, raises an exception or names no
    candidate, the default policy decides, and the failure is counted. A plug-in that exceeds its budget is not called
    again before its call has ended.
@@ -65,7 +65,7 @@ def open_policy(settings: RouterSettings, known: PolicyCatalog | None = None) ->
     """Return the policy that the settings name, guarded if a part of it is a plug-in.
 
     Raises:
-        ConfigurationRefused: There is no such policy, or it does not take its parameters.
+        ConfigurationRefused: There is no such policy, or it does not accept the parameters in the settings.
     """
     if known is None:
         known = policy_catalogue()
@@ -99,7 +99,7 @@ class GuardedPolicy:
         Args:
             guarded: The plug-in policy.
             fallback: The policy that decides in its place.
-            budget_seconds: Seconds for one decision. The waiting thread may wake up to about 5 ms later.
+            budget_seconds: Seconds for one decision. The router's thread, which waits for it, may wake up to about 5 ms later.
         """
         self._guarded = guarded
         self._fallback = fallback

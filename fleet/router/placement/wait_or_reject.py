@@ -4,8 +4,8 @@ Rules:
 
 1. If some worker is excluded only because it is at its limit, the request waits, whatever excludes the other workers. The admission queue
    can still reject it, if the queue is full or the predicted wait too long (`fleet.router.queueing.admission`). The order of the waiting
-   requests is decided in `fleet.router.queueing.admission_queue`. A prompt that has its worker already may wait in the worker's prefill
-   queue (`fleet.router.attempts`, rule 2).
+   requests is decided in `fleet.router.queueing.admission_queue`. After a request was placed, its prompt may wait once more in the prefill
+   queue of its worker (`fleet.router.attempts`, rule 2).
 2. Otherwise the request is rejected. If there are several causes, a demand of the client (a worker, structured output, a session, a pair, a
    length) is named before the state of the workers.
 """

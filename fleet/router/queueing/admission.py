@@ -4,8 +4,8 @@ Rules:
 
 1. A request whose first token would come later than the settings or its deadline allow is rejected at once, because an early rejection is
    better than one after a wait. The predicted wait is computed from the rate at which requests have left the queue (`admission_queue`, rule
-   5), and from the rate of first tokens of full workers (`fleet.router.state.worker_table`, rule 8). The limit of the settings also has to
-   leave a margin for errors of the prediction (`prediction_errors`).
+   5), and from the rate of first tokens of full workers (`fleet.router.state.worker_table`, rule 8). Before it is compared with the limit of
+   the settings, a margin for errors of the prediction is added to it (`prediction_errors`).
 2. If more requests wait than allowed, the last request of the tenant with the largest backlog is rejected. A request that was admitted
    before and lost its worker stays.
 3. A request that is rejected for want of room gets a retry hint: about the time in which all queued requests will have left.

@@ -9,7 +9,7 @@ Rules:
 2. Among the tenants, the least served one is next. Its service is measured in computed prompt tokens, divided by the tenant's weight
    (start-time fair queueing, Goyal, Vin and Cheng, SIGCOMM 1996). This measure is the tenant's *clock*. A tenant that begins to wait starts
    at least at the clock of the tenant that was served last, so it gains nothing by having been idle. When the queue is empty, all clocks
-   start again.
+   start again at 0.
 3. Among the requests of a tenant, the lowest queue position is next. The position is an instant: the arrival, moved to an earlier instant
    for preferred requests. So no request is overtaken for ever.
 4. When the queue is full, the last request of the tenant with the most waiting tokens, divided by its weight, is dropped. That may be the
@@ -133,10 +133,10 @@ def queue_position(arrived: Nanos, priority: int, tokens: int, *, priority_secon
         arrived: The instant of the request's arrival.
         priority: A higher priority goes first.
         tokens: Tokens of the prompt.
-        priority_seconds: By how much each step of priority moves the position forward. Zero: priorities do not count; very large: strict
-            priorities.
-        size_seconds: By how much each thousand tokens move the position back. Zero: the size does not count; large: the shortest prompt
-            goes first, which gives the lowest mean wait (W. E. Smith, Naval Research Logistics 1956).
+        priority_seconds: Seconds by which each step of priority makes the position earlier. Zero: priorities do not count; very large:
+            strict priorities.
+        size_seconds: Seconds by which each thousand tokens make the position later. Zero: the size does not count; large: the shortest
+            prompt goes first, which gives the lowest mean wait (W. E. Smith, Naval Research Logistics 1956).
     """
     step, thousand = min(priority_seconds, MAX_SECONDS), min(size_seconds, MAX_SECONDS)
     return arrived - round(priority * step * SECOND) + round(tokens * thousand * SECOND / 1000)
@@ -300,7 +300,7 @@ class FairQueue:
         self._rate.departed(tokens, now)
 
     def charge(self, name: str, tokens: int) -> None:
-        """Add the tokens that a worker has to compute for a tenant to the tenant's clock."""
+        """Advance a tenant's clock by the tokens that a worker has to compute for the tenant, divided by the tenant's weight."""
         clock = max(self._clock, self.clocks.get(name, -inf))
         self._clock = clock
         after = clock + tokens / self.weight(name)
@@ -382,7 +382,7 @@ class QueueSearch:
         self._has_room = has_room
         self._most = inf if most is None else most
         self._tries = 0  # number of tries that have failed
-        # How many more untried groups may be tried in addition.
+        # How many more untried groups may be tried in addition to the tries that may fail.
         self._first = MAX_FIRST_TRIES if most is not None else 0
         self._open = 0  # number of groups that were rejected in this search and are not blocked
         self._tried: WaitGroup | None = None
@@ -430,7 +430,7 @@ class QueueSearch:
 
 
 class AdmissionQueue:
-    """Keeps all queued requests of one router. Weights may be changed in place; a tenant without a weight has weight 1."""
+    """Keeps all queued requests of one router. The caller may change the mapping of weights later; a tenant without a weight has weight 1."""
 
     def __init__(self, weights: Mapping[str, float]) -> None:
         self._weights = weights
@@ -516,7 +516,7 @@ class AdmissionQueue:
             queue.remove(waiting)
 
     def request_to_drop(self) -> RequestId | None:
-        """Return the request to drop when one too many is queued (rule 4); None if none may be dropped."""
+        """Return the request to drop when too many requests are queued (rule 4); None if no request may be dropped."""
         tenants = [
             (backlog, model, name) for model, queue in self.queues.items() for backlog, name in queue.by_backlog()
         ]

@@ -34,7 +34,10 @@ def endpoint_in(text: str) -> str:
 
 
 class PickerLease(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The Lease (coordination.k8s.io) that chooses one of several pickers that do not know each other's reservations. Gateways ask its holder."""
+    """The Lease (coordination.k8s.io) that chooses one of several pickers that do not know each other's reservations.
+
+    Gateways ask only the picker that holds the Lease.
+    """
 
     name: Annotated[str, Meta(min_length=1, max_length=63)]
     """The name of the Lease, which all pickers that share it have in common."""
@@ -53,10 +56,12 @@ class PickerLease(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """The Deployment in that namespace that owns the pickers' pods: the Lease is deleted with it. Empty: the Lease stays."""
 
     duration_seconds: Annotated[int, Meta(ge=2, le=3600)] = 15
-    """How long other pickers wait for a holder that no longer renews. It renews every 2/15 of that, and is not ready after 2/3."""
+    """Seconds after which another picker takes a Lease that its holder no longer renews. The holder renews the Lease every 2/15 of this
+    time. If it cannot renew the Lease for 2/3 of this time, it reports that it is not ready."""
 
     service: Annotated[str, Meta(max_length=63)] = ""
-    """A Service without a selector, with the holder as its only endpoint, in an EndpointSlice with the name of the Lease. Empty: none."""
+    """Name of a Service without a selector. The holder of the Lease is its only endpoint, in an EndpointSlice with the name of the Lease,
+    so that gateways reach only the holder. Empty: there is no such Service."""
 
     endpoint: str = ""
     """With `service`: ``ip:port`` at which gateways reach this picker."""
@@ -70,45 +75,45 @@ class PickerLease(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class EndpointPickerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    host: str = "0.0.0.0"  # noqa: S104 - see below
+    host: str = "0.0.0.0"  # noqa: S104 - the text below gives the reason
     """The address at which the picker listens. The default is all IPv4 addresses (``[::]``: IPv6 too), because gateways run on other hosts.
     The picker asks gateways for no proof of who they are, only for the keys of their clients if tenants have keys, so use a NetworkPolicy to
     keep other hosts out."""
 
     port: Port = 9002
-    """The customary port; 0 takes a free one."""
+    """The port of the picker; 0: a free one. The default is the customary port of endpoint pickers."""
 
     router_endpoint: str = ""
-    """``ip:port`` of this router's own HTTP API. All requests are then sent there, and placed when they arrive: for Fleet's own workers,
-    which speak no HTTP. Empty: requests are sent to the workers themselves."""
+    """``ip:port`` of this router's own HTTP API. Gateways then send all requests to the router, which places them when they arrive. This is
+    needed for Fleet's own workers, which speak no HTTP. Empty: gateways send requests to the workers themselves."""
 
     target_port: Port = 0
-    """The workers' HTTP port, on the addresses that the router knows; 0: their known ports."""
+    """The HTTP port at which gateways reach the workers, on the hosts that the router knows; 0: the ports that the router knows."""
 
     lease: PickerLease | None = None
     """The Lease that chooses one of several pickers, if each would pick workers without knowing the reservations of the others. It is not
     needed with one router, however many processes it has, with `replicas`, or with `router_endpoint`."""
 
     fallbacks: Annotated[int, Meta(ge=0, le=16)] = 1
-    """Endpoints named besides the chosen one, for gateways that try again elsewhere."""
+    """Number of further endpoints that the picker names after the chosen one. Gateways may try them if the chosen endpoint fails."""
 
     wait_seconds: Seconds = 10.0
-    """The longest wait while all workers are busy; then the request is shed with 429."""
+    """The longest wait while all workers are busy; after it the request is rejected with 429."""
 
     body_seconds: Seconds = 60.0
     """The longest time from a request's headers to the end of its body."""
 
     lease_seconds: Seconds = 600.0
-    """A request of which the gateway reports nothing for so long loses its reservation: longer than any prefill."""
+    """A request loses its reservation if the gateway reports nothing about it for this time. The default is longer than any prefill."""
 
     max_body_bytes: Annotated[int, Meta(ge=KIB, le=1024 * MIB)] = 8 * MIB
-    """The largest request body: two million tokens as ids."""
+    """The largest request body, in bytes. The default has room for two million token ids."""
 
     max_held_bytes: Annotated[int, Meta(ge=KIB, le=1 << 40)] = 512 * MIB
-    """Memory for the bodies of all requests that are not placed yet; further requests are shed with 429."""
+    """Memory for the bodies of all requests that are not placed yet; further requests are rejected with 429."""
 
     retry_after_ms: Annotated[int, Meta(ge=1)] = 1000
-    """Retry hint for requests that are shed."""
+    """Retry hint in milliseconds for requests that are rejected with 429."""
 
     def __post_init__(self) -> None:
         if self.router_endpoint and not self.own_endpoint:

@@ -22,21 +22,22 @@ class ImageSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     all hosts with public addresses."""
 
     networks: tuple[str, ...] = ()
-    """Networks that images are fetched from although they are not public, such as ``10.20.0.0/16``, for a store of images in a site of its own.
-    Every tenant can then reach all servers in them at the ports 80 and 443, so name `hosts` as well."""
+    """Networks that images are fetched from although they are not public, such as ``10.20.0.0/16`` for an image store on your own network.
+    Every tenant can then reach all servers in these networks at the ports 80 and 443, so name `hosts` as well."""
 
     authority: str = ""
-    """PEM file of the certificates that must have signed those of https servers. Empty: the authorities of the system."""
+    """PEM file with the certificates of the authorities that may sign certificates of https servers. Empty: the authorities of the
+    operating system."""
 
     timeout_seconds: Annotated[float, Meta(gt=0, le=600)] = 10.0
     """Time for all images of a request together, from its arrival to the last byte, redirects and waiting included. Web servers answer within
     a second or two; a client that waits longer would rather have an error than a late first token."""
 
     max_redirects: Annotated[int, Meta(ge=0, le=20)] = 3
-    """Redirects of one image. Stores of files and short links take one or two."""
+    """Maximum number of redirects for one image. File stores and short links use one or two."""
 
     max_fetches: Annotated[int, Meta(ge=1, le=1024)] = 16
-    """Images that are fetched at one time; as many threads look up names. Further images wait."""
+    """Maximum number of images that are fetched at the same time, and of threads that look up host names. Further images wait."""
 
     max_held_mib: Annotated[int, Meta(ge=1, le=1 << 20)] = 256
     """Memory in MiB for the fetched images of all requests, until the end of their answers. Beyond it requests with URLs are refused with

@@ -12,7 +12,7 @@ WaitSeconds = Annotated[float, Meta(gt=0, le=86_400)]
 
 
 class OverflowSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An OpenAI-compatible endpoint that takes requests over HTTP which would otherwise be refused, under a spending limit.
+    """An OpenAI-compatible endpoint that takes HTTP requests that the router would otherwise refuse. A spending limit bounds its cost.
 
     Prompts then leave your cluster. Only completions and chats with one answer overflow, not requests over gRPC, the Open Inference
     Protocol, the Responses API or the Messages API.
@@ -22,7 +22,7 @@ class OverflowSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """``https://host`` or ``http://host:port``, with the path before ``/v1`` if there is one."""
 
     hosted_model: str = ""
-    """Name of the model at the endpoint; empty: the name here."""
+    """Name of the model at the endpoint; empty: the name that it has in this cluster."""
 
     api_key_file: str = ""
     """File with the bearer token of the endpoint. It is read for each request, so that a key can be replaced; empty: no token is sent.
@@ -32,8 +32,9 @@ class OverflowSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Allow sending the token over http, without encryption, to another host. Set this only for networks to which nobody else has access."""
 
     dollars_per_hour: Annotated[float, Meta(gt=0, le=1e9)]
-    """The most that all requests of any 60 minutes may cost, by the prices below. A request first takes the price of its prompt and of
-    its longest answer; what it did not use is given back when the endpoint reports its usage. Without a reported usage nothing is."""
+    """The most that all requests of any 60 minutes may cost, by the prices below. When a request is sent, the price of its prompt and of
+    its longest possible answer is charged. When the endpoint reports the usage, the price of the unused tokens is credited. If the
+    endpoint reports no usage, nothing is credited."""
 
     dollars_per_million_prompt_tokens: Dollars
     """Price of the endpoint for prompts. Cached tokens count in full, so the endpoint's bill may be lower."""
@@ -42,22 +43,23 @@ class OverflowSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Price of the endpoint for answers."""
 
     routers: Annotated[int, Meta(ge=1, le=1024)] = 1
-    """Number of routers that do not share a `ledger`; each may spend this part of the limit."""
+    """Number of routers that do not share a `ledger`. Each of them may spend the limit divided by this number."""
 
     ledger: str = ""
     """File in which router processes of one machine count their spending together, and which outlives them. Empty: the processes of one
     `fleet serve router --processes` share one until they end, and any other router counts by itself from its start."""
 
     after_seconds: WaitSeconds = 5.0
-    """A request overflows if its predicted wait for a worker is longer. Half of `max_queue_seconds`, at which it would be refused: a
-    first token within ten seconds is then still likely at the endpoint. Requests that are refused for load overflow as well."""
+    """A request overflows if its predicted wait for a worker is longer. The default is half the default of `max_queue_seconds`, above
+    which a request is refused. A first token within ten seconds is then still likely at the endpoint. Requests that are refused because of
+    high load overflow as well."""
 
     max_answer_tokens: Annotated[int, Meta(ge=1, le=1 << 24)] = 4096
-    """The longest answer. It is the limit of requests that set none, and requests that ask for more do not overflow. The price of so many
-    tokens is taken from the spending limit while a request runs."""
+    """The longest answer, in tokens. It is the limit of requests that set none, and requests that ask for more do not overflow. While a
+    request runs, the price of an answer of its full limit is charged (`dollars_per_hour`)."""
 
     max_running: Annotated[int, Meta(ge=1, le=65_536)] = 64
-    """Requests at the endpoint at one time; further ones are refused as without overflow."""
+    """Maximum number of requests at the endpoint at the same time; further requests are refused as if there were no overflow."""
 
     extended_fields: bool = False
     """True if the endpoint is a vLLM or SGLang server, which understands fields such as `top_k` and `structured_outputs`. Otherwise requests
@@ -67,10 +69,10 @@ class OverflowSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Tenants whose prompts must not leave the cluster."""
 
     first_byte_seconds: WaitSeconds = 30.0
-    """Maximum wait for the beginning of an answer. Models that reason take tens of seconds."""
+    """Maximum wait in seconds for the beginning of an answer. Models that reason take tens of seconds."""
 
     silence_seconds: WaitSeconds = 30.0
-    """Maximum pause within an answer."""
+    """Maximum pause in seconds within an answer."""
 
     def __post_init__(self) -> None:
         parts = urlsplit(self.url)

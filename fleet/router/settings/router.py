@@ -1,4 +1,4 @@
-"""Router settings: what operators can set; each default says where it comes from."""
+"""Router settings: the options of a router. The text of an option also says why it has its default."""
 
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
@@ -23,11 +23,11 @@ class SelectionSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Limits of the leases that `Select` gives."""
 
     max_lease_ms: Annotated[int, Meta(ge=100, le=3_600_000)] = 60_000
-    """The longest lease in milliseconds; a longer request is refused. Each report renews a lease, so it needs to be no longer than the
-    pause between two reports; the capacity of a caller that died is free again after that time."""
+    """The longest lease in milliseconds; a request for a longer one is refused. Each report renews a lease, so a lease need not be longer
+    than the pause between two reports. The capacity that a dead caller has reserved is free again when its leases end."""
 
     max_wait_ms: Annotated[int, Meta(ge=0, le=3_600_000)] = 60_000
-    """The longest wait of `Select` in milliseconds while all workers are busy; a longer one is refused."""
+    """The longest wait of `Select` in milliseconds while all workers are busy; a request for a longer wait is refused."""
 
     caller_share: Annotated[float, Meta(gt=0, le=1)] = 0.5
     """Share of a model's places (batch sizes times `oversubscribe`) that all leases of one caller may hold. With `oversubscribe` 2, half of
@@ -35,7 +35,7 @@ class SelectionSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     is always allowed."""
 
     max_leases: Annotated[int, Meta(ge=1, le=1 << 20)] = 65_536
-    """Leases of all callers together; further selections are rejected. Each takes about 2 KB."""
+    """Maximum number of leases of all callers together; further selections are rejected. Each lease takes about 2 KB."""
 
 
 Degree = Annotated[int, Meta(ge=1, le=1 << 20)]
@@ -48,7 +48,7 @@ class ProfileSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Folder with a Hugging Face config.json, or that file."""
 
     gpu: Annotated[str, Meta(min_length=1)]
-    """Short name, as listed by `fleet hardware list`."""
+    """Short name of the GPU, as listed by `fleet hardware list`."""
 
     backend: Literal["vllm", "sglang", "trtllm"] = "vllm"
     """The engine whose measured efficiencies are used."""
@@ -73,12 +73,12 @@ PositiveInt = Annotated[int, Meta(ge=1)]
 PositiveSeconds = Annotated[float, Meta(gt=0, le=1e9)]
 
 COMPARED_TOKENS = 64
-"""The finest pieces in which prompts are compared if the server's cache is not known block by block; finer ones cost memory and time
-without any use."""
+"""Minimum number of tokens of the pieces in which prompts are compared, if the server does not report its cache block by block. Smaller
+pieces would cost memory and time without any use."""
 
 
 ENDPOINT = r"^(tcp://([^*:\s]+|\[[^\]\s]+\]):[0-9]{1,5}|ipc://\S+)?$"
-"""A ZeroMQ endpoint to connect to; wildcards are for the engine that listens."""
+"""Pattern of a ZeroMQ endpoint to which the router connects. A wildcard host (``*``) is not allowed, because only a listener can use it."""
 
 
 ExternalPath = Annotated[str, Meta(pattern=r"^/([^*?#\s]*|([^*?#\s]*/)?\*)$")]
@@ -101,7 +101,7 @@ class OpenAiWorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """A server that speaks the OpenAI API and knows nothing of Fleet, such as vLLM, llama.cpp or a hosted service."""
 
     worker_id: Annotated[str, Meta(min_length=1)]
-    """Its name in metrics and explanations."""
+    """The server's name in metrics and explanations."""
 
     url: str
     """``http://host:port`` or ``https://host``, with the path before ``/v1`` if there is one."""
@@ -110,19 +110,21 @@ class OpenAiWorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """The model name that clients send, and under which the server knows the model."""
 
     tokenizer: str = ""
-    """Hugging Face folder or repository of its model, so that prompts are compared token by token; empty: they are compared as text."""
+    """Hugging Face folder or repository of the server's model, so that prompts are compared token by token; empty: they are compared as
+    text."""
 
     block_tokens: PositiveInt = 16
-    """The server's block size. Without `kv_events` at least 64 tokens (as text: 4 bytes each) are compared at once."""
+    """The server's block size in tokens. Without `kv_events`, prompts are compared in pieces of at least 64 tokens. If they are compared as
+    text, 4 bytes count as a token."""
 
     kv_blocks: PositiveInt = 100_000
-    """Blocks that its prefix cache holds; the router never assumes that more are cached."""
+    """Number of blocks that the server's prefix cache can hold; the router never assumes that more are cached."""
 
     max_running: PositiveInt = 256
-    """Requests in one batch (vLLM's default)."""
+    """Maximum number of requests in one batch of the server. The default is vLLM's."""
 
     adapters: tuple[Annotated[ModelName, Meta(min_length=1)], ...] = ()
-    """LoRA adapters that it serves, by the names that clients send in place of a model name."""
+    """LoRA adapters that the server serves, by the names that clients send in place of a model name."""
 
     api_key: str = ""
     """Bearer token for the server, instead of the client's token; empty: the client's token is passed on, over http to another host
@@ -133,37 +135,42 @@ class OpenAiWorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fie
     does not start, and clients' tokens are left out of requests to this server. Set this only for networks to which nobody else has access."""
 
     kv_events: Annotated[str, Meta(pattern=ENDPOINT)] = ""
-    """ZeroMQ endpoint where vLLM or SGLang publishes its KV events (``tcp://host:port``); empty: prompts that were sent to the server are
-    assumed to be cached. `block_tokens` must then be the server's own block size (SGLang: ``--page-size``)."""
+    """ZeroMQ endpoint where vLLM or SGLang publishes its KV events (``tcp://host:port``). With an endpoint, `block_tokens` must be the
+    server's own block size (SGLang: ``--page-size``). Empty: prompts that were sent to the server are assumed to be cached."""
 
     kv_events_replay: Annotated[str, Meta(pattern=ENDPOINT)] = ""
-    """Endpoint where the server repeats its KV events (its `replay_endpoint`); empty: blocks cached before it joined are not known."""
+    """Endpoint where the server repeats its KV events (its `replay_endpoint`). Empty: the router does not know the blocks that the server
+    cached before it joined."""
 
     cache_ttl_seconds: PositiveSeconds = 600.0
     """Without `kv_events`: how long a prompt is assumed to be cached after it was sent."""
 
     health_path: Annotated[str, Meta(pattern="^/")] = "/health"
-    """Path of the health check, asked while nothing else is received. A server without such a path is asked for ``/v1/models``."""
+    """Path of the health check. The router asks for it while it receives nothing else from the server. It asks a server without such a path
+    for ``/v1/models``."""
 
     probe_seconds: PositiveSeconds = 2.0
     """Pause between two health checks, and the time limit for an answer."""
 
     silence_factor: Annotated[float, Meta(ge=1, le=1000)] = 8.0
-    """Silence limit, as a multiple of the expected time to the first byte. A server that owes bytes and sends none for that long leaves
-    rotation once it has not answered a trial request either. The expected time is the one below which 95 % of its first bytes came. The
-    default is eight, because a load that doubles twice and an uncached prompt are no hang; a trial request is sent after twice the time."""
+    """Silence limit, as a multiple of the expected time to the first byte. This expected time is the one within which 95 % of the server's
+    first bytes came. A server with waiting requests that sends no byte for this limit leaves rotation, if it has not answered a trial
+    request either. The trial request is sent after twice the expected time. The default is eight, so that neither a load that doubles twice
+    nor an uncached prompt counts as a hang."""
 
     silence_floor_seconds: Annotated[float, Meta(ge=0.01, le=3600)] = 1.0
     """Shorter silences never count as a hang, however fast a server was before: garbage collection, a busy core or a retransmission take some
     hundreds of milliseconds. Clients give up after a second or more."""
 
     silence_timeout_seconds: PositiveSeconds = 600.0
-    """The upper limit: a request without any byte for so long has failed, whatever the server's past, and also before its first answer, as
-    when it loads its model with the first request. Model loads and long answers in one piece take minutes."""
+    """The upper limit of silence: a request that has got no byte for this time has failed, however slow the server was before. This also
+    applies before the server's first answer, for example while it loads its model for the first request. The default is ten minutes,
+    because model loads and long answers in one piece take minutes."""
 
     silence_cut_seconds: PositiveSeconds = 30.0
-    """An answer that has begun, and a request that no other server can take, ends after so long without a byte, if the server has not
-    answered a trial request either. No other server can continue such an answer, but a server that was stopped for a moment can."""
+    """An answer that has begun, or a request that no other server can take, ends after this time without a byte, if the server has not
+    answered a trial request either. No other server can continue such an answer, so a server that was only stopped for a moment gets this
+    time to go on."""
 
     trial_requests: bool = True
     """True if a silent server is asked for a completion of one token, on a separate connection and with `api_key`. Otherwise three silent
@@ -212,26 +219,26 @@ class RouterMetricsAccess(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     key_sha256: tuple[Sha256Hex, ...] = ()
     """SHA-256 of each key that may read the metrics, in hex (``printf %s KEY | sha256sum``). Scrapers send ``Authorization: Bearer KEY``.
-    Keys of tenants do not open them."""
+    Keys of tenants give no access to the metrics."""
 
     ask: bool | None = None
     """True if metrics at `http_listen` need a key. None: as soon as a tenant has a key, or `key_sha256` has one."""
 
     ask_on_health: bool | None = None
-    """True if metrics at `health_listen` need a key. None: as `ask` says, unless that port is on loopback."""
+    """True if metrics at `health_listen` need a key. None: as `ask` says; if that port is on loopback, no key is needed."""
 
 
 class AccessRecordSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Access records: a file with a JSON object for each request, which is renamed when it is full."""
+    """Access records: a file with a JSON object for each request. The file is renamed when it is full."""
 
     path: str = ""
     """The file. Processes of one router may share it. Empty: there are no records."""
 
     max_mib: Annotated[int, Meta(ge=1, le=1 << 20)] = 100
-    """MiB after which the file is renamed to `.1`; a record has about 700 bytes without content."""
+    """Size in MiB at which the file is renamed to `.1`. A record has about 700 bytes without content."""
 
     kept_files: Annotated[int, Meta(ge=0, le=1000)] = 5
-    """Earlier files that are kept; the oldest one is removed."""
+    """Number of earlier files that are kept; older files are removed."""
 
     content: bool = False
     """Write the text of prompts and answers too. Everybody who may read the file reads what clients wrote."""
@@ -241,7 +248,7 @@ class ResumeSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """How streams survive the death of their router. The routers share the key of resume tokens by `prompt_secret` or `tenant_secret`."""
 
     token_seconds: Annotated[int, Meta(ge=1, le=86_400)] = 3600
-    """Time after the beginning of a request for which its resume tokens are accepted: longer than answers take."""
+    """Seconds after the beginning of a request for which its resume tokens are accepted. The default is longer than any answer takes."""
 
 
 class Thresholds(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -254,29 +261,31 @@ class Thresholds(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     milliseconds; from there on the handoff is better."""
 
     oversubscribe: Annotated[float, Meta(gt=0, le=1e6)] = 2.0
-    """Requests for a worker, as a multiple of its batch size. A value above 1 lets a batch refill without a round trip; a request
-    that waits in the router instead can still be placed better, or be rejected in time."""
+    """Maximum number of requests that are placed on a worker, as a multiple of its batch size. With a value above 1, the engine can refill
+    its batch without a round trip to the router. But a request that waits in the router can still be placed better, or be rejected in
+    time."""
 
     max_queued: Annotated[int, Meta(ge=0, le=2**32 - 1)] = 1024
-    """Requests that may wait when every worker is at its limit; beyond it, the last request of the tenant with the largest backlog
-    is rejected with `queue_full`."""
+    """Maximum number of requests that wait because every worker is at its limit. If one more comes, the last request of the tenant with
+    the largest backlog is rejected with `queue_full`."""
 
     max_queue_seconds: PositiveSeconds = 10.0
     """A request is rejected at once if it would wait longer for its first token; its own prefill does not count. Set it to your goal for
     first tokens. The predicted wait in the queue follows from the departure rate, the wait in the prefill queue of the chosen worker from
     its prefill rate, and the wait in the engine of a full worker from its first tokens. A margin for the errors of earlier predictions
     is added, of at most half the limit. Ten seconds is the longest common goal for a first token, so a request that waits longer misses
-    every goal. In `loadtests/studies/conversation.toml`, whose goals are 10 s and 100 ms, 16 H100 serve 2.5 requests a second. At 1.35,
-    1.75 and 2.7 times that load, 2.63, 2.86 and 3.60 requests a second meet the goals; with 5 s 2.71, 2.97 and 3.69, with 20 s 2.55, 2.75
-    and 3.39, and with no limit 0.52, 0.06 and 0.04. At half the load, 2 of 12,031 requests are rejected; with 5 s 86, and with 20 s none.
-    Raise it if clients would rather wait than try again, as batch jobs do."""
+    every goal. In `loadtests/studies/conversation.toml`, whose goals are 10 s for the first token and 100 ms between tokens, 16 H100 serve
+    2.5 requests a second. At 1.35, 1.75 and 2.7 times that load, 2.63, 2.86 and 3.60 requests a second meet the goals. With a limit of 5 s,
+    these numbers are 2.71, 2.97 and 3.69; with 20 s, they are 2.55, 2.75 and 3.39; with no limit, 0.52, 0.06 and 0.04. At half the load, 2
+    of 12,031 requests are rejected; with 5 s, 86 are rejected, and with 20 s none. Raise the limit if clients would rather wait than try
+    again, as batch jobs do."""
 
     priority_seconds: Annotated[float, Meta(ge=0, le=1e9)] = 10.0
-    """The wait that a step of priority is worth: a request goes before those of one step less that arrived up to so much
-    earlier. A very large value makes priorities strict; 0 switches them off."""
+    """Seconds of waiting that one step of priority replaces: a request goes before a request that arrived up to this many seconds earlier,
+    if the earlier request has a priority that is lower by one. A very large value makes priorities strict; 0 switches them off."""
 
     size_seconds: Annotated[float, Meta(ge=0, le=1e9)] = 0.0
-    """Delay in the queue for each thousand prompt tokens. 0: first come, first served."""
+    """Seconds by which each thousand prompt tokens move a request back in the queue. 0: first come, first served."""
 
 
 class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -291,11 +300,11 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
 
     health_listen: str = ""
     """host:port of a separate listener for probes and metrics (``/health``, ``/live``, ``/metrics``) with limits of its own, so that any
-    number of clients at `http_listen` cannot shut out probes. It asks for no key: keep it off the public network. Empty: health
-    and metrics are on `http_listen` only, where they always are."""
+    number of clients at `http_listen` cannot shut out probes. Probes need no key, so keep this port off the public network. Empty: health
+    and metrics are only on `http_listen`, which always has them."""
 
     grpc: GrpcSettings = GrpcSettings()
-    """Limits of connections at `grpc_listen`, and as many again at `kserve_listen`."""
+    """Limits of connections at `grpc_listen`. The same limits apply to `kserve_listen`, whose connections are counted separately."""
 
     tracing: TracingSettings = TracingSettings()
     """Traces of requests for a collector of OpenTelemetry. Workers and store nodes have the same section for their part."""
@@ -304,19 +313,19 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
     """Images that clients name by URLs: if the router fetches them, and from where."""
 
     tls: ClientTlsSettings = ClientTlsSettings()
-    """TLS of `http_listen`, `grpc_listen` and `kserve_listen`, and of `health_listen` and `endpoint_picker` if it says so. The other
-    ports have credentials of their own."""
+    """TLS of `http_listen`, `grpc_listen` and `kserve_listen`, and of `health_listen` and `endpoint_picker` if these settings say so. The
+    other ports have credentials of their own."""
 
     share_ports: bool = False
     """True if other router processes may listen on the same ports (SO_REUSEPORT): the kernel spreads connections over them.
     Otherwise a port in use is an error."""
 
     replicas_listen: str = ""
-    """Address at which peer routers tell this one their reservations: ``unix:/path``, or host:port with
+    """Address at which this router receives the reservations and other messages of peer routers: ``unix:/path``, or host:port with
     `replicas_credentials`. Empty: there are no peers."""
 
     replicas: tuple[str, ...] = ()
-    """`replicas_listen` of the peer routers."""
+    """Addresses of the peer routers: the `replicas_listen` of each of them."""
 
     replicas_name: str = ""
     """host:port with a name that resolves to the addresses of all routers of the cluster, including this one, such as the name of a
@@ -337,9 +346,9 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
     have 256 MiB of their own."""
 
     connection_seconds: Annotated[float, Meta(ge=0, le=86_400)] = 0.0
-    """Age at which a client is asked to open a new connection; running requests go on, and clients reconnect by
-    themselves. Behind one address for several routers this spreads clients over all routers. If it is shorter than the time between
-    removing a router from that address and ending it, no client meets a router that ends. 0: no limit."""
+    """Age of a connection in seconds at which its client is asked to open a new one; running requests go on, and clients reconnect by
+    themselves. If several routers are behind one address, this spreads the clients over all routers. If it is shorter than the time between
+    removing a router from that address and ending the router, no client is connected to a router that ends. 0: no limit."""
 
     drain_timeout_ms: Annotated[int, Meta(ge=0, le=86_400_000)] = 10_000
     """Milliseconds for which running streams may continue after SIGTERM."""
@@ -351,13 +360,13 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
 
     control_credentials: Credentials = Credentials()
     """Credentials that callers of `control_listen` over TCP must prove: the secret in `secret_file`, or a certificate signed by `authority`
-    (with `certificate` and `key` of this router). `insecure`: none, for networks where everybody is trusted."""
+    (with `certificate` and `key` of this router). With `insecure`, callers need none; use it only on networks where everybody is trusted."""
 
     selection: SelectionSettings = SelectionSettings()
     """Limits for callers of `fleet.v1.Selection`."""
 
     discovery: Discovery | None = None
-    """Directory of workers besides those that register here; absent: none."""
+    """Directory in which the router finds workers, besides the workers that register at its control port; absent: none."""
 
     kserve_listen: str = ""
     """host:port of the Open Inference Protocol over gRPC, for clients of KServe and Triton, which expect port 8001; empty:
@@ -374,7 +383,7 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
     """Source and cache of the repositories in `models`, and in `tokenizer` of `openai_workers`."""
 
     openai_workers: tuple[OpenAiWorkerSettings, ...] = ()
-    """External servers, each serving whole requests: the router passes their bytes on."""
+    """External servers that speak the OpenAI API. Each of them serves whole requests; the router relays the bytes of their answers."""
 
     overflow: dict[ModelName, OverflowSettings] = {}
     """Hosted endpoints by the model of Fleet's own workers whose requests they take when these cannot; see docs/router.md."""
@@ -418,13 +427,13 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
     router counts by itself."""
 
     retry_after_ms: Annotated[int, Meta(ge=1, le=2**32 - 1)] = 1000
-    """Retry hint of rejections after which a retry may succeed."""
+    """Retry hint in milliseconds, for rejections of requests that may succeed later."""
 
     max_attempts: PositiveInt = 3
     """Maximum number of placements of one request: after three failures in a row, the request is probably at fault, not the workers."""
 
     running_request_blocks: Annotated[float, Meta(ge=0, le=1e9)] = 1.0
-    """Cost of a request on a worker besides its blocks, in blocks: its share of each decode step."""
+    """Cost of a request on a worker in addition to its blocks, in blocks of prefill, for its share of each decode step."""
 
     engine_hit_credit: Annotated[float, Meta(ge=0, le=1e9)] = 1.0
     """Credit for a block in the engine's own cache, in blocks of prefill."""
@@ -433,16 +442,16 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
     """Credit for a block that has to be loaded from the store (NVIDIA Dynamo's weight of a host cache hit)."""
 
     lower_tier_hit_credit: Annotated[float, Meta(ge=0, le=1e9)] = 0.5
-    """Credit for a block that the store has to fetch from below its memory first: SSD, Redis, another node."""
+    """Credit for a block that the store first has to fetch from a tier below its memory: SSD, Redis, S3 or another node."""
 
     prefill_window_tokens: Annotated[int, Meta(ge=0)] = 8192
-    """Prompt tokens that a worker gets ahead: it gets prompts while it has fewer tokens to compute, which is one step of vLLM on a large
-    GPU. Further prompts wait in the router's prefill queue, where higher priorities and shorter prompts go first. 0: all
-    prompts are sent at once and computed as they come."""
+    """Prefill window: a worker is sent prompts only while it has fewer prompt tokens than this to compute. The default is one step of vLLM
+    on a large GPU. Further prompts wait in the router's prefill queue, where higher priorities and shorter prompts go first. 0: all
+    prompts are sent at once, and the worker computes them in the order in which they come."""
 
     prefill_size_seconds: Annotated[float, Meta(ge=0, le=1e9)] = 10.0
-    """Delay in the prefill queue for each thousand tokens to compute. A prompt of 30,000 tokens then
-    lets prompts of a thousand tokens go first that arrive up to about five minutes later, which is seldom needed: the queue is mostly
+    """Seconds by which each thousand tokens to compute move a prompt back in the prefill queue. With 10, a prompt of 30,000 tokens
+    lets prompts of a thousand tokens go first that arrive up to about five minutes later. This seldom happens, because the queue is mostly
     empty. 0: first come, first served."""
 
     conversion_cost: Annotated[float, Meta(ge=0, le=1e9)] = 0.1
@@ -451,9 +460,9 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
     8-billion model, 4 MB, at 6 GB/s takes a tenth of what its prefill takes at 5,000 tokens a second."""
 
     learn_remote_prefill: bool = False
-    """Learn from measured handoffs and prefills from how many tokens on another worker computes a prompt, instead of
-    `remote_prefill_min_tokens`; until eight handoffs were measured, prompts of 64 tokens and more are handed over. Off: the
-    result then does not depend on earlier measurements, which a test of a cluster may need."""
+    """Learn, from measured handoffs and prefills, how many tokens a prompt must have before another worker computes it, and use this number
+    instead of `remote_prefill_min_tokens`. Until eight handoffs were measured, prompts of 64 tokens and more are handed over. The default
+    is off: placement then does not depend on earlier measurements, which a test of a cluster may need."""
 
     policy: Annotated[str, Meta(min_length=1)] = "fleet"
     """Placement policy: a name that `fleet router policies` lists."""
@@ -467,16 +476,18 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
 
     session_affinity: Literal["off", "soft", "hard"] = "soft"
     """How the worker of a session's last request is treated: "off" ignores it, "soft" prefers it as far as the policy does, and "hard"
-    requires it; then one request is rejected when that worker has gone."""
+    requires it. With "hard", the first request after that worker has gone is rejected, and the next one may go to any worker."""
 
     session_ttl_seconds: PositiveSeconds = 600.0
-    """How long an idle session is remembered: longer than people take to answer, shorter than caches keep unused blocks."""
+    """Seconds for which an idle session is remembered. The default is longer than people take to answer, and shorter than caches keep
+    unused blocks."""
 
     max_sessions: PositiveInt = 100_000
-    """Sessions that are remembered, about 300 bytes each; the one that was idle longest is forgotten first."""
+    """Maximum number of sessions that are remembered; each takes about 300 bytes. The session that was idle longest is forgotten first."""
 
     max_store_blocks: PositiveInt = 2_000_000
-    """Blocks of a store namespace that the index follows in each tier, about 250 bytes each. Placement does not know of further blocks."""
+    """Maximum number of blocks in the prefix index for each tier of a store namespace; each takes about 250 bytes. Placement does not know
+    further blocks."""
 
     explained_requests: PositiveInt = 1024
     """Number of latest requests whose placement can be explained; each takes about 150 bytes for each worker."""
@@ -500,8 +511,8 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
     prompts and answers, with the names of requests, tenants and sessions. Empty: nothing is recorded."""
 
     record_mib: Annotated[int, Meta(ge=1, le=1 << 20)] = 1024
-    """MiB after which a recording ends; its beginning is kept. A MiB holds about 350 requests of 500 tokens in and 20 out, or 45 of
-    8,000 and 200."""
+    """MiB after which a recording ends; its beginning is kept. A MiB holds about 350 requests with 500 prompt tokens and 20 answer tokens,
+    or 45 requests with 8,000 and 200 tokens."""
 
     heartbeat_timeout_seconds: PositiveSeconds = 3.0
     """A worker is lost when it sends nothing for this time; workers report their load each second."""

@@ -26,7 +26,7 @@ from fleet.router.sessions import SessionKey
 from kvstore.block import chain
 
 PromptHasher = Callable[[TokenBytes, int, bytes], tuple[int, ...]]
-"""A function that returns the block keys of a prompt's full blocks. It gets the prompt, the tokens of a block and the salt."""
+"""A function that returns the block keys of a prompt's full blocks. It gets the prompt, the number of tokens of a block, and the salt."""
 
 
 def hash_prompt(tokens: TokenBytes, block_tokens: int, salt: bytes) -> tuple[int, ...]:
@@ -34,7 +34,8 @@ def hash_prompt(tokens: TokenBytes, block_tokens: int, salt: bytes) -> tuple[int
     return keys_of(chain(tokens, block_tokens, salt=salt))
 
 
-class RequestStage(IntEnum):  # IntEnum, because `advance` looks up stages in a dict at every event, and these hash fast
+# This is an IntEnum, because `advance` looks up stages in a dict at every event, and integers hash fast.
+class RequestStage(IntEnum):
     QUEUED = auto()  # the request is not on a worker
     PREFILLING = auto()  # a prefill worker or the aggregated worker computes the prompt
     HANDED_OVER = auto()  # the decode worker has been sent the handoff
@@ -74,7 +75,8 @@ def advance(stage: RequestStage, turn: RequestTransition) -> RequestStage:
     return following
 
 
-_AUTO, _AGGREGATED = Placement.AUTO, Placement.AGGREGATED  # module variables are ten times as fast as enum attributes
+# Reading a module variable is ten times as fast as reading an enum attribute.
+_AUTO, _AGGREGATED = Placement.AUTO, Placement.AGGREGATED
 
 
 class Attempt(Struct, frozen=True, kw_only=True):
@@ -278,7 +280,8 @@ class LiveRequest(Struct):
         """Return whether the client gets the token that the prefill worker has generated.
 
         The token then becomes part of the decode worker's prompt. This is possible only if sampling does not depend on which worker
-        generated the earlier tokens. On the direct path, the engines themselves start decoding at the end of the prompt.
+        generated the earlier tokens. On the direct path, the decode engine itself starts at the end of the client's prompt and generates
+        this token again.
         """
         return kv_path is KvPath.STORE and self.arrived.sampling.stateless
 

@@ -75,7 +75,7 @@ class WorkerSnapshot(Struct, frozen=True, kw_only=True):
     booked_elsewhere: int  # requests that peer routers have reserved on this worker
     booked_blocks: int
     booked_prefill_tokens: int
-    protocol: int = 0  # protocol version between this worker and the router; 0: it is not a worker of Fleet
+    protocol: int = 0  # protocol version between this worker and the router; 0: the worker is not one of Fleet's
     product: str = ""  # version of Fleet that the worker runs; empty: unknown
     pulled: PulledBlocks = NOTHING_PULLED
 

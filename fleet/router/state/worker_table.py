@@ -21,7 +21,7 @@ Rules of reservations. A reservation begins when a request is sent, not when the
 Rules of the wait for a first token (`FirstTokenRate`).
 
 7. A worker is full if more requests are reserved on it than it runs at once, or more blocks than it has. Its engine then keeps requests
-   waiting, because the router sends some more than the engine can run (`oversubscribe`).
+   waiting, because the router sends some more requests than the engine can run at once (`oversubscribe`).
 8. While a worker is full, it is measured how many first tokens it sends per second. A new request waits about as long as the worker needs
    for the first tokens of all requests that it was sent before (J. D. C. Little, Operations Research 9, 1961). That wait includes the
    prefill, and on a decode worker the prefill on another worker.
@@ -97,7 +97,7 @@ from kvstore.block import blocks_for
 from kvstore.messages import POOL_TIER
 from kvstore.protocol.versions import own_protocols
 
-# weight of the newest measurement in the average of the seconds per token; so mostly the last four count
+# weight of the newest measurement in the average of the seconds per token; so mostly the last four measurements count
 TOKEN_SECONDS_WEIGHT = 0.25
 # A prefill with fewer tokens is not measured, because its time depends more on the engine's step than on the tokens.
 MIN_MEASURED_TOKENS = 64
@@ -256,7 +256,8 @@ class WorkerReservations:
 class AnnouncedReservations(WorkerReservations):
     """Keeps reservations like `WorkerReservations`, and announces long prompts to the peer routers (rule 6).
 
-    The peers soon hear of reservations that begin or end and of computed prompts, but not of answers that grow.
+    Reservations that begin or end, and computed prompts, are announced soon. Answers that grow are not; the peers learn of them with the
+    next regular message (`fleet.peers.routers`, rule 3).
     """
 
     def __init__(
@@ -441,7 +442,7 @@ class RegisteredWorker:
                 self._prompts.sent(self.description.worker_id, keys)
 
     def assume_peer_prompt(self, keys: Keys, sent_at: Nanos, now: Nanos) -> None:
-        """Record that a prompt of a peer router is cached on this worker. Do nothing if the worker reports its cache."""
+        """Assume that a prompt, which a peer router has sent to this worker, is cached here. Do nothing if the worker reports its cache."""
         if self._assumed_for is None:
             return
         until = Nanos(sent_at + self._assumed_for)

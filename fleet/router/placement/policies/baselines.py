@@ -11,7 +11,8 @@ from fleet.core.roles import Phase
 from fleet.router.placement.policies.pipeline import InTurn, Pipeline, TwoChoices
 from fleet.router.policy import Candidates, Flags, Floats, PlacementRequest, RandomSource
 
-# Number of points of each worker on the hash ring. With so many, the workers' shares of the keys differ by about an eighth.
+# Number of points of each worker on the hash ring. With 64 points, a worker's share of the keys differs from the mean share by about
+# an eighth.
 RING_POINTS = 64
 
 

@@ -68,7 +68,10 @@ BUILT_IN = PolicyCatalog(
 
 
 def parameters(settings: RouterSettings) -> dict[str, Any]:
-    """Return the parameters of the policy that the settings name; the default policy also takes the settings' own fields."""
+    """Return the parameters of the policy that the settings name.
+
+    The default policy also gets the values of the fields of `RouterSettings` that have the names of its own fields.
+    """
     table = settings.policies.get(settings.policy, {})
     if settings.policy != DEFAULT:
         return table
@@ -109,7 +112,7 @@ def policy(name: str, parameters: Mapping[str, Any], catalogue: PolicyCatalog = 
         catalogue: The known policies and parts.
 
     Raises:
-        ConfigurationRefused: There is no such policy, or it does not take these parameters.
+        ConfigurationRefused: There is no such policy, or it does not accept these parameters.
     """
     if (kind := catalogue.policies.get(name)) is None:
         raise ConfigurationRefused(f"router.policy: {name!r} is not one of {', '.join(catalogue.policies)}")

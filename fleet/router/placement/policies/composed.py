@@ -47,7 +47,7 @@ class Composed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """Return this policy, made of parts from a catalog.
 
         Raises:
-            ConfigurationRefused: There is no such part, or it does not take these parameters.
+            ConfigurationRefused: There is no such part, or it does not accept these parameters.
         """
         return Pipeline(
             "composed",

@@ -3,7 +3,7 @@
     cost = max(0, prefill - credit)  +  work × its price  +  decode blocks × their weight  +  running requests × their weight
            -  session
 
-1. *prefill* is (backlog + prompt tokens) / block.
+1. *prefill* is (tokens of the backlog + tokens of the prompt) / tokens of a block. The backlog is what the worker has to compute already.
 2. *credit* is for the prompt's leading blocks that need not be computed. A block counts 1 if it is in the engine, 0.75 if it is in the
    store's memory, and 0.5 if it is in a tier below. The difference to 1 is the cost of the transfer, in blocks of prefill. If blocks from
    the store have to be converted, the cost of the conversion is subtracted too.
@@ -18,11 +18,11 @@
    together the requests would compute shared prefixes several times (ADR 0014).
 5. *decode blocks* are the unique blocks that live requests hold on the worker, including those of this request. An answer near its expected
    end counts less.
-6. On a worker with a full batch, a cached block is worth less: the loss is `spread` times the number of waiting requests, divided by the
-   batch size. So a hot prefix spreads to another worker before requests with this prefix have to wait for a place in the batch.
-7. All blocks are converted by the speed of the worker. The credit of a fetched block is what the fetch saves compared with computing the
-   block on this worker.
-8. The worker of this session's last request is preferred by `session_blocks`.
+6. On a worker with a full batch, the credit is multiplied by 1 - `spread` × waiting requests / batch size, or by 0 if this is negative. So
+   a hot prefix spreads to another worker before requests with this prefix have to wait for a place in the batch.
+7. The terms in blocks are divided by the relative speed of the worker, so that a slow worker has higher costs. The credit of a fetched
+   block is what the fetch saves compared with computing the block on this worker.
+8. The cost of the worker that served this session's last request is lowered by `session_blocks`.
 9. If there is a goal for the first token, workers that will probably keep it are preferred. This is predicted from the recent time per
    prompt token on the worker.
 
@@ -56,7 +56,7 @@ from fleet.router.policy import (
     PlacementRequest,
 )
 
-_PREFILL = Phase.PREFILL  # a module variable is ten times as fast as the enum attribute
+_PREFILL = Phase.PREFILL  # reading a module variable is ten times as fast as reading the enum attribute
 
 
 class FleetCost(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -76,7 +76,7 @@ class FleetCost(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Credit for a block that the store has to fetch from a lower tier first."""
 
     running_request_blocks: float = 1.0
-    """Cost of a request on a worker besides its blocks: its share of each decode step."""
+    """Cost of a request on a worker in addition to its blocks, in blocks of prefill, for its share of each decode step."""
 
     decode_weight: float = 0.3
     """Cost of a block that live requests hold, in blocks of prefill. Each decode step reads the block once. For an answer of
@@ -85,15 +85,16 @@ class FleetCost(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     prefix would be spread over several workers."""
 
     spread: float = 2.0
-    """How fast a hit loses its worth on a full batch: with 2, it has lost all of it when half a batch waits."""
+    """How fast the credit for a cached block falls on a worker with a full batch. With 2, it is 0 when half a batch of requests waits."""
 
     others_weight: float = 1.0
     """Weight of the delay of later requests, against the request's own wait; 0: each request is placed where its own first token
     comes soonest."""
 
     stall_weight: float = 0.3
-    """Weight of a running request that a prefill delays, against one that waits for its first token. Answers last about ten times
-    as long as people wait for them to begin, but a short answer is late after a single long prompt (ADR 17)."""
+    """Weight of the delay of a running request, compared with the same delay of a request that waits for its first token. It is below
+    1, because an answer takes about ten times as long as the wait for its first token. It is above 0.1, because a single long prompt
+    makes a short answer late (ADR 17)."""
 
     session_blocks: float = 1.0
     """Preference for the worker of a session's last request, in blocks of prefill. It is small, because the credit for the cached
@@ -179,7 +180,7 @@ class HeadroomFilter(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Fleet(FleetCost, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The default policy: takes the worker with the lowest `FleetCost` among those that will probably keep the goal for the first token."""
+    """The default policy: the lowest `FleetCost` among the workers that will probably keep the goal for the first token."""
 
     ttft_goal_seconds: float = 0.0
     """Goal for the first token; 0: only a request's own deadline counts."""

@@ -5,8 +5,8 @@
 1. Prices are for one token on a kind of worker: joules (`joules_per_token` of a simulated pool, `fleet hardware estimate`) or dollars.
    Prices are given for beginnings of worker names, because a worker's name begins with the name of its pool. The longest beginning that
    matches counts.
-2. Like the costs of other scorers, these costs are in blocks of prefill; here on the cheapest worker. With weight 1, a worker on which a
-   request costs ten blocks more is chosen only if it is ten blocks less busy. So the cheap workers fill up first, and the expensive workers
+2. Like the costs of other scorers, these costs are in blocks of prefill: 1 is the price of computing one block of a prompt on the cheapest
+   worker. With weight 1, a worker on which a request costs ten blocks more is chosen only if it is ten blocks less busy. So the cheap workers fill up first, and the expensive workers
    serve the requests that would otherwise wait.
 3. An answer counts with its length limit, but at most with `answer_tokens` tokens, because clients rarely say how long an answer will be.
 4. A worker without a price costs as much as the most expensive one.
@@ -35,13 +35,13 @@ class PriceScorer(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Scorer that computes the cost formula of this module."""
 
     prompt: Annotated[dict[str, Amount], Meta(min_length=1)]
-    """Price of a prompt token, by the beginning of workers' names."""
+    """Price of a prompt token on the workers whose names begin with the key."""
 
     answer: Annotated[dict[str, Amount], Meta(min_length=1)]
-    """Price of an answer token, by the beginning of workers' names."""
+    """Price of an answer token on the workers whose names begin with the key."""
 
     answer_tokens: Annotated[int, Meta(ge=1)] = 256
-    """The usual length of an answer."""
+    """The usual length of an answer in tokens. Longer length limits of requests count as this length."""
 
     def costs(self, request: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Floats:
         worker_ids = candidates.worker_ids

@@ -2,7 +2,7 @@
 
 Source: lib/kv-router/src/scheduling/selector/default.rs.
 
-    excess = (active prefill tokens - the least of them) / block
+    excess = (active prefill tokens - the lowest number of them on any candidate) / block
     credit = overlap_score_credit / (1 + overlap_score_credit_decay · excess / prompt blocks) · blocks on the device
            + host_cache_hit_weight · blocks in host memory + disk_cache_hit_weight · blocks on disk
     cost   = prefill_load_scale · max(0, (active prefill tokens + prompt) / block - credit)

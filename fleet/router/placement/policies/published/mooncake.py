@@ -7,7 +7,8 @@ For each prefill instance, `own` is its longest match with the prompt, and `long
 
 *queue* is the sum of the queued prefills. The paper fits prefill and transfer times offline; here they are seconds for each
 token (`prefill_seconds_per_token`, `quadratic_seconds` for attention, and `transfer_seconds_per_token`). Mooncake's decode
-instance is the least loaded one that keeps the time between tokens; here one worker does both, and its load is ignored.
+instance is the least loaded one that keeps the target for the time between tokens. Here the worker that computes the prompt also
+decodes, and its decoding load is ignored.
 """
 
 from collections.abc import Mapping
@@ -47,7 +48,7 @@ class MooncakeTime(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Mooncake(MooncakeTime, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Mooncake's policy: the lowest predicted time to the first token. A match much longer than the worker's own is fetched."""
+    """Mooncake's policy: the lowest predicted time to the first token. Blocks are fetched from a worker with a much longer match."""
 
     def policy(self) -> Pipeline:
         return Pipeline("mooncake", scorers=[("ttft", 1.0, self)])

@@ -29,9 +29,9 @@ The interface of policies lacks some of the rule's inputs. They are replaced as 
 - First tokens: the code measures the queueing times of requests, but a policy gets no information about a request after its placement. So the
   prompt tokens that are reserved on the worker and not computed yet are counted instead, together with those of the request, at the time
   of placement. Prefill times are proportional to tokens, so the number of tokens doubles when the queueing time doubles.
-- Lengths of answers: the paper takes the mean length of a worker's answers. Here each answer counts as if it had its maximum length, as the
-  code assumes at first.
-- The tree of prompts: the key of the first block and the leading blocks of each worker are known. So the worker "with the longest node"
+- Lengths of answers: the paper takes the mean length of a worker's answers. Here each answer counts as if it had its maximum length.
+  Preble's code also assumes this until it has measured answers.
+- The tree of prompts: a policy knows only the key of the first block, and how many leading blocks each worker holds. So the worker "with the longest node"
   is the one with the longest match, and a subtree is all prompts with one first block, split between its copies request by request.
 - Times: the paper fits them offline. Here they are seconds for each token, and `quadratic_seconds` for attention.
 - Pairs: the cost of the decode worker also contains the prompt's time, because it is chosen as if it also computed the prompt.
@@ -88,7 +88,10 @@ class ExploitExplore:
         return place, self
 
     def costs(self, request: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Mapping[str, Floats]:  # noqa: ARG002
-        """Return the terms of the cost for exploring. The other rules choose without a sum, so they have no terms."""
+        """Return the terms of the cost, in seconds, if the request explores.
+
+        The result is empty if another rule chooses the worker, because then the sum of the terms does not decide.
+        """
         matched = _matched(request, candidates)
         if _exploits(request, matched) or self._decoding(candidates) is not None:
             return {}

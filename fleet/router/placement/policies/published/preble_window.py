@@ -109,7 +109,10 @@ class RequestWindow:
         return None if recent is None else recent.prefixes.get(key)
 
     def note_copy(self, key: int, source: WorkerId, copy: WorkerId) -> None:
-        """Start a new measurement of a prefix at `source`, and mark the next request with this prefix at `copy` as a copy."""
+        """Record that a prefix, which the worker `source` holds, gets a copy at the worker `copy` (rule 2 of `preble`).
+
+        The measurement of the prefix at `source` starts again.
+        """
         self.recent[source].prefixes[key].tokens = WindowTokens()
         self.recent.setdefault(copy, WorkerWindow()).prefixes.setdefault(key, CachedPrefix()).is_copy = True
 

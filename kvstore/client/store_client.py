@@ -53,10 +53,11 @@ from kvstore.v1 import blocks_pb2 as pb
 SLOWEST_BYTES_PER_SECOND = 100_000_000
 """A transfer that is slower than this is cancelled, because the engine can compute the blocks faster."""
 
-# Pause between two look-ups of blocks that are being promoted. Reading a batch from any disk takes longer than this.
+# Pause between two look-ups of blocks that are being promoted. A shorter pause would find no blocks earlier, because
+# reading a batch takes longer than this from any disk.
 LOOK_AGAIN_SECONDS = 0.002
 
-LEAST_BATCH = 32  # minimum number of blocks in a batch, even if they have more than `BATCH_BYTES`
+LEAST_BATCH = 32  # minimum number of blocks in a batch, even if these blocks together are larger than `BATCH_BYTES`
 # Size of a batch of blocks in bytes. Small blocks are moved in large batches, because each batch has a fixed cost.
 BATCH_BYTES = 16 << 20
 
@@ -349,7 +350,8 @@ class StoreClient:
     def release(self, *lease_ids: LeaseId, deadline: Nanos | None = None) -> None:
         """End leases before their deadlines.
 
-        Leases that another process has got can be ended too. Leases that have ended already are ignored.
+        This also works for leases that another process of this node's clients has got from a match. Leases that have
+        ended already are ignored.
         """
         held = [lease_id for lease_id in lease_ids if lease_id]
         for start in range(0, len(held), wire.MAX_LEASES):

@@ -1,6 +1,6 @@
 """Pool allocator: decides where in the pool blocks lie, and which blocks are evicted to make room for others.
 
-By default the least recently used block that is not pinned goes first, and the end of a chain before its beginning
+By default the least recently used block that is not pinned is evicted first, and the end of a chain before its start
 (`kvstore.eviction.lru`; the setting `eviction` names another policy). A tenant whose quota is full loses its own
 blocks.
 

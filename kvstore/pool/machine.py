@@ -96,7 +96,8 @@ class BlockMachine:
             max_namespaces: Maximum number of open namespaces.
             max_held_bytes: Maximum number of bytes of all blocks that session pins keep in the pool.
             quotas: Quotas of tenants; none by default.
-            table_key: Hash key of `kvstore.native.tables`. It has to be secret if clients choose the hashes.
+            table_key: Hash key of `kvstore.native.tables`. It has to be secret if clients choose the hashes, so that
+                they cannot choose hashes that collide.
         """
         assert 0 < epoch < 1 << 31, epoch
         self._allocator = PoolAllocator(capacity_bytes, eviction, max_namespaces, table_key)

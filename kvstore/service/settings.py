@@ -22,9 +22,9 @@ AnyTier = SsdSettings | PeerSettings | RedisSettings | S3Settings
 
 
 class NixlUse(StrEnum):
-    AUTO = "auto"  # if this host has a fabric on which NIXL is faster than TCP
+    AUTO = "auto"  # NIXL is offered if this host has a fabric on which NIXL is faster than TCP
     NEVER = "never"
-    REQUIRE = "require"  # the node does not start without it
+    REQUIRE = "require"  # the node does not start without NIXL
 
 
 TenantSalt = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
@@ -37,7 +37,7 @@ class StoreSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Name of the node in the cluster; it stays the same over restarts."""
 
     listen: tuple[str, ...]
-    """Addresses of the control plane: ``unix:/path`` or ``host:port``; port 0 lets the system choose."""
+    """Addresses of the control plane: ``unix:/path`` or ``host:port``; with port 0, the system chooses the port."""
 
     shm_socket: str = ""
     """Path of the Unix socket that gives the pool's memory to processes of this host, and takes their calls. Empty: no
@@ -45,7 +45,7 @@ class StoreSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """
 
     data_listen: str = ""
-    """``host:port`` of the TCP data plane. Empty: none."""
+    """``host:port`` of the TCP data plane, over which clients on other hosts move bytes. Empty: no TCP data plane."""
 
     nixl: NixlUse = NixlUse.AUTO
     """Let clients read and write the pool by NIXL. UCX has no authentication, so protect its ports by the network."""
@@ -112,8 +112,8 @@ class StoreSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Backing tiers in the order in which they are asked: the fastest first."""
 
     metrics_listen: str = ""
-    """``host:port`` of the node's Prometheus metrics. Empty: none. The call Stats of the control plane has the node's
-    counters in any case."""
+    """``host:port`` of the node's Prometheus metrics. Empty: no port for metrics. The call Stats of the control plane
+    returns the node's counters in any case."""
 
     metrics_access: MetricsAccess = MetricsAccess()
     """Access to the metrics of `metrics_listen`."""

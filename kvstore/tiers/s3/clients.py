@@ -39,7 +39,7 @@ class S3Clients:
             parsers.ResponseParserError,
             http.HTTPError,
             OSError,
-            ValueError,  # the library raises this and the next two on invalid response heads
+            ValueError,  # the library raises ValueError, TypeError and LookupError on invalid response heads
             TypeError,
             LookupError,
             RecursionError,  # raised if redirects never end

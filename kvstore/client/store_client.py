@@ -590,7 +590,7 @@ class StoreClient:
     def _put(
         self, session: NodeSession, places: ClientWriteReservation, source: Callable[[int], Block], deadline: Nanos
     ) -> dict[int, int]:
-        """Write the blocks of a reservation; return the checksums of the written ones, by index into the hashes."""
+        """Write the blocks of a reservation; return the checksums of the written blocks, by index into the hashes."""
         until = min(deadline, self._transfer_deadline(len(places)))
         written: dict[int, int] = {}
         step = batch_blocks(self._namespace.block_bytes)

@@ -122,7 +122,7 @@ class HazardEviction(Generic[K]):
         return self._tail(run) if run is not None else None
 
     def probability(self, key: K, span: Nanos) -> float:
-        """Return the learned probability that a block like this one is used within `span` after its last use."""
+        """Return the learned probability that a block of this block's class is used within `span` after its last use."""
         if self._burst:
             self._use()
         run = self.held.get(key) or self.gone.get(key)
@@ -138,7 +138,7 @@ class HazardEviction(Generic[K]):
             self._use()
         return key in self.held
 
-    # The methods that record the uses of blocks.
+    # The methods below record the uses of blocks.
 
     def _use(self) -> None:
         """Sort the blocks admitted at one instant into runs, and learn from the times since their previous uses."""
@@ -247,7 +247,7 @@ class HazardEviction(Generic[K]):
         if not row:
             del self.rows[run.row]
 
-    # The methods that choose the blocks to evict.
+    # The methods below choose the blocks to evict.
 
     def _least_valued(self) -> _ChainRun[K] | None:
         """Return the run with the least value, or the last held run that continues the chain of that run (rule 4)."""

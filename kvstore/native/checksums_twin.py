@@ -1,4 +1,4 @@
-"""Twin of `checksum.c`, by google-crc32c and numpy: it defines the results, and is used if the C is not built."""
+"""Twin of `checksum.c`, by google-crc32c and numpy: it defines the results, and is used if the C code is not built."""
 
 import struct
 from typing import TypeAlias

@@ -294,7 +294,7 @@ class FrameConnection(asyncio.Protocol):
         self._leaving.clear()
         self.transport.abort()
 
-    # The methods that the event loop calls.
+    # The event loop calls the methods below.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)

@@ -307,7 +307,7 @@ class RenewedContext:
         return self._context
 
     def built(self) -> ssl.SSLContext:
-        """Return a new context, for a caller that changes it."""
+        """Return a new context for a caller that changes it, because connections share the context of `current`."""
         return self._build(self._files.pem)
 
     def _build(self, pem: PemContent) -> ssl.SSLContext:

@@ -31,7 +31,7 @@ TenantSalt = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 
 
 class StoreSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of one node. They are refused as a whole if a field is wrong (`ValueError` names it)."""
+    """Settings of one node. If a field is wrong, a `ValueError` names it, and no setting is used."""
 
     store_id: Annotated[str, Meta(min_length=1, max_length=128)]
     """Name of the node in the cluster; it stays the same over restarts."""
@@ -63,7 +63,7 @@ class StoreSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     prefill_tokens_per_second: Annotated[float, Meta(gt=0)] = 2000
     """Assumed prefill speed of a model's workers, for the policy "hazard", until the workers report it by the max wait of
     their look-ups. Workers themselves assume 2,000 before they have measured. The value matters only if several models
-    share a node, because it has the same effect on all blocks of a model.
+    share a node: it changes the values of all blocks of one model alike, so their order of eviction stays the same.
     """
 
     memory_bytes_per_second: Annotated[float, Meta(gt=0)] = 5e9

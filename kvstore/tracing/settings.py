@@ -55,7 +55,8 @@ class TracingSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     answers of 500 tokens take up to half of the default."""
 
     baggage: tuple[Annotated[str, Meta(min_length=1, max_length=128)], ...] = ()
-    """Keys of the header `baggage` that become attributes of the request's span, such as ``session.id``; others are ignored."""
+    """Keys of the header `baggage` that become attributes of the request's span, such as ``session.id``. Other keys are
+    ignored."""
 
     export_seconds: Annotated[float, Meta(ge=0.01, le=60)] = 1.0
     """Pause between two exports. Each export sends the spans that have ended since the last one."""

@@ -305,7 +305,7 @@ class _NixlConnection:
 
 def _get(connection: _NixlConnection, work: _NixlTransfer, until: Nanos) -> None:
     registered = connection.register(work)
-    # A second thread is used, because within one host the first one is busy copying the bytes.
+    # A second thread computes the checksums, because the calling thread copies the bytes if the node is on this host.
     with ThreadPoolExecutor(1, "kvstore-checksums") as checksum_thread:
         for arrived in _moved(connection, TransferDirection.READ, work, until):
             if arrived.stop < len(work):

@@ -124,7 +124,7 @@ class StoreClient:
             prefer: Data paths in order of preference, best first.
             credentials: Files by which this client and a node on another host authenticate each other; None: no
                 authentication.
-            clock: Clock; by default the monotonic clock of the system.
+            clock: Clock of all deadlines; by default the monotonic clock of the system.
 
         Raises:
             StoreUnreachable: No node answers in time.
@@ -350,8 +350,7 @@ class StoreClient:
     def release(self, *lease_ids: LeaseId, deadline: Nanos | None = None) -> None:
         """End leases before their deadlines.
 
-        This also works for leases that another process of this node's clients has got from a match. Leases that have
-        ended already are ignored.
+        The leases may also come from a match that another process has made. Leases that have ended already are ignored.
         """
         held = [lease_id for lease_id in lease_ids if lease_id]
         for start in range(0, len(held), wire.MAX_LEASES):

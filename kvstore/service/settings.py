@@ -98,7 +98,8 @@ class StoreSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """
 
     tenant_quotas: dict[TenantSalt, Annotated[int, Meta(ge=0)]] = {}
-    """Exceptions from `tenant_quota_bytes`: bytes by the tenant's salt in 64 hexadecimal digits. 0: no limit."""
+    """Quotas of single tenants in bytes, which replace `tenant_quota_bytes` for these tenants. The key is the tenant's salt
+    in 64 hexadecimal digits. 0: no limit."""
 
     huge_pages: HugePages = HugePages.AUTO
     """Put the pool into pages of 2 MiB, which saves page tables and TLB misses."""

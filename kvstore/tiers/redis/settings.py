@@ -19,7 +19,7 @@ URL_OPTIONS = frozenset(
         "ssl_cert_reqs",
         "ssl_check_hostname",
     }
-)  # fmt: skip - other options would change deadlines and replies
+)  # fmt: skip - other options are refused, because they would change deadlines and replies
 
 
 class RedisSettings(TierSettings, frozen=True, kw_only=True, tag="redis"):

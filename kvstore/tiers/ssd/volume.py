@@ -229,7 +229,7 @@ class Volume:
     # The methods below are for segments.
 
     def _rotate(self, needed_pages: int, deadline: Nanos) -> None:
-        """Replace the active segment by one with room for a record of that many pages.
+        """Replace the active segment by a segment with room for a record of `needed_pages` pages.
 
         Raises:
             VolumeFull: No segment became free by the deadline.

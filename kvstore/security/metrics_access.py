@@ -23,7 +23,8 @@ class MetricsAccess(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Access to the metrics of a process."""
 
     key_sha256: tuple[Sha256Hex, ...] = ()
-    """SHA-256 of each key that may read the metrics, in hex (``printf %s KEY | sha256sum``). Scrapers send ``Authorization: Bearer KEY``."""
+    """SHA-256 of each key that may read the metrics, in hex (``printf %s KEY | sha256sum``). Scrapers send the header
+    ``Authorization: Bearer KEY``."""
 
     open: bool = False
     """Let everybody who reaches the port read the metrics. If this is false and there is no key, only a port on loopback

@@ -38,7 +38,7 @@ TAKING_THREADS = 8
 CHUNK_BYTES = 64 << 20
 ZEROS_BYTES = 1 << 20
 
-MADV_POPULATE_WRITE = 23  # Linux 5.14; Python has no name for it before 3.14
+MADV_POPULATE_WRITE = 23  # exists since Linux 5.14; Python has no name for this constant before 3.14
 MADV_HUGEPAGE = 14
 
 MEMINFO = Path("/proc/meminfo")

@@ -35,16 +35,18 @@ class TracingSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """File with the authority of a collector with ``https``; empty: the authorities that the machine trusts."""
 
     sample_ratio: Annotated[float, Meta(ge=0, le=1)] = 0.01
-    """Share of the requests without a `traceparent` that are traced. The trace id decides, so that all routers decide alike."""
+    """Share of the requests without a `traceparent` that are traced. The trace id decides which requests are traced, so
+    that all routers decide alike."""
 
     follow_clients: bool = True
     """True if the `traceparent` of a client says whether its request is sampled. If false, `sample_ratio` decides, and the
     client's trace id is kept."""
 
     keep_errors: bool = True
-    """True if requests that fail are traced, sampled or not. Cancellations by clients are no failures, nor are refusals by a rule before
-    the answer has begun: `draining`, and HTTP 4xx except `kv_mismatch`. Requests whose deadline passed before their first token are traced
-    only while less than half of `most_waiting` wait, unless they were slow."""
+    """True if requests that fail are traced, sampled or not. Cancellations by clients are no failures. Refusals by a rule
+    before the answer has begun are no failures either: `draining`, and HTTP 4xx except `kv_mismatch`. Requests whose
+    deadline passed before their first token are traced if they were slow, or if fewer than half of `most_waiting` requests
+    wait for the collector."""
 
     slow_first_token_seconds: Seconds = 10.0
     """Requests whose first token takes longer are traced, sampled or not; 0: no request is traced for this reason. The

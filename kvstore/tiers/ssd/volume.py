@@ -99,7 +99,7 @@ class Volume:
     # The methods below are called when the tier is opened.
 
     def count_unusable(self, name: str) -> None:
-        """Count the space of a file that cannot be opened as used. The blocks in the file are lost."""
+        """Count a file's space as used, although the file cannot be opened and its blocks are lost."""
         self._names.add(name)
         self._bytes += footprint(self._settings.segment_bytes)
 

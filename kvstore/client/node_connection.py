@@ -202,7 +202,7 @@ class NodeConnection:
             return
         self.closed.set()
         self._channel.close()
-        with self._handshake:  # a thread that performs a handshake holds this lock while it stores the new session
+        with self._handshake:  # threads store a new session only under this lock, so none can follow after the close
             if self._session is not None:
                 self._session.calls.close()
                 self._close_transports(self._session)

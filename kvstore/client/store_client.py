@@ -53,10 +53,11 @@ from kvstore.v1 import blocks_pb2 as pb
 SLOWEST_BYTES_PER_SECOND = 100_000_000
 """A transfer that is slower than this is cancelled, because the engine can compute the blocks faster."""
 
-# Pause between two look-ups of blocks that are being promoted. Reading a batch from any disk takes longer than this.
+# Pause between two look-ups of blocks that are being promoted. A shorter pause would find no blocks earlier, because
+# reading a batch takes longer than this from any disk.
 LOOK_AGAIN_SECONDS = 0.002
 
-LEAST_BATCH = 32  # minimum number of blocks in a batch, even if they have more than `BATCH_BYTES`
+LEAST_BATCH = 32  # minimum number of blocks in a batch, even if these blocks together are larger than `BATCH_BYTES`
 # Size of a batch of blocks in bytes. Small blocks are moved in large batches, because each batch has a fixed cost.
 BATCH_BYTES = 16 << 20
 
@@ -123,7 +124,7 @@ class StoreClient:
             prefer: Data paths in order of preference, best first.
             credentials: Files by which this client and a node on another host authenticate each other; None: no
                 authentication.
-            clock: Clock; by default the monotonic clock of the system.
+            clock: Clock of all deadlines; by default the monotonic clock of the system.
 
         Raises:
             StoreUnreachable: No node answers in time.
@@ -349,7 +350,7 @@ class StoreClient:
     def release(self, *lease_ids: LeaseId, deadline: Nanos | None = None) -> None:
         """End leases before their deadlines.
 
-        Leases that another process has got can be ended too. Leases that have ended already are ignored.
+        The leases may also come from a match that another process has made. Leases that have ended already are ignored.
         """
         held = [lease_id for lease_id in lease_ids if lease_id]
         for start in range(0, len(held), wire.MAX_LEASES):
@@ -588,7 +589,7 @@ class StoreClient:
     def _put(
         self, session: NodeSession, places: ClientWriteReservation, source: Callable[[int], Block], deadline: Nanos
     ) -> dict[int, int]:
-        """Write the blocks of a reservation; return the checksums of the written ones, by index into the hashes."""
+        """Write the blocks of a reservation; return the checksums of the written blocks, by index into the hashes."""
         until = min(deadline, self._transfer_deadline(len(places)))
         written: dict[int, int] = {}
         step = batch_blocks(self._namespace.block_bytes)

@@ -65,7 +65,7 @@ class Codecs:
         Args:
             settings: Compression and secrets for all namespaces.
             limit: Maximum number of namespaces to remember. If there are more, the least recently used one is
-            forgotten.
+                forgotten.
 
         Raises:
             StoreNotStarted: A library is not installed.

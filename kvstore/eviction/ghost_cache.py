@@ -7,11 +7,12 @@ Rules:
    the same share of the capacity, has about the same hit rate as the whole cache.
 2. Blocks are sampled, not chains. Chains share their beginnings, so one system prompt would decide whether a whole
    conversation is in the sample. The sampled blocks of a chain form a chain again.
-3. The share is chosen so that about `sampled_blocks` blocks of a full pool are in the sample, whatever the capacity.
+3. The sampled share is chosen so that about `sampled_blocks` blocks of a full pool are in the sample, whatever the
+   capacity of the pool.
    The memory of a ghost cache is therefore bounded by `sampled_blocks` and the largest scale.
-4. The share predicts how many look-ups fall into the sample. If there are fewer, the sample lacks some blocks that most
-   requests use. Such blocks are usually hits, so the missing look-ups count as hits. If there are more look-ups than
-   predicted, the difference is subtracted from the hits.
+4. The sampled share predicts how many of the looked-up blocks are in the sample. If there are fewer than predicted, the
+   sample lacks some blocks that most requests use. Such blocks are usually hits, so the missing blocks count as hits.
+   If there are more than predicted, the difference is subtracted from the hits.
 5. Observations lose half of their weight after a half-life.
 6. The `MAX_GHOST_CACHES` most used namespaces of a node have a ghost cache.
 7. A namespace takes the ghost cache of another one only if it is used at least `TAKES_OVER` times as much. A new ghost

@@ -7,9 +7,9 @@ Rules:
    for each class of blocks from their uses.
 2. The class of a block is its number of uses and the rhythm of its chain. The rhythm says whether the last two uses of
    the longest known part of the chain were less than `RHYTHMS` apart. A conversation that has continued before is more
-   likely to continue again, and an agent returns sooner than a person. Other features of a chain add little. In the
-   second half of the public conversation trace, with a cache for a twentieth of its blocks, this policy has a hit rate
-   of 24.5 %. Boosted trees over a dozen features of chains have 25.9 % (`loadtests/kvstore/reuse_bound.py`).
+   likely to continue again, and an agent returns sooner than a person. Other features of a chain add little: with a
+   cache for a twentieth of the blocks, the hit rate of this policy in the second half of the public conversation trace
+   is 24.5 %. With boosted trees over a dozen features of chains, it is 25.9 % (`loadtests/kvstore/reuse_bound.py`).
 3. Blocks that are admitted at one instant belong to one chain, and are admitted from its end on. Consecutive blocks of
    this chain with the same class form a *run*. All runs with the same class and the same saving per byte form a *row*,
    ordered by last use. The value as a function of the age has a single maximum, so the least valuable run of a row is
@@ -122,7 +122,7 @@ class HazardEviction(Generic[K]):
         return self._tail(run) if run is not None else None
 
     def probability(self, key: K, span: Nanos) -> float:
-        """Return the learned probability that a block like this one is used within `span` after its last use."""
+        """Return the learned probability that a block of this block's class is used within `span` after its last use."""
         if self._burst:
             self._use()
         run = self.held.get(key) or self.gone.get(key)
@@ -138,7 +138,7 @@ class HazardEviction(Generic[K]):
             self._use()
         return key in self.held
 
-    # The methods that record the uses of blocks.
+    # The methods below record the uses of blocks.
 
     def _use(self) -> None:
         """Sort the blocks admitted at one instant into runs, and learn from the times since their previous uses."""
@@ -247,7 +247,7 @@ class HazardEviction(Generic[K]):
         if not row:
             del self.rows[run.row]
 
-    # The methods that choose the blocks to evict.
+    # The methods below choose the blocks to evict.
 
     def _least_valued(self) -> _ChainRun[K] | None:
         """Return the run with the least value, or the last held run that continues the chain of that run (rule 4)."""

@@ -7,7 +7,8 @@ Rules:
    If no tier has it, or if computing is faster, the block would be computed.
 2. The workers of a namespace report the time to compute blocks: the max wait of a look-up is the time to compute the
    blocks of its chain, learned from the engine's steps. Blocks in the engine's own cache are part of the chain, but
-   their time is not part of the max wait. Therefore the highest time per block of the last `SAMPLES` look-ups is used.
+   their time is not part of the max wait, so the time per block of such a look-up is too low. Therefore the highest
+   time per block of the last `SAMPLES` look-ups is used.
 3. Until a worker has reported, the time to compute one token is `UNKNOWN_SECONDS_A_TOKEN`. The speed of reading the
    pool is `MEMORY_BYTES_A_SECOND`; a node cannot measure it, because clients on its host read the memory directly.
 4. Results are rounded to powers of two, because the policy keeps one row of blocks for each distinct result. The inputs
@@ -43,7 +44,9 @@ class HitSavings:
         self._reports: OrderedDict[bytes, deque[float]] = OrderedDict()
 
     def attach(self, namespace: Callable[[bytes], KvNamespace], below: Callable[[BlockKey, int], float | None]) -> None:
-        """Set two functions of other parts of the node, which are made only after the eviction policy.
+        """Set two functions that belong to other parts of the node.
+
+        The caller makes those parts after the eviction policy, so the functions cannot be arguments of `__init__`.
 
         `namespace` returns the namespace of a digest. `below` returns the seconds to load a block of a given size from
         a backing tier; None if no tier has the block.

@@ -15,9 +15,9 @@ Rules:
    convert runs to blocks, the size of a run is averaged over all blocks, not over all runs (Kish's effective sample
    size). It is some tens of blocks for chats, and hundreds for agents, whose prompts contain their whole history.
 4. The value of a block is the highest value of this quotient over all later ages: the probability that the block is
-   used before that age, divided by the expected time until its use or that age. (This is the Gittins index; Beckmann,
-   Chen and Cidon, "LHD", NSDI 2018, evict by the same quotient.) The value may grow with the age: for instance, no user
-   answers within a second.
+   used before that age, divided by the expected time until its use or until that age, whichever is earlier. (This is
+   the Gittins index; Beckmann, Chen and Cidon, "LHD", NSDI 2018, evict by the same quotient.) The value may grow with
+   the age: for instance, no user answers within a second.
 5. The value of a block is at least that of a block with fewer uses at the same age. Otherwise noise could evict the
    beginning of a chain before its end.
 6. Observations lose half of their weight after `HALF_LIFE`.
@@ -62,7 +62,7 @@ EDGES = _edges()
 BUCKETS = len(EDGES)
 WIDTHS = np.diff(np.array(EDGES)) / SECOND  # widths of the buckets in seconds
 LATER = np.triu(np.ones((BUCKETS, BUCKETS), dtype=bool), 1)  # LATER[i, j] is True if bucket j is later than bucket i
-SUREST = 0.95  # maximum hazard of a bucket
+SUREST = 0.95  # maximum hazard of a bucket; a hazard of 1 would claim that no block stays unused for longer
 BELIEF = 1 - np.sqrt(
     (np.array(EDGES) / SECOND + BELIEF_SECONDS) / (np.array([*EDGES[1:], 2 * EDGES[-1]]) / SECOND + BELIEF_SECONDS)
 )

@@ -6,8 +6,8 @@ Rules:
    session resumes, its blocks that are not in memory are loaded from the lower tier. Blocks that are in neither tier
    are computed again, and so are all blocks after the first such block. The cost of the resume is the sum of these
    times.
-2. The length of a pause is predicted from earlier pauses of all sessions. Only pauses count whose previous pause in the
-   same session had a similar length (`GapTimes`). The length of a pause is known only when it is over. While too few
+2. The length of a pause is predicted from earlier pauses of all sessions. Only those pauses count that followed a pause
+   of similar length in their session (`GapTimes`). The length of a pause is known only when it is over. While too few
    lengths are known, the predicted length is `longest_hold`.
 3. Under `HOLD`, the chain of a session is pinned in memory from the end of a request until a deadline. The deadline is
    the predicted `LATEST` quantile of the pause, but at most `longest_hold`. All pins together pin at most
@@ -33,7 +33,7 @@ from kvstore.eviction.trace_replay import TraceRequest
 
 EARLIEST = 0.25
 LATEST = 0.9
-LEAST_SEEN = 20  # minimum number of known pauses of a class; its quantiles are not used before
+LEAST_SEEN = 20  # minimum number of known pauses in a class before the quantiles of the class are used
 GAP_EDGES = tuple(round(1.25**step * SECOND) for step in range(-4, 56))
 """Bounds between classes of pause lengths, in nanoseconds: from 0.4 s to two days, each bound 1.25 times the one
 before."""

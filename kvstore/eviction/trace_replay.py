@@ -5,8 +5,8 @@ The rules are those of `kvstore.pool.machine`, as far as they affect a hit rate:
 1. A request names a chain. The longest prefix of the chain that is in the cache counts as hits and as used.
 2. Then the other blocks are written, from the start of the chain on, as far as admission allows and other blocks can be
    evicted for them. A chain never evicts its own blocks. Blocks without space are not written.
-3. Then all blocks of the chain that are in the cache are used. For the hits, this is the same use as in rule 1. The
-   policy is given the uses from the end of the chain on.
+3. Then all blocks of the chain that are in the cache count as used. For the hits, this is the same use as in rule 1.
+   The policy receives the uses in reverse order, beginning with the last block of the chain.
 4. Hits are counted in tokens of the prompt, because the last block of a recorded chain may be partly filled.
 
 Two replays bound the possible hit rates: `optimal`, whose eviction knows the future (after Belady), and `ideal`, whose
@@ -127,8 +127,9 @@ def ideal(requests: Iterable[TraceRequest], *, block_tokens: int) -> TraceReplay
 def optimal(requests: Sequence[TraceRequest], *, capacity_blocks: int, block_tokens: int) -> TraceReplayResult:
     """Replay requests with a cache that knows the future.
 
-    The cache evicts the block whose next use is the latest, or does not write this block at all. Blocks whose next use
-    is in the same request form one pile in the order of their chain, and are evicted from the end of the pile.
+    The cache evicts the block whose next use is the latest. If this is a new block, it is not written at all. Blocks
+    whose next use is in the same request form one pile in the order of their chain, and are evicted from the end of the
+    pile.
     """
     never = len(requests)
     following = _next_uses(requests)

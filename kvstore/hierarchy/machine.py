@@ -43,7 +43,7 @@ class Hierarchy:
         self._promotions = Promotions(pool, self._tiers, self._queue)
         self._demotions = Demotions(pool, self._tiers, self._queue)
 
-    # The methods for promotions.
+    # The methods below are for promotions.
 
     @property
     def refused(self) -> int:
@@ -97,7 +97,7 @@ class Hierarchy:
         """Forget from which tiers these blocks were promoted, because they left the pool."""
         self._promotions.forget_origins(digest, names)
 
-    # The methods for demotions.
+    # The methods below are for demotions.
 
     def offer(self, digest: bytes, names: Iterable[BlockHash], now: Nanos) -> None:
         """Offer blocks that were written or used in the pool to all tiers.
@@ -172,7 +172,7 @@ class Hierarchy:
         """Return how many writes to a tier have failed since the last successful one."""
         return self._tiers[tier].writing.failures
 
-    # The methods for both promotions and demotions.
+    # The methods below are for both promotions and demotions.
 
     def failed(self, transfer: TierTransfer, started: Nanos, now: Nanos) -> None:
         """Record that a transfer failed and that its thread no longer uses its buffers.

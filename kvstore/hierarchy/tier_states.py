@@ -47,7 +47,7 @@ class TierRule(Struct, frozen=True, kw_only=True):
     name: str
     admission: TierAdmission | None  # None: no block is demoted to this tier
     queue_blocks: int = 4096  # maximum number of blocks that wait for a demotion
-    # Maximum number of blocks that are remembered to be in the tier. Remembered blocks are not offered to it again.
+    # Maximum number of blocks that the node remembers as stored in the tier. These blocks are not offered to it again.
     remember_blocks: int = 1 << 20
     finds_in_memory: bool = (
         # True if `find` reads an index in memory, so that its success does not show that the tier can be read.

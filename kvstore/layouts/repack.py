@@ -97,7 +97,7 @@ class RepackPlan(Struct, frozen=True, kw_only=True, dict=True):
         return np.array(rows, np.int64).reshape(len(rows), COPY_COLUMNS)
 
     def runs(self) -> NDArray[np.int64]:
-        """Return every run as a row with the columns `RUN_FIELDS`, for a transport that reads only one rank's runs."""
+        """Return every run as a row with the columns `RUN_FIELDS`, for a caller that copies the runs itself."""
         return np.concatenate([np.zeros((0, len(RUN_FIELDS)), np.int64), *(_runs(copy) for copy in self.copies)])
 
 

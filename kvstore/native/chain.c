@@ -1,5 +1,5 @@
-/* Block hashes: SHA-256 over the previous block's hash and the tokens of each block. kvstore/block.py has the rules. It also
- * computes the same hashes if this module is not built or the processor has no SHA instructions.
+/* Block hashes: SHA-256 over the previous block's hash and the tokens of each block. The Python module kvstore/block.py has
+ * the rules. It computes the same hashes itself if this C module is not built or the processor has no SHA instructions.
  *
  * A block has a few hundred bytes, so Python's hashlib spends more time on objects and calls than on hashing. Here one
  * call hashes a whole prompt.
@@ -30,7 +30,7 @@ static const uint32_t constants[64] __attribute__((aligned(16))) = { /* FIPS 180
     0x19a4c116, 0x1e376c08, 0x2748774c, 0x34b0bcb5, 0x391c0cb3, 0x4ed8aa4a, 0x5b9cca4f, 0x682e6ff3,
     0x748f82ee, 0x78a5636f, 0x84c87814, 0x8cc70208, 0x90befffa, 0xa4506ceb, 0xbef9a3f7, 0xc67178f2,
 };
-static const uint32_t beginning[8] = { /* 5.3.3 */
+static const uint32_t beginning[8] = { /* FIPS 180-4, 5.3.3 */
     0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a, 0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19,
 };
 
@@ -52,7 +52,7 @@ HASHING static void name_of(const uint8_t *message, size_t chunks, uint8_t *name
             __m128i sum = _mm_add_epi32(words[i & 3], _mm_load_si128((const __m128i *)(constants + 4 * i)));
             cdgh = _mm_sha256rnds2_epu32(cdgh, abef, sum);
             abef = _mm_sha256rnds2_epu32(abef, cdgh, _mm_shuffle_epi32(sum, 0x0e));
-            if (i < 12) { /* words of four rounds, sixteen rounds ahead */
+            if (i < 12) { /* compute the message words that four rounds need sixteen rounds later */
                 __m128i next = _mm_sha256msg1_epu32(words[i & 3], words[(i + 1) & 3]);
                 next = _mm_add_epi32(next, _mm_alignr_epi8(words[(i + 3) & 3], words[(i + 2) & 3], 4));
                 words[i & 3] = _mm_sha256msg2_epu32(next, words[(i + 3) & 3]);

@@ -1,4 +1,4 @@
-"""Twin of `checksum.c`, by google-crc32c and numpy: it defines the results, and is used if the C is not built."""
+"""Twin of `checksum.c`, by google-crc32c and numpy: it defines the results, and is used if the C code is not built."""
 
 import struct
 from typing import TypeAlias
@@ -28,8 +28,8 @@ def extend(crc32c: int, data: ByteArray, /) -> int:
 def copy(crc32c: int, source: ByteArray, destination: ByteArray, /) -> int:
     """Copy bytes, and return the CRC-32C of earlier bytes followed by the copied bytes.
 
-    `crc32c` is that of the earlier bytes, or 0. The result covers the bytes that were really copied, even if the source
-    changes during the copy.
+    `crc32c` is the CRC-32C of the earlier bytes, or 0 if there are none. The result covers the bytes that were really
+    copied, even if the source changes during the copy.
 
     Raises:
         ValueError: Source and destination differ in size; nothing was copied.

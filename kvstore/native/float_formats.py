@@ -61,7 +61,10 @@ class HalfFormat(StrEnum):
 
 
 def e4m3_codes(numbers: NDArray[np.float64]) -> NDArray[np.uint8]:
-    """Return the E4M3 codes of the nearest numbers, ties to even. Numbers beyond the largest one get its code."""
+    """Return the E4M3 codes of the nearest E4M3 numbers, ties to even.
+
+    Numbers beyond the largest E4M3 number get the code of that number.
+    """
     magnitudes = np.minimum(np.abs(numbers), E4M3_LARGEST)
     exponents = np.where(magnitudes > 0, np.frexp(magnitudes)[1] - 1, _E4M3_LEAST_EXPONENT)
     exponents = np.maximum(exponents, _E4M3_LEAST_EXPONENT)

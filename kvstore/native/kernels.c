@@ -27,7 +27,7 @@ typedef uint16_t Half;
 #define COPY_COLUMNS (5 + 3 * COPY_AXES)
 #define MAX_VIEWS 4
 
-/* Arguments: contiguous arrays of known rank and item size, released together. */
+/* The arrays among the arguments of a call: contiguous, with checked rank and item size, and released together. */
 
 typedef struct {
     Py_buffer views[MAX_VIEWS];
@@ -141,7 +141,7 @@ static void copy_runs(char *to, const char *from, const Axis *axis, int axes, in
             copy_runs(to + i * there, from + i * here, axis + 1, axes - 1, run);
         return;
     }
-    switch (run) { /* constant lengths become moves */
+    switch (run) { /* the compiler turns a copy of constant length into move instructions */
     case 1:
         for (int64_t i = 0; i < count; i++)
             to[i * there] = from[i * here];
@@ -333,7 +333,7 @@ static int has_table(const Py_buffer *which, Py_ssize_t tables)
     return 1;
 }
 
-/* Both look values up: a table entry has `entry` bytes, and an index has `item` bytes. */
+/* Performs `narrow`, which looks up a code of one byte for each 16-bit value, or `widen`, which does the reverse. */
 static PyObject *look_up(PyObject *args, int narrowing)
 {
     PyObject *from, *tabled, *grouped, *into;
@@ -437,7 +437,7 @@ static inline uint16_t to_float16(float number)
 
 static inline int8_t nearest(float quotient)
 {
-    return (int8_t)(as_bits(quotient + 12582912.0f) & 0xFF); /* 1.5 * 2**23: integers, ties to even */
+    return (int8_t)(as_bits(quotient + 12582912.0f) & 0xFF); /* adding 1.5 * 2**23 rounds to an integer, ties to even */
 }
 
 WIDE static void largest_of(const Half *values, Half *largest, Py_ssize_t rows, Py_ssize_t columns)

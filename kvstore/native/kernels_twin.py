@@ -20,8 +20,8 @@ index of the destination, offset in the destination, and bytes of a run. Three c
 axis first: the number of runs, the stride in the source and the stride in the destination. Unused axes have one run."""
 
 LONGEST_ITEM = 1 << 20
-"""Maximum length of a run, in bytes, that is copied as one numpy item. Longer runs are copied byte by byte, because numpy's items
-are limited to 2 GiB. For long runs, this is hardly slower."""
+"""Maximum length of a run, in bytes, that is copied as one numpy item. Longer runs are copied byte by byte, because
+numpy's items are limited to 2 GiB. For long runs, this is hardly slower."""
 
 LARGEST_CODE = 127.0
 
@@ -90,7 +90,7 @@ def widen(
     _fits(values.shape == codes.shape and len(which) == len(values), "values, codes and groups differ in size")
     _fits(not which.size or int(which.max()) < len(tables), "a group's table does not exist")
     for row, table, into in zip(codes, which, values, strict=True):
-        np.take(tables[table], row, out=into, mode="clip")  # no temporary buffer, as in `narrow`
+        np.take(tables[table], row, out=into, mode="clip")  # "clip" avoids a temporary buffer, as in `narrow`
 
 
 def quantise(

@@ -14,7 +14,7 @@
 
 #define NAME 16
 #define SLOT 20
-#define LEAST 64 /* entries; a power of two */
+#define LEAST 64 /* minimum number of entries of a table; a power of two */
 #define AHEAD 8  /* entries that are prefetched before they are compared */
 
 typedef struct {
@@ -147,7 +147,7 @@ static PyObject *remove_name(PyObject *self, PyObject *object)
         PyErr_SetObject(PyExc_KeyError, object);
         return NULL;
     }
-    /* Move the following entries up, but not before their own position. */
+    /* Fill the gap with entries that follow it. No entry moves before the position of its hash, where look-ups begin. */
     const size_t mask = table->size - 1;
     size_t empty = (size_t)(gap - table->entries);
     for (size_t at = (empty + 1) & mask; table->entries[at].block != NULL; at = (at + 1) & mask)

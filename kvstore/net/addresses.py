@@ -27,7 +27,7 @@ def check_listen_address(field: str, address: str, *, or_unix: bool = False, opt
 
     Args:
         field: The settings field of the address, for the message.
-        address: ``host:port``. The host must be written, also for all addresses of the machine.
+        address: ``host:port``. The host must not be empty; ``0.0.0.0`` stands for all addresses of the machine.
         or_unix: True if ``unix:/path`` is valid too.
         optional: True if an empty address is valid too.
 

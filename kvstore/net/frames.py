@@ -125,7 +125,7 @@ class FrameDecoder:
         self._limit = limit
 
     def cut(self, data: bytes) -> list[bytes]:
-        """Return the payloads that `data` completes, in order; check `fault` afterwards."""
+        """Return the payloads that `data` completes, in order. The caller has to check `fault` afterwards."""
         payloads: list[bytes] = []
         try:
             start = self._resume(data, payloads) if self._head else 0
@@ -294,7 +294,7 @@ class FrameConnection(asyncio.Protocol):
         self._leaving.clear()
         self.transport.abort()
 
-    # The methods that the event loop calls.
+    # The event loop calls the methods below.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)

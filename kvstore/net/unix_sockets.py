@@ -13,7 +13,7 @@ from pathlib import Path
 
 from kvstore.errors import StoreNotStarted, reason
 
-PATH_BYTES = 107  # size of sun_path without its final zero; unix(7)
+PATH_BYTES = 107  # maximum length of a socket's path: the field `sun_path` without its final zero; unix(7)
 PROBE_SECONDS = 1.0
 BACKLOG = 1024  # maximum number of connections that wait to be accepted
 ALONE_SECONDS = 3.0  # maximum wait while other nodes prepare their sockets in the same folder
@@ -29,7 +29,8 @@ The server can call `accept` again a little later.
 
 
 Identity = tuple[int, int, int]
-"""Identity of a file: device, inode, and time of change, because inodes are reused."""
+"""Identity of a file: device, inode, and time of change. The time is needed, because a new file may get the inode of a
+removed one."""
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """Pool allocator: decides where in the pool blocks lie, and which blocks are evicted to make room for others.
 
-By default the least recently used block that is not pinned goes first, and the end of a chain before its beginning
+By default the least recently used block that is not pinned is evicted first, and the end of a chain before its start
 (`kvstore.eviction.lru`; the setting `eviction` names another policy). A tenant whose quota is full loses its own
 blocks.
 
@@ -56,7 +56,7 @@ class PoolAllocator:
             return None
         return block
 
-    # The methods that reserve places for blocks, make blocks readable, and remove them.
+    # The methods below reserve places for blocks, make blocks readable, and remove them.
 
     def place_missing(
         self,
@@ -137,7 +137,7 @@ class PoolAllocator:
     def free(self, block: StoredBlock) -> None:
         self._extents.give_back(self._vacate(block), block.length)
 
-    # The methods that add blocks to the eviction policies.
+    # The methods below add blocks to the eviction policies.
 
     def admit(self, block: StoredBlock, now: Nanos) -> None:
         self._eviction.admit(block.key, block.length, now)
@@ -153,7 +153,7 @@ class PoolAllocator:
             if block.key not in policy:
                 policy.admit(block.key, block.length, now)
 
-    # The methods that return what has been decided.
+    # The methods below return what has been decided.
 
     def commands(self) -> list[TierCommand]:
         """Return the commands for the pool's memory, in order. Each command is returned only once."""

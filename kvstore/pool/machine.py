@@ -96,7 +96,8 @@ class BlockMachine:
             max_namespaces: Maximum number of open namespaces.
             max_held_bytes: Maximum number of bytes of all blocks that session pins keep in the pool.
             quotas: Quotas of tenants; none by default.
-            table_key: Hash key of `kvstore.native.tables`. It has to be secret if clients choose the hashes.
+            table_key: Hash key of `kvstore.native.tables`. It has to be secret if clients choose the hashes, so that
+                they cannot choose hashes that collide.
         """
         assert 0 < epoch < 1 << 31, epoch
         self._allocator = PoolAllocator(capacity_bytes, eviction, max_namespaces, table_key)
@@ -107,7 +108,7 @@ class BlockMachine:
         self._pinned = self._hits = self._misses = self._written = self._corrupt = self._expired = 0
         self._refused = self._bytes_matched = self._bytes_written = 0
 
-    # The methods for namespaces.
+    # The methods below are for namespaces.
 
     def open(self, namespace: KvNamespace, now: Nanos) -> None:
         """Open a namespace; see `OpenNamespaces.open`."""
@@ -122,7 +123,7 @@ class BlockMachine:
         """Return the size of the namespace's blocks in bytes; raise NamespaceUnknown if the namespace is not open."""
         return self.namespace(digest).block_bytes
 
-    # The methods for reading.
+    # The methods below are for reading.
 
     def match(
         self, digest: bytes, names: Sequence[BlockHash] | bytes, *, lease: Nanos, now: Nanos, tenant: bytes = b""
@@ -163,7 +164,7 @@ class BlockMachine:
         block = self._allocator.at(digest, slot)
         return block.address if block is not None and block.state in READABLE else None
 
-    # The methods for session pins.
+    # The methods below are for session pins.
 
     def hold(
         self, digest: bytes, names: Sequence[BlockHash], *, session: str, span: Nanos, now: Nanos
@@ -199,7 +200,7 @@ class BlockMachine:
         self._end(lease, now)
         return len(lease.blocks)
 
-    # The methods for writing.
+    # The methods below are for writing.
 
     def reserve(
         self,
@@ -272,7 +273,7 @@ class BlockMachine:
         block = self._allocator.at(digest, slot)
         return block.address if block is not None and block.state is BlockState.RESERVED else None
 
-    # The methods that only the node itself uses.
+    # Only the node itself uses the methods below.
 
     def pin(self, keys: Sequence[BlockKey], now: Nanos) -> PinnedBlocks:
         """Pin the blocks among `keys` that are readable, until `unpin`.
@@ -298,7 +299,7 @@ class BlockMachine:
         """Return whether a block is readable or is being written."""
         return self._namespaces.find(key) is not None or self._namespaces.written(key) is not None
 
-    # The methods that remove damaged blocks, end leases at their deadline, or return commands, changes and statistics.
+    # The methods below remove damaged blocks, end leases at their deadline, or return commands, changes and statistics.
 
     def condemn(self, digest: bytes, name: BlockHash, generation: int, now: Nanos) -> bool:
         """Remove a block whose bytes are wrong; return False if the pool has no block with this hash and generation."""
@@ -386,7 +387,7 @@ class BlockMachine:
         self._pins.check(held)
         self._allocator.check(self._quotas or ())
 
-    # The helper methods for leases and reservations.
+    # The methods below are helpers for leases and reservations.
 
     def _lease(self, lease: BlockLease, until: Nanos | None) -> LeaseId:
         self._pin(lease.blocks)

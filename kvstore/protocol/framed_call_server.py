@@ -141,7 +141,7 @@ class _CallerConnection:
     def lost(self, cause: Exception | None) -> None:
         if isinstance(cause, FrameTooLong):
             self._server.count_invalid(cause)
-        self._server.forget(self)  # a client may close its connection at any time
+        self._server.forget(self)  # other causes are not logged, because a client may close its connection at any time
 
     def cut_if_stalled(self, now: Nanos) -> None:
         if not (self.connection.full or self.connection.torn):

@@ -47,7 +47,7 @@ from kvstore.transports.nixl import NixlOffer
 from kvstore.v1 import blocks_pb2 as pb
 
 MAX_HASHES = 65_536
-"""Maximum number of block hashes in one request: 1 MiB, or 2 million tokens at 32 per block."""
+"""Maximum number of block hashes in one request. They take 1 MiB, and cover 2 million tokens at 32 tokens per block."""
 
 NOTHING_PROMOTED: Mapping[str, int] = MappingProxyType({})
 

@@ -107,8 +107,8 @@ class CertificateFiles:
             authority_field: Name that the section gives to the field of `authority`. Messages use it.
             warning_seconds: The log warns if the certificate expires within this time.
             look_seconds: Minimum time between two checks whether the files have changed.
-            logs: True if renewals, refused renewals and expiring certificates are logged. If several objects read the same files, only
-                one of them should log.
+            logs: True if renewals, refused renewals and expiring certificates are logged. If several objects read the
+                same files, only one of them should log.
             clock: The clock that `look_seconds` refers to; None: the system's.
             wall_seconds: The wall clock in seconds of Unix time.
 
@@ -307,7 +307,7 @@ class RenewedContext:
         return self._context
 
     def built(self) -> ssl.SSLContext:
-        """Return a new context, for a caller that changes it."""
+        """Return a new context for a caller that changes it, because connections share the context of `current`."""
         return self._build(self._files.pem)
 
     def _build(self, pem: PemContent) -> ssl.SSLContext:

@@ -4,7 +4,10 @@ from msgspec import Struct
 
 
 class Credentials(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Files with the credentials. A node and its clients have equal ones, except for the certificate and its key."""
+    """Files with the credentials.
+
+    A node and its clients have the same secret and authority, but different certificates and keys.
+    """
 
     secret_file: str = ""
     """File whose content, without surrounding white space, is the deployment's secret of 16 bytes or more. ``openssl rand
@@ -20,12 +23,13 @@ class Credentials(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """PEM file of the certificate's private key."""
 
     authority: str = ""
-    """PEM file of the certificates that must have signed the other end's certificate. On a node: clients must show one.
+    """PEM file of the authorities of which one must have signed the certificate of the other end. On a node, each client
+    then has to show a certificate. Empty: on a node, clients need no certificate; a client does not use TLS.
     """
 
     insecure: bool = False
-    """Allow listening beyond loopback without credentials. Everybody in that network can then read and write everything, so set this only in
-    closed networks."""
+    """Allow listening beyond loopback without credentials. Everybody in that network can then read and write all blocks,
+    so set this only in closed networks."""
 
     def __post_init__(self) -> None:
         if bool(self.certificate) != bool(self.key):

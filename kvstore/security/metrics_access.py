@@ -1,6 +1,7 @@
 """Access to metrics: checks the key that scrapers send as `Authorization: Bearer KEY`.
 
-Metrics name models, workers, tenants and pools, so a port that other hosts reach is closed unless the settings name a key or open it.
+Metrics name models, workers, tenants and pools. A port that other hosts reach is therefore closed unless the settings
+name a key or open the port.
 """
 
 import hashlib
@@ -22,10 +23,12 @@ class MetricsAccess(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Access to the metrics of a process."""
 
     key_sha256: tuple[Sha256Hex, ...] = ()
-    """SHA-256 of each key that may read the metrics, in hex (``printf %s KEY | sha256sum``). Scrapers send ``Authorization: Bearer KEY``."""
+    """SHA-256 of each key that may read the metrics, in hex (``printf %s KEY | sha256sum``). Scrapers send the header
+    ``Authorization: Bearer KEY``."""
 
     open: bool = False
-    """Let everybody who reaches the port read the metrics. Without a key and without this, only a port on loopback answers."""
+    """Let everybody who reaches the port read the metrics. If this is false and there is no key, only a port on loopback
+    answers."""
 
     def __post_init__(self) -> None:
         if self.open and self.key_sha256:
@@ -38,13 +41,15 @@ class MetricsTls(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """TLS of a port for metrics. The files are read again when they change."""
 
     certificate: str = ""
-    """PEM file of the certificate and of those between it and its authority. Empty: the port does not speak TLS."""
+    """PEM file of the certificate and of the intermediate certificates up to its authority. Empty: the port does not speak
+    TLS."""
 
     key: str = ""
     """PEM file of the certificate's private key."""
 
     client_authority: str = ""
-    """PEM file of the certificates that must have signed the scrapers' certificates (mTLS). Empty: scrapers need none."""
+    """PEM file of the authorities of which one must have signed a scraper's certificate (mTLS). Empty: scrapers need no
+    certificate."""
 
     def __post_init__(self) -> None:
         if bool(self.certificate) != bool(self.key):

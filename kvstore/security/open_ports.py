@@ -18,7 +18,8 @@ log = logging.getLogger(__name__)
 NO_CREDENTIALS = "callers need no credentials"
 
 UCX_PORTS = "the ports that UCX opens"
-"""The addresses of NIXL: UCX, which carries its data, listens on every network device of the host, also beyond loopback."""
+"""Text that stands for the addresses of NIXL in a warning. UCX, which moves NIXL's data, chooses these ports. It listens
+on every network device of the host, also beyond loopback."""
 
 
 class OpenPort(Struct, frozen=True):
@@ -26,7 +27,7 @@ class OpenPort(Struct, frozen=True):
 
     setting: str
     address: str
-    """The address as the settings name it, or a description of addresses that something else chooses."""
+    """The address as the settings name it, or a description if the settings do not name it, such as `UCX_PORTS`."""
 
     cause: str
     remedy: str

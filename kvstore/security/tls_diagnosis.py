@@ -25,7 +25,7 @@ TIMEOUT_SECONDS = 1.0
 GRPC = ("h2",)
 """Application protocols (ALPN) that gRPC servers require; servers of other protocols ignore them."""
 
-NO_CHECK_TIME = 0x200000  # X509_V_FLAG_NO_CHECK_TIME; Python has no name for it
+NO_CHECK_TIME = 0x200000  # OpenSSL's flag X509_V_FLAG_NO_CHECK_TIME, for which Python has no name
 NOT_YET_VALID, EXPIRED, WRONG_HOST, WRONG_IP = 9, 10, 62, 64  # OpenSSL's numbers of these errors (X509_V_ERR_…)
 UNKNOWN_ISSUER = (2, 18, 19, 20, 21)
 
@@ -48,7 +48,7 @@ ALERTS = {
     "PROTOCOL_VERSION": "no version of TLS is common to both ends",
     "NO_APPLICATION_PROTOCOL": "it speaks another protocol over TLS",
     "UNRECOGNIZED_NAME": "it has no certificate for that name",
-}  # fmt: skip - RFC 8446, section 6.2
+}  # fmt: skip - the names of the alerts are those of RFC 8446, section 6.2
 
 
 def explain(error: Exception) -> str:

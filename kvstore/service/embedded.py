@@ -67,7 +67,8 @@ async def open_embedded(
 class _EmbeddedNode:
     """Controls the node's thread, for the host program.
 
-    Its futures never get exceptions, so nobody has to await them.
+    An exception of the node is the result of the future `ended`. No future is set to an exception, so asyncio never
+    warns that an exception was not retrieved.
     """
 
     def __init__(self, settings: StoreSettings, clock: Clock, loop: asyncio.AbstractEventLoop):
@@ -107,7 +108,7 @@ class _EmbeddedNode:
         try:
             with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
                 runner.run(self._serve())
-        except BaseException as error:  # noqa: BLE001 - supervisor: the host program gets it and ends
+        except BaseException as error:  # noqa: BLE001 - supervisor: the host program gets the exception and ends
             cause = None if self._asked_to_stop and isinstance(error, asyncio.CancelledError) else error
         # Free the pool's memory at once. Without this call it would stay, because the node has reference cycles.
         gc.collect()

@@ -160,7 +160,8 @@ class Evacuation:
         """Ask the tier for the blocks that it should have, and demote blocks that it lacks if its queue has room."""
         can_be_asked = self._ask(now)
         unclear = [*self._confirming[:1], *self._unsure[:1]] if can_be_asked else []
-        # Blocks after an unconfirmed one wait, because that one is more valuable and may have to be copied first.
+        # Blocks after an unconfirmed block wait, because the unconfirmed block is more valuable. If the tier turns out
+        # to lack it, it has to be copied before them.
         until = min(unclear, default=len(self._keys))
         due = [index for index in self._waiting[: self.hierarchy.room(self._tier)] if index < until]
         del self._waiting[: len(due)]

@@ -311,7 +311,8 @@ async def _control_plane(
             bound.append(_bind(server, f"listen[{index}]", address, access))
             if path := unix_path(address):
                 os.chmod(path, 0o600)  # noqa: PTH101 - this call does not block
-                # gRPC usually removes the socket file itself; a file that is left may belong to the next process.
+                # gRPC usually removes the socket file itself. A file that still exists may belong to the next process,
+                # so `remove` first compares its identity.
                 stack.callback(sockets.remove, path, sockets.identity(path))
         await server.start()
         stack.push_async_callback(server.stop, GRACE_SECONDS)
@@ -337,7 +338,7 @@ def _bind(server: grpc.aio.Server, field: str, address: str, access: LoadedCrede
     path = unix_path(address)
     with sockets.folder_lock(field, path) if path else contextlib.nullcontext():
         if path:
-            sockets.clear_path(field, path)  # without this check, gRPC would also take the path from a living process
+            sockets.clear_path(field, path)  # without this check, gRPC would even replace a living process's socket
         try:
             port = access.bind(server, address)
         except RuntimeError as error:

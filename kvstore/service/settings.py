@@ -22,22 +22,22 @@ AnyTier = SsdSettings | PeerSettings | RedisSettings | S3Settings
 
 
 class NixlUse(StrEnum):
-    AUTO = "auto"  # if this host has a fabric on which NIXL is faster than TCP
+    AUTO = "auto"  # NIXL is offered if this host has a fabric on which NIXL is faster than TCP
     NEVER = "never"
-    REQUIRE = "require"  # the node does not start without it
+    REQUIRE = "require"  # the node does not start without NIXL
 
 
 TenantSalt = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 
 
 class StoreSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of one node. They are refused as a whole if a field is wrong (`ValueError` names it)."""
+    """Settings of one node. If a field is wrong, a `ValueError` names it, and no setting is used."""
 
     store_id: Annotated[str, Meta(min_length=1, max_length=128)]
     """Name of the node in the cluster; it stays the same over restarts."""
 
     listen: tuple[str, ...]
-    """Addresses of the control plane: ``unix:/path`` or ``host:port``; port 0 lets the system choose."""
+    """Addresses of the control plane: ``unix:/path`` or ``host:port``; with port 0, the system chooses the port."""
 
     shm_socket: str = ""
     """Path of the Unix socket that gives the pool's memory to processes of this host, and takes their calls. Empty: no
@@ -45,7 +45,7 @@ class StoreSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """
 
     data_listen: str = ""
-    """``host:port`` of the TCP data plane. Empty: none."""
+    """``host:port`` of the TCP data plane, over which clients on other hosts move bytes. Empty: no TCP data plane."""
 
     nixl: NixlUse = NixlUse.AUTO
     """Let clients read and write the pool by NIXL. UCX has no authentication, so protect its ports by the network."""
@@ -63,7 +63,7 @@ class StoreSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     prefill_tokens_per_second: Annotated[float, Meta(gt=0)] = 2000
     """Assumed prefill speed of a model's workers, for the policy "hazard", until the workers report it by the max wait of
     their look-ups. Workers themselves assume 2,000 before they have measured. The value matters only if several models
-    share a node, because it has the same effect on all blocks of a model.
+    share a node: it changes the values of all blocks of one model alike, so their order of eviction stays the same.
     """
 
     memory_bytes_per_second: Annotated[float, Meta(gt=0)] = 5e9
@@ -98,7 +98,8 @@ class StoreSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """
 
     tenant_quotas: dict[TenantSalt, Annotated[int, Meta(ge=0)]] = {}
-    """Exceptions from `tenant_quota_bytes`: bytes by the tenant's salt in 64 hexadecimal digits. 0: no limit."""
+    """Quotas of single tenants in bytes, which replace `tenant_quota_bytes` for these tenants. The key is the tenant's salt
+    in 64 hexadecimal digits. 0: no limit."""
 
     huge_pages: HugePages = HugePages.AUTO
     """Put the pool into pages of 2 MiB, which saves page tables and TLB misses."""
@@ -112,8 +113,8 @@ class StoreSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Backing tiers in the order in which they are asked: the fastest first."""
 
     metrics_listen: str = ""
-    """``host:port`` of the node's Prometheus metrics. Empty: none. The call Stats of the control plane has the node's
-    counters in any case."""
+    """``host:port`` of the node's Prometheus metrics. Empty: no port for metrics. The call Stats of the control plane
+    returns the node's counters in any case."""
 
     metrics_access: MetricsAccess = MetricsAccess()
     """Access to the metrics of `metrics_listen`."""

@@ -54,10 +54,10 @@ class TransferExecutor:
             hierarchy: Decides the transfers, and learns their results.
             tiers: Backing tiers, in the order of the hierarchy.
             pool: Memory of the pool, from which and to which blocks are copied.
-            clock: Clock.
+            clock: Clock of the transfers' deadlines.
             tasks: Task group in which the transfers run.
             on_answer: Called after each answer of a tier, when the hierarchy has decided on the answer.
-            on_moved: Called after each transfer with the tier's name, the operation and its seconds.
+            on_moved: Called after each transfer with the tier's name, the operation and its duration in seconds.
         """
         self._hierarchy = hierarchy
         self._tiers = tiers

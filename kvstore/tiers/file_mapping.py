@@ -38,7 +38,7 @@ TAKING_THREADS = 8
 CHUNK_BYTES = 64 << 20
 ZEROS_BYTES = 1 << 20
 
-MADV_POPULATE_WRITE = 23  # Linux 5.14; Python has no name for it before 3.14
+MADV_POPULATE_WRITE = 23  # exists since Linux 5.14; Python has no name for this constant before 3.14
 MADV_HUGEPAGE = 14
 
 MEMINFO = Path("/proc/meminfo")
@@ -174,7 +174,7 @@ def _allocate(size: int, flags: int, cancelled: Event | None, *, ask: bool = Fal
         except OSError as error:
             if error.errno != errno.EINVAL or flags:
                 raise
-            _write_zeros(file, size, cancelled)  # the kernel does not know the call, because it is older or not Linux
+            _write_zeros(file, size, cancelled)  # the kernel is older than Linux 5.14, or not Linux
         if hasattr(os, "memfd_create"):
             fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     except (OSError, StoreNotStarted):

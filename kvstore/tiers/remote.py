@@ -1,4 +1,4 @@
-"""Remote tier: the common part of the tiers on other servers (Redis, S3, peer nodes). Each is a `TierBackend`.
+"""Remote tier: the common part of the tiers on other servers. A `TierBackend` reaches each kind: Redis, S3, peer nodes.
 
 Rules:
 
@@ -233,7 +233,7 @@ class RemoteTier(Generic[S]):
         """Check that the tier is neither closed nor fenced.
 
         Raises:
-            TierFailed: It is closed or fenced.
+            TierFailed: The tier is closed or fenced.
         """
         if self._closed:
             raise TierFailed(f"the {self.name} tier is closed")

@@ -79,7 +79,7 @@ class RemoteKeyState(Enum):
     """The state of a block's key on a server, judged by the head of the value."""
 
     HELD = auto()  # the key has a value with the block
-    FREE = auto()  # the key has no value, or one that may be replaced
+    FREE = auto()  # the key has no value, or a value that may be replaced
     NEWER = auto()  # the key has a value of a newer format, which stays (rule 3)
 
 

@@ -24,7 +24,7 @@ class TierSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     used only once can also be found, after a restart or by other nodes that share the tier."""
 
     daily_write_bytes: Annotated[int, Meta(ge=0)] = 0
-    """Maximum number of bytes that are written in a day, for disks that wear out. 0: no limit."""
+    """Maximum number of bytes that are written to the tier in a day, for disks that wear out. 0: no limit."""
 
     codec: CodecSettings = CodecSettings()
-    """How the tier encodes blocks."""
+    """Compression and encryption of the blocks in the tier."""

@@ -7,8 +7,8 @@ from kvstore.buffers import ByteArray
 from kvstore.messages import BlockKey, BlockOutcome, FetchResult, TierStatus
 
 GONE_KEYS = 1 << 18
-"""Maximum number of lost blocks that wait to be reported. Older ones are not reported, so routers go on believing that
-they are stored."""
+"""Maximum number of lost blocks that wait to be reported. If there are more, the oldest ones are not reported, so routers
+go on believing that these blocks are stored."""
 
 
 class TierStatistics:

@@ -87,7 +87,7 @@ class TraceExporter:
         self._stop.set()
         self._thread.join(CLOSE_SECONDS)
 
-    # The methods of the exporter's thread.
+    # Only the exporter's thread calls the methods below.
 
     def _run(self) -> None:
         while not self._stop.wait(self._export_seconds):
@@ -99,7 +99,7 @@ class TraceExporter:
         for _ in range(len(self._waiting)):
             try:
                 batch.extend(self._waiting.popleft()())
-            # Supervisor: if the spans of one entry cannot be made, those of the others are still exported.
+            # Supervisor: if the spans of one entry cannot be made, the spans of the other entries are still exported.
             except Exception:
                 log.exception("trace dropped, its spans cannot be made")
                 self.failed += 1
@@ -145,7 +145,10 @@ class _LastMessages(logging.Handler):
         self._of_thread = threading.local()
 
     def collect(self, headers: Iterable[str]) -> None:
-        """Begin to keep the messages of OpenTelemetry's loggers, and mask these values of headers in them, too."""
+        """Begin to keep the messages of OpenTelemetry's loggers.
+
+        `headers` are the values of an exporter's headers. They are masked in the messages, as are those of earlier calls.
+        """
         words = {word for value in headers for word in (value, *value.split()) if len(word) >= SHORTEST_SECRET}
         self.acquire()
         try:
@@ -215,7 +218,7 @@ def _otlp_exporter(settings: TracingSettings, headers: Mapping[str, str]) -> "Sp
         raise StoreNotStarted(f"tracing.certificate: {settings.certificate}: {error.strerror}") from error
     if settings.protocol == "grpc":
         import grpc  # noqa: PLC0415 - few processes trace
-        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter  # noqa: PLC0415 - optional
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter  # noqa: PLC0415 - the library is optional
 
         return OTLPSpanExporter(
             settings.endpoint,
@@ -272,8 +275,8 @@ def _headers_of_file(path: str, others: Iterable[str]) -> dict[str, str]:
 
 
 def _sender(exporter: "SpanExporter", service: str, instance: str, version: str) -> SendSpans:
-    from opentelemetry.sdk.resources import Resource  # noqa: PLC0415 - optional
-    from opentelemetry.sdk.trace.export import SpanExportResult  # noqa: PLC0415 - optional
+    from opentelemetry.sdk.resources import Resource  # noqa: PLC0415 - the library is optional
+    from opentelemetry.sdk.trace.export import SpanExportResult  # noqa: PLC0415 - the library is optional
 
     resource = Resource({"service.name": service, "service.instance.id": instance})
     if version:
@@ -288,10 +291,10 @@ def _sender(exporter: "SpanExporter", service: str, instance: str, version: str)
 
 def _readable(record: SpanRecord, resource: "Resource") -> "ReadableSpan":
     """Return the span in OpenTelemetry's own type, as its exporters need it."""
-    from opentelemetry.sdk.trace import Event, ReadableSpan  # noqa: PLC0415 - optional
-    from opentelemetry.sdk.util.instrumentation import InstrumentationScope  # noqa: PLC0415 - optional
-    from opentelemetry.trace import Link, SpanContext, SpanKind, TraceFlags, TraceState  # noqa: PLC0415 - optional
-    from opentelemetry.trace.status import Status, StatusCode  # noqa: PLC0415 - optional
+    from opentelemetry.sdk.trace import Event, ReadableSpan  # noqa: PLC0415 - the library is optional
+    from opentelemetry.sdk.util.instrumentation import InstrumentationScope  # noqa: PLC0415 - the library is optional
+    from opentelemetry.trace import Link, SpanContext, SpanKind, TraceFlags, TraceState  # noqa: PLC0415 - the library is optional
+    from opentelemetry.trace.status import Status, StatusCode  # noqa: PLC0415 - the library is optional
 
     state = TraceState.from_header([record.state]) if record.state else TraceState()
 

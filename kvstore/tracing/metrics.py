@@ -1,4 +1,7 @@
-"""Metrics of a process's trace exporter: what the collector took, and what was dropped. All processes have them under the same names."""
+"""Metrics of a process's trace exporter: what the collector took, and what was dropped.
+
+All processes export these metrics under the same names.
+"""
 
 from collections.abc import Iterator, Sequence
 

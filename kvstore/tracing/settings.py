@@ -24,43 +24,52 @@ class TracingSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Headers of each export, such as a key of the collector."""
 
     headers_file: str = ""
-    """File with further headers, such as a mounted Secret: a line ``name: value`` for each. It is read at the start, and repeats no header."""
+    """File with further headers, such as a mounted Kubernetes Secret. It has one line ``name: value`` for each header, is
+    read at the start, and must not repeat a header of `headers`. Empty: no file."""
 
     insecure: bool = False
-    """Allow sending `headers` over http, without encryption, to another host. Set this only for networks to which nobody else has access."""
+    """Allow sending `headers` over http, without encryption, to another host. Set this only for networks to which nobody
+    else has access."""
 
     certificate: str = ""
     """File with the authority of a collector with ``https``; empty: the authorities that the machine trusts."""
 
     sample_ratio: Annotated[float, Meta(ge=0, le=1)] = 0.01
-    """Share of the requests without a `traceparent` that are traced. The trace id decides, so that all routers decide alike."""
+    """Share of the requests without a `traceparent` that are traced. The trace id decides which requests are traced, so
+    that all routers decide alike."""
 
     follow_clients: bool = True
-    """True if the `traceparent` of a client says whether its request is sampled. If off, `sample_ratio` decides, and the client's trace id is kept."""
+    """True if the `traceparent` of a client says whether its request is sampled. If false, `sample_ratio` decides, and the
+    client's trace id is kept."""
 
     keep_errors: bool = True
-    """True if requests that fail are traced, sampled or not. Cancellations by clients are no failures, nor are refusals by a rule before
-    the answer has begun: `draining`, and HTTP 4xx except `kv_mismatch`. Requests whose deadline passed before their first token are traced
-    only while less than half of `most_waiting` wait, unless they were slow."""
+    """True if requests that fail are traced, sampled or not. Cancellations by clients are no failures. Refusals by a rule
+    before the answer has begun are no failures either: `draining`, and HTTP 4xx except `kv_mismatch`. Requests whose
+    deadline passed before their first token are traced if they were slow, or if fewer than half of `most_waiting` requests
+    wait for the collector."""
 
     slow_first_token_seconds: Seconds = 10.0
-    """Requests whose first token takes longer are traced, sampled or not; 0: none. The default is the longest latency target for a
-    first token in common use."""
+    """Requests whose first token takes longer are traced, sampled or not; 0: no request is traced for this reason. The
+    default is the longest latency target for a first token in common use."""
 
     slow_seconds: Seconds = 60.0
-    """Requests that take longer altogether are traced, sampled or not; 0: none. Common answers of 500 tokens take up to half of that."""
+    """Requests that take longer altogether are traced, sampled or not; 0: no request is traced for this reason. Common
+    answers of 500 tokens take up to half of the default."""
 
     baggage: tuple[Annotated[str, Meta(min_length=1, max_length=128)], ...] = ()
-    """Keys of the header `baggage` that become attributes of the request's span, such as ``session.id``; others are ignored."""
+    """Keys of the header `baggage` that become attributes of the request's span, such as ``session.id``. Other keys are
+    ignored."""
 
     export_seconds: Annotated[float, Meta(ge=0.01, le=60)] = 1.0
-    """Pause between two exports. Each sends what has ended meanwhile."""
+    """Pause between two exports. Each export sends the spans that have ended since the last one."""
 
     timeout_seconds: Annotated[float, Meta(ge=0.1, le=60)] = 5.0
-    """Time for one export, with its retries. What the collector has not taken by then is dropped and counted."""
+    """Time limit for one export, including its retries. Spans that the collector has not taken by then are dropped and
+    counted."""
 
     most_waiting: Annotated[int, Meta(ge=1, le=1 << 20)] = 2048
-    """Ended requests (on workers: attempts) that may wait for the collector, each with a few KB; further ones are dropped and counted."""
+    """Maximum number of ended requests (on workers: of ended attempts) whose spans wait for the collector. Each takes a few
+    KB. The spans of further requests are dropped and counted."""
 
     def __post_init__(self) -> None:
         if not self.endpoint:

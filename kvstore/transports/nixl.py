@@ -88,8 +88,8 @@ class NixlTransport:
             block_bytes: Block size of the namespace, which the node has opened.
             clock: The clock of deadlines.
             deadline: Ends the connection attempt.
-            renew: Function that asks the node for its current offer, by a deadline. It returns None if the node has no
-                offer. It is called in a new thread.
+            renew: Function that asks the node for its current offer, by a deadline, and returns None if the node has no
+                offer. The transport calls this function in a new thread.
             make_agent: Makes an agent with a unique name.
 
         Raises:
@@ -222,7 +222,8 @@ class _NixlTransfer:
     def check_checksums(self, chunk: range, begun: threading.Event | None = None) -> None:
         """Check the checksums of a chunk of blocks.
 
-        The event `begun` is set just before the native code computes them, without holding Python's interpreter lock.
+        The event `begun` is set just before the native code computes the checksums. The native code does not hold Python's
+        interpreter lock, so other threads run meanwhile.
         """
         parts = [part for parts in self.blocks[chunk.start : chunk.stop] for part in parts]
         block_bytes = size_of(self.blocks[chunk.start])
@@ -305,7 +306,7 @@ class _NixlConnection:
 
 def _get(connection: _NixlConnection, work: _NixlTransfer, until: Nanos) -> None:
     registered = connection.register(work)
-    # A second thread is used, because within one host the first one is busy copying the bytes.
+    # A second thread computes the checksums, because the calling thread copies the bytes if the node is on this host.
     with ThreadPoolExecutor(1, "kvstore-checksums") as checksum_thread:
         for arrived in _moved(connection, TransferDirection.READ, work, until):
             if arrived.stop < len(work):

@@ -59,7 +59,9 @@ class NixlNode:
         return None if self.process is None else self.process.pid
 
     async def start(self) -> None:
-        """Start the process, wait until clients can connect, and warn the first time that its ports are open.
+        """Start the process, and wait until clients can connect.
+
+        The first successful start also logs a warning that other hosts can reach the ports of NIXL.
 
         Raises:
             StoreNotStarted: NIXL cannot be used here.

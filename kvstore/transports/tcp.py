@@ -228,7 +228,10 @@ class _BlockTransfer:
 
 
 class _DataPlaneSocket:
-    """A connection with a deadline. An OSError means that it is broken, a ValueError that the node's bytes are invalid."""
+    """A connection with a deadline.
+
+    An OSError means that the connection is broken, and a ValueError means that the node has sent invalid bytes.
+    """
 
     def __init__(self, connection: socket.socket, clock: Clock, deadline: Nanos):
         self._connection = connection

@@ -215,7 +215,7 @@ class DataPlaneConnection:
             self._loop.add_writer(self._socket, self.proceed)
         self._waits_for = ready
 
-    # The methods for the exchanges of the protocol.
+    # The methods below are for the exchanges of the protocol.
 
     def _serve(self) -> Steps[None]:
         _, operation, digest, client_nonce = OPENING.unpack((yield from self._frame(OPENING.size)))
@@ -327,7 +327,7 @@ class DataPlaneConnection:
         right = crc32c([self._plane.tier.view(address)]) == block.slot.crc32c
         return DataPlaneStatus.DONE if right else DataPlaneStatus.CORRUPT
 
-    # The methods that read and write bytes, and wait while the socket is not ready.
+    # The methods below read and write bytes, and wait while the socket is not ready.
 
     def _frame(self, size: int) -> Steps[bytes]:
         """Read a frame; raise `ValueError` as soon as its magic is wrong."""

@@ -38,7 +38,8 @@ from kvstore.tiers.statistics import TierStatistics
 
 HINTS = 1 << 16  # maximum number of blocks in `PeerHints`, which remembers the peer that had each block
 SUSPECTS = 4096  # maximum number of blocks that are remembered because they were found bad
-SUSPECT_FOR = Nanos(60 * SECOND)  # time for which no peer is asked for a bad block; meanwhile it can be written again
+SUSPECT_FOR = Nanos(60 * SECOND)
+"""Time for which no peer is asked for a block that was found bad. During this time a worker can write the block again."""
 
 Which = TypeVar("Which")
 

@@ -3,7 +3,7 @@
 Rules:
 
 1. Any number of nodes may use one server. A value is written as a whole or not at all, and two writers of one block write
-   the same bytes. `kvstore.tiers.remote_records` verifies each value; a bad one is read again by new connections.
+   the same bytes. `kvstore.tiers.remote_records` verifies each value. A bad value is read again over new connections.
 2. The server decides what to evict (`maxmemory-policy` and `ttl_seconds`). A full server that may not evict refuses
    blocks, which is no failure.
 """

@@ -111,14 +111,15 @@ class RedisConnector:
     """Opens connections to a Redis server with the client library `redis`."""
 
     def __init__(self, settings: RedisSettings, clock: Clock):
-        import redis  # noqa: PLC0415 - an extra; only a node with this tier has it
+        import redis  # noqa: PLC0415 - the library is optional; only a node with this tier needs it
 
         self._redis = redis
         self._settings = settings
         self._clock = clock
         try:
             self._connection(1.0)
-        except (redis.RedisError, TypeError, ValueError) as error:  # the error names the option, not the URL
+        # The error may be shown, because it names the option and does not contain the URL with its password.
+        except (redis.RedisError, TypeError, ValueError) as error:
             raise StoreNotStarted(f"url: it has an invalid option: {error}") from error
 
     def __call__(self, deadline: Nanos) -> RedisPipeline:

@@ -86,7 +86,9 @@ class RedisPipeline:
         return line[1:]
 
     def value(self) -> "RedisValue | None":
-        """Begin to read a value; return None if there is none. Call `skip` on it before the next reply is read.
+        """Begin to read a value; return None if there is none.
+
+        The caller has to call `skip` of the value before it reads the next reply.
 
         Raises:
             RedisErrorReply: The reply is an error.

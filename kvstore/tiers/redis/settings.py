@@ -19,7 +19,7 @@ URL_OPTIONS = frozenset(
         "ssl_cert_reqs",
         "ssl_check_hostname",
     }
-)  # fmt: skip - other options would change deadlines and replies
+)  # fmt: skip - other options are refused, because they would change deadlines and replies
 
 
 class RedisSettings(TierSettings, frozen=True, kw_only=True, tag="redis"):
@@ -30,23 +30,25 @@ class RedisSettings(TierSettings, frozen=True, kw_only=True, tag="redis"):
     hold db and client_name, and for TLS ssl_ca_certs, ssl_certfile, ssl_keyfile and similar options."""
 
     password_file: str = ""
-    """File with the password, for a URL without one, such as a Kubernetes secret. Read for each connection."""
+    """File with the password, such as a mounted Kubernetes Secret, if `url` contains none. The node reads the file for
+    each new connection. Empty: no file."""
 
     key_prefix: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$")] = "fleet"
     """Prefix of all keys, so that several deployments can share a server."""
 
     ttl_seconds: Annotated[float, Meta(ge=0, le=10 * 365 * 86400)] = 0
-    """Lifetime of a block after it was written. 0: until the server evicts it."""
+    """Lifetime of a block after it was written. 0: the block stays until the server evicts it."""
 
     connections: Annotated[int, Meta(ge=1, le=64)] = 4
-    """Connections at a time. A node has four threads for a tier, and a server has one thread, so more hardly help."""
+    """Maximum number of connections at a time. A node has four threads for a tier, and a server has one thread, so more
+    connections hardly help."""
 
     in_flight_bytes: Annotated[int, Meta(ge=1 << 16)] = 8 << 20
     """Maximum number of bytes that are requested or sent on a connection before their answers arrive; one block is always
     allowed. This limits the memory that the server needs for buffers."""
 
     connect_seconds: Annotated[float, Meta(gt=0, le=60)] = 1.0
-    """Time to connect and authenticate; less if the deadline of the call is nearer."""
+    """Time limit to connect and authenticate; less if the deadline of the call is nearer."""
 
     def __post_init__(self) -> None:
         try:

@@ -133,7 +133,7 @@ class S3Backend:
         self.threads.close()
         self.clients.close()
 
-    # The methods that make one request, or few, for one object.
+    # The methods below make one or a few requests for one object.
 
     def _exists(self, client: Any, key: BlockKey) -> bool:
         try:
@@ -237,7 +237,7 @@ class S3Backend:
         self.sightings.note(key, self._clock.now(), is_there=is_there)
         return is_there
 
-    # The methods that make requests for several objects at the same time.
+    # The methods below make requests for several objects at the same time.
 
     def _each(
         self,

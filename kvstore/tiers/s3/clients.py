@@ -27,7 +27,7 @@ class S3Clients:
     """Makes the clients of one bucket, and keeps one client for each timeout. Thread-safe."""
 
     def __init__(self, settings: S3Settings):
-        import boto3  # noqa: PLC0415 - an extra; only a node with this tier has it
+        import boto3  # noqa: PLC0415 - the library is optional; only a node with this tier needs it
         from botocore import config, exceptions, parsers  # noqa: PLC0415 - boto3 depends on it
         from urllib3 import exceptions as http  # noqa: PLC0415 - botocore depends on it
 
@@ -39,7 +39,7 @@ class S3Clients:
             parsers.ResponseParserError,
             http.HTTPError,
             OSError,
-            ValueError,  # the library raises this and the next two on invalid response heads
+            ValueError,  # the library raises ValueError, TypeError and LookupError on invalid response heads
             TypeError,
             LookupError,
             RecursionError,  # raised if redirects never end

@@ -34,10 +34,11 @@ class S3Settings(TierSettings, frozen=True, kw_only=True, tag="s3"):
     """PEM file with the certificates to trust. Empty: the system's certificates."""
 
     parallel: Annotated[int, Meta(ge=1, le=256)] = 16
-    """Requests at a time. One request gets about 50 to 100 MB/s from Amazon S3; 16 fill a 10 Gbit/s link."""
+    """Maximum number of requests at a time. One request gets about 50 to 100 MB/s from Amazon S3; 16 requests fill a link
+    of 10 Gbit/s."""
 
     start_seconds: Annotated[float, Meta(gt=0, le=60)] = 5.0
-    """Time for the check of the bucket at the start. An object store that answers later is used from then on."""
+    """Time limit for the check of the bucket at the start. An object store that answers later is used from then on."""
 
     known_seconds: Annotated[float, Meta(ge=0, le=86400)] = 60.0
     """Time for which a block that was seen counts as stored. Objects rarely vanish, and a wrong guess costs one fetch."""

@@ -1,8 +1,8 @@
 """Disk: reads and writes the large files of the SSD tier in one folder, in whole pages.
 
 Direct I/O is used if the folder's file system supports it, which a test write of one page finds out; otherwise the page
-cache is used. If the system reads or writes only a part of the bytes, this module continues. It does not repeat failed
-operations.
+cache is used. If the system reads or writes only a part of the bytes, this module continues with the remaining bytes. It
+does not repeat failed operations.
 """
 
 import contextlib
@@ -67,7 +67,7 @@ class DiskFile(Protocol):
 class DiskSpace(Struct, frozen=True, kw_only=True):
     """The space of a folder's file system, in bytes."""
 
-    device: int  # id of the file system; equal for folders on the same one
+    device: int  # id of the file system; equal for all folders on one file system
     total: int  # size of the file system; 0: unknown
     free: int
     ours: int  # space that the segments in this folder use

@@ -16,7 +16,7 @@ FOLDER_BYTES = 128 << 10
 """Space in each directory that segments leave free: for the directory itself, the lock file and the probe file."""
 
 MIN_SEGMENTS = 2
-"""Fewest segments in each directory: one is written while blocks are read from the other."""
+"""Minimum number of segments in each directory: one segment is written while blocks are read from the other."""
 
 
 class Sync(StrEnum):
@@ -46,17 +46,19 @@ class SsdSettings(TierSettings, frozen=True, kw_only=True, tag="ssd"):
     """Maximum disk space of all directories together, as ``du`` reports it, divided equally among them."""
 
     segment_bytes: Annotated[int, Meta(ge=64 << 10, le=2 * GIB)] = 128 * MIB
-    """Size of one file, allocated at once. Eviction frees whole segments: small ones lose fewer blocks at a time, large
-    ones need fewer open files. Use at least four times the largest block."""
+    """Size of one segment file, whose space is allocated at once. Eviction frees whole segments: with small segments, fewer
+    blocks are lost at a time; large segments need fewer open files. Use at least four times the largest block."""
 
     threads: Annotated[int, Meta(ge=1, le=64)] = 4
-    """Disk operations at a time. More gained nothing on the SSDs measured so far. Each has a few MiB of buffers."""
+    """Maximum number of disk operations at a time. More operations gained nothing on the SSDs measured so far. Each
+    operation has a few MiB of buffers."""
 
     batch_bytes: Annotated[int, Meta(ge=64 << 10, le=64 * MIB)] = 4 * MIB
     """Maximum number of bytes that one system call reads or writes, unless a single block is larger."""
 
     max_calls: Annotated[int, Meta(ge=1, le=65_536)] = 64
-    """Calls in the tier at a time. Further calls are answered with misses, so that they do not pile up on a hanging disk."""
+    """Maximum number of calls in the tier at a time. Further calls are answered with misses, so that they do not pile up
+    on a hanging disk."""
 
     direct: bool = True
     """Bypass the page cache (O_DIRECT) if the file system supports it. Often used blocks are in the node's pool already;
@@ -67,10 +69,12 @@ class SsdSettings(TierSettings, frozen=True, kw_only=True, tag="ssd"):
     syncs a segment when it is full, ``write`` syncs every write."""
 
     eviction: SegmentEviction = SegmentEviction.REUSE
-    """Which segment is evicted first. ``reuse`` weighs how often a segment's blocks were read against how long ago."""
+    """Which segment is evicted first: with ``reuse``, a segment whose blocks were read seldom and long ago; with
+    ``least_recent``, the least recently used segment; with ``oldest``, the segment that was written first."""
 
     rescue_hits: Annotated[int, Meta(ge=0, le=255)] = 2
-    """Blocks with this many reads are copied out of a segment before its eviction, if the write budget allows it. 0: none."""
+    """Blocks with at least this many reads are copied out of a segment before its eviction, if the write budget allows it.
+    0: no block is copied."""
 
     rescue_share: Annotated[float, Meta(ge=0, le=0.5)] = 0.25
     """Largest share of a segment that is copied out of it. The copied blocks are in memory for a moment."""

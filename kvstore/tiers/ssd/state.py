@@ -15,8 +15,8 @@ from kvstore.tiers.ssd.segments.record_format import Key
 from kvstore.tiers.ssd.segments.segment import Segment, SegmentState
 
 GONE_KEYS = 1 << 20
-"""Maximum number of lost blocks that wait to be reported. Older ones are not reported, so routers go on believing that
-they are stored."""
+"""Maximum number of lost blocks that wait to be reported. If there are more, the oldest ones are not reported, so routers
+go on believing that these blocks are stored."""
 
 log = logging.getLogger(__name__)
 

@@ -96,10 +96,10 @@ class Volume:
         self._scratch = Scratch()  # buffers that only the thread that has locked `_rotation` may use
         self._names = set(disk.segments())
 
-    # The methods that are called when the tier is opened.
+    # The methods below are called when the tier is opened.
 
     def count_unusable(self, name: str) -> None:
-        """Count a file that cannot be opened as used space; its blocks are lost."""
+        """Count a file's space as used, although the file cannot be opened and its blocks are lost."""
         self._names.add(name)
         self._bytes += footprint(self._settings.segment_bytes)
 
@@ -141,7 +141,7 @@ class Volume:
         newest.state = SegmentState.ACTIVE
         self._active = newest
 
-    # The methods for writing.
+    # The methods below are for writing.
 
     def write(self, payloads: Sequence[SsdWrite], scratch: Scratch, deadline: Nanos) -> int:
         """Append records and make them readable; return how many were written before room or time ran out.
@@ -226,10 +226,10 @@ class Volume:
         if is_last:
             self._seal(segment)
 
-    # The methods for segments.
+    # The methods below are for segments.
 
     def _rotate(self, needed_pages: int, deadline: Nanos) -> None:
-        """Replace the active segment by one with room for a record of that many pages.
+        """Replace the active segment by a segment with room for a record of `needed_pages` pages.
 
         Raises:
             VolumeFull: No segment became free by the deadline.
@@ -373,7 +373,7 @@ class Volume:
         self._names.discard(segment.name)
         self._bytes -= footprint(segment.size_bytes)
 
-    # The methods for blocks that are rescued from an evicted segment.
+    # The methods below are for blocks that are rescued from an evicted segment.
 
     def _hot(self, victim: Segment) -> list[RecordLocation]:
         """Return the blocks that are worth rescuing, beginning with the ones that were read most often."""
@@ -421,7 +421,7 @@ class Volume:
             self._append(run, batch[:count], self._scratch)
             self._state.count.rescued += count
 
-    # The methods for the head and the footer of a segment.
+    # The methods below are for the head and the footer of a segment.
 
     def _write_head(self, segment: Segment) -> None:
         head = SegmentHead(nonce=segment.nonce, sequence=segment.sequence, file_bytes=segment.size_bytes)

@@ -78,7 +78,7 @@ class SegmentFooter(Struct, frozen=True, kw_only=True):
 
     nonce: bytes
     sequence: int  # sequence number of the segment
-    last_sequence: int  # highest sequence number of the segment's records
+    last_sequence: int  # a sequence number that is higher than those of the segment and of all its records
     entries: int
     next_page: int  # first page after the last record
     table_pages: int

@@ -41,7 +41,7 @@ class RecoveredSegment(Struct, frozen=True, kw_only=True):
     nonce: bytes
     sequence: int
     next_page: int  # first page after the last undamaged record
-    last_sequence: int  # highest sequence number of the segment and its records
+    last_sequence: int  # a number that no sequence number of the segment or of its records exceeds
     keys: list[Key]
     pages: "array[int]"
     lengths: "array[int]"

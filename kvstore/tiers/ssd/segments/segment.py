@@ -2,9 +2,10 @@
 
     FREE -> ACTIVE -> FULL -> SEALED -> LEAVING -> FREE
 
-An ACTIVE segment takes records. A FULL one waits for unfinished writes and then for its footer. A SEALED one is read only,
-and may be evicted. A LEAVING one has no blocks any more, and waits for its readers. A file is reused only while it is
-FREE, so a reader never sees bytes that were written after the reuse.
+Records are appended to an ACTIVE segment. A FULL segment waits for unfinished writes and then for its footer. A SEALED
+segment is only read, and may be evicted. A LEAVING segment has no blocks any more, and waits until calls have finished
+reading its file. A file is reused only while its segment is FREE, so a reader never sees bytes that were written after
+the reuse.
 """
 
 from array import array

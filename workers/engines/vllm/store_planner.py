@@ -5,7 +5,7 @@ This module does not use vLLM.
 Rules:
 
 1. To claim blocks means to promise vLLM that they will be loaded. Only whole blocks are claimed, and never the block
-   with the prompt's last token, because that token has to be computed to get the next one.
+   with the prompt's last token, because that token has to be computed to get the next token.
 2. A claim is made under a read lease, which the worker side returns once it has read the blocks. The lease of an unused
    claim is returned with the next step. If several ranks read the blocks, the lease is returned after the last of them.
 3. A claimed block that could not be loaded is computed; the request does not query the store again.

@@ -1,4 +1,4 @@
-"""KV memory of a vLLM engine: reads and writes its blocks, or one rank's shards of them, as the store keeps blocks."""
+"""KV memory of a vLLM engine: reads and writes blocks, or one rank's shards of them, in the store's layout."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext

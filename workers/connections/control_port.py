@@ -39,7 +39,7 @@ async def serve_control(
     Args:
         worker: The worker, which the caller runs.
         listen: Address as host:port (port 0: any free port) or unix:path.
-        presence: The worker's registrations. They are ended before a drain that was requested at this port begins.
+        presence: The worker's registrations. When a drain is requested at this port, they are ended at once.
         access: The proof that callers have to show; health and reflection need none.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Evacuation priority: the order in which a draining worker's warm blocks are copied. Pure.
+"""Evacuation priority: the order in which a draining worker's warm blocks are copied.
 
 Rules:
 

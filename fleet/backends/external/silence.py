@@ -51,7 +51,7 @@ MIN_ANSWERS = 8  # after this many answers, a server is judged by its own times 
 # `KEPT_BY_AN_ANSWER`.
 MAX_SILENT_REQUESTS = 3.0
 KEPT_BY_AN_ANSWER = 0.8
-BACK_WITH = 2.0  # the count of silent requests of a server that returns to rotation (rule 6)
+BACK_WITH = 2.0  # a server that returns to rotation starts with this count of silent requests (rule 6)
 # A waiting request is overtaken if this many later requests were answered first. Fewer may be chance, or due to the
 # order within a batch.
 OVERTAKEN = 4
@@ -320,7 +320,7 @@ class SilenceDetector:
             self._unresponsive = False
         if trial is not TrialOutcome.ANSWERED:
             return
-        # This is skipped after a hang, because the time of a hang does not measure the server's speed.
+        # After a hang, the waiting time is not added, because it does not measure the server's speed.
         if not self._unresponsive or self.past[True].count < MIN_ANSWERS:
             self.past[True].add(waited, 1)
         self._heard_at = max(self._heard_at, now)

@@ -59,7 +59,7 @@ USAGE_BYTES = 4096
 _PROMPT_TOKENS = re.compile(rb'"(?:prompt|input)_tokens"\s*:\s*([0-9]{1,12})')
 # A number of more than nine digits is not read as a count.
 _COMPLETION_TOKENS = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*([0-9]{1,9})(?![0-9])')
-_TOKEN_COUNT = b'_tokens"'  # the names of all counts end like this; within a JSON string the quote would be escaped
+_TOKEN_COUNT = b'_tokens"'  # the end of the names of all token counts; in a JSON string, the quote would be escaped
 _CACHED_TOKENS = re.compile(rb'"cached_tokens"\s*:\s*([0-9]{1,12})')
 
 _BETWEEN_CHUNKS = re.compile(rb"\r\n[0-9A-Fa-f]{1,16}(?:;[^\r\n]*)?\r\n")
@@ -191,8 +191,8 @@ class Upstream(asyncio.Protocol):
         self._keep_alive = False  # True if the connection to the client stays open after the answer
         # Decoded parts of the answer for a client without chunked encoding; None for other clients.
         self._bodies: list[bytes] | None = None
-        # Set by the backend: when the request was sent, and the number that its answer has if the server answers in
-        # order.
+        # The backend sets both: the instant at which the request was sent, and the number that its answer would have if
+        # the server answered all requests in the order in which they were sent.
         self.sent_at = Nanos(0)
         self.turn = 0
         self.spoke = False  # True if content of the answer has come (rule 7)

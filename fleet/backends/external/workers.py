@@ -245,7 +245,7 @@ class ExternalBackends:
         return counts
 
     def alerts(self, model: ModelName | None = None) -> dict[str, float]:
-        """Count the backends by what is wrong with their KV events."""
+        """Count the backends by the present alert about their KV events; backends without an alert are left out."""
         counts = {str(alert): 0.0 for alert in KvEventAlert}
         for worker in self._of(model):
             if worker.alert is not None:

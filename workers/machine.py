@@ -120,7 +120,7 @@ def advance(phase: LifePhase, event: LifeEvent) -> LifePhase:
 
 
 class PendingReport(StrEnum):
-    """States which messages about an attempt its router will still get."""
+    """States which messages about an attempt the worker still sends to the router that has requested the attempt."""
 
     ALL = "all"
     # No message, because the router knows that the attempt has ended, or because its stream has ended.

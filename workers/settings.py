@@ -74,8 +74,8 @@ class SimulatedSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Number of ranks that share the heads. More ranks make the engine no faster, but each has memory of its own."""
 
     kv_layout: KvLayout = "HND"
-    """The layout of blocks in a rank's memory. Engines with other layouts and numbers of ranks share blocks through the
-    store."""
+    """The layout of blocks in a rank's memory. Engines that differ in the layout or in the number of ranks can
+    share blocks only through the store, which converts them."""
 
     seed: Annotated[int, Meta(ge=0)] = 0
     """Number that stands for the weights: engines with different seeds compute different KV and different tokens."""
@@ -93,7 +93,7 @@ class SimulatedSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """The most tokens in one step, answers and prompts together; long prompts take several steps (chunked prefill)."""
 
     load_timeout_ms: Positive = 2000
-    """Maximum wait of a request for blocks from the store or a prefill engine; then they are computed."""
+    """Maximum wait of a request for blocks from the store or a prefill engine; after this time the blocks are computed."""
 
     publish_timeout_ms: Positive = 2000
     """Maximum time for which the end of a prefill waits until its blocks are in the store."""
@@ -158,7 +158,8 @@ class GroupSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Maximum wait of the leader for all ranks; nodes may have to be created, and images fetched."""
 
     silence_ms: Annotated[int, Meta(ge=100)] = 15_000
-    """A rank that sends nothing for this time counts as lost, and the whole group ends, to be started anew."""
+    """A rank that sends nothing for this time counts as lost. The whole group then ends, so that its supervisors start
+    all ranks again."""
 
     def __post_init__(self) -> None:
         if self.rank >= self.nodes:

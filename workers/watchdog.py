@@ -38,7 +38,7 @@ from msgspec import Meta, Struct
 from fleet.core.clock import SECOND, Nanos
 from workers.ports import Pulse
 
-# Long enough to remember recent slow steps, and short enough to forget a compilation within an hour.
+# This time is long enough to remember recent slow steps, and short enough to forget a compilation within an hour.
 HALF_LIFE = 600 * SECOND
 SHARE_OF_A_LOOK = 10  # the time between two calls of `look` counts as at most the patience / this number (rule 7)
 SIZES = 32  # number of step sizes, which are powers of two; no step has 2**31 tokens

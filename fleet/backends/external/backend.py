@@ -188,7 +188,7 @@ class ExternalBackend:
         self._compared_tokens = settings.compared_tokens
         self.joined = False
         self.asked = asyncio.Event()
-        """Set once the server has joined, or did not answer its first health check."""
+        """Set once the first health check has ended: the server has joined, or did not answer."""
         self._connect_timeout_seconds = connect_timeout_seconds
         self._clock = clock
         self._hear: Hear
@@ -237,7 +237,7 @@ class ExternalBackend:
         """The number of placed requests that run on this server."""
         return len(self._works)
 
-    # Calls by the router
+    # Methods that the router calls
 
     def start(self, work_id: RequestId, relayed: RelayedRequest) -> None:
         """Send a request to the server.
@@ -448,7 +448,7 @@ class ExternalBackend:
             self._trial.cancel()
             self._trial = None
 
-    # Calls by connections (`UpstreamOwner`)
+    # Methods that connections call (`UpstreamOwner`)
 
     def spoke(self, upstream: Upstream, relayed: RelayedRequest) -> None:
         if len(self.first_bytes) < LEARNED_FIRST_BYTES:

@@ -171,7 +171,7 @@ class SilenceDetector:
         self._out = False
         self._suspect = False
         self._held = False
-        self._unresponsive = False  # True if the server did not answer the trial request either
+        self._unresponsive = False  # True if the server is silent and has not answered its trial request
         # Instant at which the open trial request was sent; None: no trial request is open.
         self._asked_at: Nanos | None = None
         self._ask_from = Nanos(0)

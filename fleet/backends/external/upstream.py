@@ -44,7 +44,7 @@ MAX_HEAD_BYTES = 64 << 10  # maximum length of the head of an answer
 # Maximum number of cached heads of answers (`AnswerHeads`); a head with the header `date` can be reused for only a
 # second.
 MAX_KNOWN_HEADS = 256
-# Request bodies up to this size are copied behind the head, because one larger buffer is cheaper than two buffers.
+# A request body up to this size, in bytes, is copied into one buffer with its head, because sending two buffers costs more.
 SMALL_BODY_BYTES = 16 << 10
 MAX_INTERIM_HEADS = 16  # maximum number of interim heads (status 1xx) before an answer; usually there is at most one
 NOT_IMPLEMENTED = 501
@@ -199,7 +199,7 @@ class Upstream(asyncio.Protocol):
         self.quiet = True  # True if no content has come since the last silence check
         self._quiet_since: Nanos | None = None  # time of the check since which no content has come; None: no check yet
 
-    # Calls by the backend
+    # Methods that the backend calls
 
     @property
     def usable(self) -> bool:
@@ -265,7 +265,7 @@ class Upstream(asyncio.Protocol):
         self.transport.abort()
         self._owner.failed(self._work_id, reason, message)
 
-    # Calls by the event loop
+    # Methods that the event loop calls
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)  # uvloop's transports do not subclass asyncio's
@@ -367,7 +367,7 @@ class Upstream(asyncio.Protocol):
         """True if an answer has begun that is complete when the server closes the connection."""
         return self._client is not None and self._head is not None and self._head.until_close
 
-    # Calls by the relay
+    # Methods that the relay calls
 
     def flush(self) -> None:
         """Send the bytes that wait for the end of the event loop's turn."""

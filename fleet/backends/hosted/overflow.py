@@ -229,7 +229,7 @@ class HostedOverflow:
             for each in self._models.values()
         )
 
-    # Called by `_Offer`
+    # Methods that `_Offer` calls
 
     async def take(self, offer: "_Offer", refused: RequestRejected) -> RequestRejected | None:
         """Try to serve a rejected request by its hosted endpoint; return None, or the rejection for the client.

@@ -229,7 +229,7 @@ class _Replay:
             async with asyncio.timeout_at(min(until, clock.time() + REPLAY_TIMEOUT_SECONDS)) as patience:
                 socket.connect(self._endpoint)
                 await socket.send_multipart([b"", start.to_bytes(NUMBER_BYTES, "big")])
-                for received in range(1, RECEIVE_BATCHES + 1):  # a batch that arrives twice counts twice
+                for received in range(1, RECEIVE_BATCHES + 1):  # repeated batches count too, so that the loop ends
                     *_, number, payload = await socket.recv_multipart()  # SGLang sends the topic before the number
                     if number == END_OF_REPLAY:
                         return batches, True

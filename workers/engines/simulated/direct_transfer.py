@@ -159,7 +159,7 @@ class BlockLending:
         self.lender = BlockLender(blocks, lease)
         self.address = ""  # address at which borrowers connect; set by `listen`
         self.connections: set[asyncio.Transport] = set()
-        self._on_end = on_end  # called when blocks may have become available
+        self._on_end = on_end  # function that is called when leases have ended, so that blocks may be free again
         self._timer: asyncio.TimerHandle | None = None
 
     @property

@@ -100,7 +100,7 @@ def fetches(start: Start) -> bool:
 
 
 def transfer_params(start: Start) -> dict[str, Any]:
-    """Return the transfer parameters of this request, which vLLM passes to its KV connectors."""
+    """Return the transfer parameters of an attempt, which vLLM passes to its KV connectors."""
     params = _handoff_params(start)
     if trace := call_trace(start.trace):
         params[TRACE] = trace.hex()

@@ -230,7 +230,7 @@ class StorePlanner:
         tracked.local = local_tokens // self._block_tokens
         if request.num_preemptions == 0:
             tracked.counts = PromptBlockCounts(engine=tracked.local)
-        # Read at each look-up: NIXL's connector clears the flag when it begins to pull, so that a request pulls only once.
+        # The flag is read at each look-up. NIXL's connector clears it when it begins to pull, so a request pulls only once.
         tracked.will_pull = bool((request.kv_transfer_params or {}).get("do_remote_prefill"))
         if tracked.will_pull:
             return 0

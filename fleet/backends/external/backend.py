@@ -16,8 +16,8 @@ Rules:
    instead of the token ids.
 5. A server without KV events is assumed to cache the prompts that were sent to it (`fleet.router.kv_index`). The cache
    of a server with KV events is known from the first event after the server joined, or from the oldest event that it
-   can send again. If events cannot be used, an alert names the problem (`workers.engines`), and placement relies on the
-   other events alone.
+   can send again. If events cannot be used, an alert names the problem (`fleet.backends.kv_events.health`), and placement
+   relies on the other events alone.
 6. If the settings name the tokenizer of a server, the tokenizer check compares it with the server's own tokenizer
    before the server joins. If the two differ, the server's KV events describe blocks that no request can use.
 7. A server that answers health checks but sends no content of answers leaves rotation: it gets no new requests. The

@@ -58,8 +58,8 @@ OVERTAKEN = 4
 # After a later request was answered first this many times, a server is known to compute several requests at a time.
 OVERTAKES = 3
 
-# Each KiB of a prompt beyond this many adds `KIB_SECONDS` to the allowed silence, because earlier prompts may have been
-# faster only because they were cached.
+# If a prompt has more KiB than this, each further KiB adds `KIB_SECONDS` to the allowed silence. Earlier prompts may have
+# been fast only because they were cached, so their times alone would allow too little.
 FREE_KIB = 4
 # Seconds for a KiB of prompt (about 250 tokens) at the slowest expected prefill: 1,000 tokens a second.
 KIB_SECONDS = 0.25

@@ -395,7 +395,7 @@ class Upstream(asyncio.Protocol):
     # Internals
 
     def _open(self, data: bytes) -> None:
-        """Pass on the beginning of an answer once its head and some content have come, or fail if it is an error."""
+        """Pass on the beginning of an answer once its head and some content have come, or fail if the answer is an error."""
         if self._held:
             data = self._held + data
         end = data.find(b"\r\n\r\n") + 4
@@ -598,7 +598,7 @@ class UpstreamUsage(Struct, frozen=True):
 
 
 class _EventChoice(Struct):
-    """The fields of a choice in an event of a stream that may hold content of the answer."""
+    """The fields that may hold content of the answer, in one choice of a stream's event."""
 
     delta: dict[str, object] | None = None
     text: str | None = None
@@ -606,7 +606,7 @@ class _EventChoice(Struct):
 
 
 class _Event(Struct):
-    """The fields of an event of a stream that may hold content of the answer."""
+    """The fields that may hold content of the answer, in one event of a stream."""
 
     choices: list[_EventChoice] | None = None
     type: str = ""

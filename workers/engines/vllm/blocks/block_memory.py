@@ -236,7 +236,7 @@ class DeviceBlocks:
     def _copy_in(self, places: Sequence[tuple[int, int]]) -> None:
         """Copy rows of the host buffer for loads to blocks on the device, and wait for the copies.
 
-        Each place is the number of a row and the number of its block.
+        Each entry of `places` has the number of a row and the number of the block to which the row is copied.
         """
         for start in range(0, len(places), self._gathered_blocks):
             rows, block_ids = zip(*places[start : start + self._gathered_blocks], strict=True)

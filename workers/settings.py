@@ -64,7 +64,7 @@ class SimulatedSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Factor by which every latency is divided; large values make tests fast."""
 
     kv_blocks: Positive = 4096
-    """Blocks of the engine's own cache."""
+    """Number of KV blocks that fit into the engine's memory."""
 
     bytes_per_token: Annotated[int, Meta(ge=8)] = 64
     """KV bytes of one token; small by default (the tiny Llama model has 4096). It is a multiple of 8, for the 4 heads in each

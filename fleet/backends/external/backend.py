@@ -199,7 +199,7 @@ class ExternalBackend:
         self._idle: list[Upstream] = []
         self._heard = False  # True if the server has sent anything since the last health check
         self._looked_at = Nanos(0)  # time of the last silence check of all running requests
-        self._failures = 0  # failed requests in a row
+        self._failures = 0  # number of requests in a row that have failed
         self._pause_seconds = FIRST_PAUSE_SECONDS
         self._not_before = Nanos(0)
         self._look = asyncio.Event()  # set to check the health now, without waiting for the next regular check

@@ -49,8 +49,8 @@ RECEIVE_BATCHES = 100_000
 REMEMBERED_BATCHES = 1024
 # After this many batches the listener yields to the event loop; receiving messages that already wait does not yield.
 BATCHES_A_TURN = 16
-# Maximum number of pieces of one replay. The engine's socket keeps a thousand unsent batches, and its replay buffer ten
-# thousand.
+# Maximum number of pieces of one replay. About ten are usually enough, because the engine's socket keeps a thousand unsent
+# batches, and its replay buffer ten thousand.
 MOST_PIECES = 32
 
 END_OF_REPLAY = b"\xff" * 8

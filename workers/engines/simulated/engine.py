@@ -90,7 +90,7 @@ class SimulatedEngine:
         self._ended: list[Progress | Rejected] = []  # outputs of requests that ended since the last step
         self._outputs: asyncio.Queue[EngineOutput | EngineDied] = asyncio.Queue(OUTPUTS)
         self._cache_changed = asyncio.Event()
-        self._due = 0.0  # time at which the last step ended by the latency model
+        self._due = 0.0  # time at which the last step should have ended by the latency model
         self._steps = 0  # number of steps that the engine has begun
         self._step_tokens = 0  # number of tokens of the latest step
         self._waits = True  # True while the loop waits for requests or for blocks

@@ -265,7 +265,7 @@ class FleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
                 local = counts.engine * block_tokens
                 cached = min(local + (counts.store + counts.direct) * block_tokens, request.num_prompt_tokens)
                 stats.set(request.num_prompt_tokens, local, cached - local)
-                # `workers.engines.vllm.requests.counts_at_start` reads this number.
+                # By this number, `workers.engines.vllm.requests.counts_at_start` tells directly pulled blocks from stored ones.
                 stats.num_external_cached_tokens = cached - local if counts.direct else 0
 
     # vLLM calls the following hooks in the process of the model, on each rank.

@@ -132,9 +132,9 @@ async def _start_shielded(settings: WorkerSettings, scratch: Path) -> "Started":
             note_phase(StartPhase.WARM_UP)
         return await asyncio.shield(starting)
     except asyncio.CancelledError:
-        # vLLM cannot be interrupted while it starts, and it must not stay behind. Its start fails soon after its
-        # processes are killed. Otherwise the start may take minutes, or for ever if a rank of a group is gone. If
-        # vLLM runs in this process alone, it is stopped as soon as it has started.
+        # vLLM must not go on after this call, but its start cannot be interrupted. The start fails soon after vLLM's
+        # processes were killed. If they were not killed, it could take minutes, or for ever if a rank of a group is gone.
+        # If vLLM runs in this process alone, it is stopped as soon as it has started.
         while not starting.done():
             vllm_launch.end_processes()
             await asyncio.wait([starting], timeout=HEALTH_SECONDS)

@@ -136,7 +136,7 @@ class WorkerAttempt(Struct, kw_only=True):
     deadline: Nanos | None
     report: PendingReport = PendingReport.ALL
     cancelled: bool = False
-    kept: KeptTokens | None = None  # None if the tokens of its answer are not kept
+    kept: KeptTokens | None = None  # tokens of the attempt's answer; None: they are not kept
 
 
 class WorkerMachine:

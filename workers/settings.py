@@ -96,7 +96,7 @@ class SimulatedSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Maximum wait of a request for blocks from the store or a prefill engine; after this time the blocks are computed."""
 
     publish_timeout_ms: Positive = 2000
-    """Maximum time for which the end of a prefill waits until its blocks are in the store."""
+    """Maximum time for which a prefill whose tokens are computed waits until its blocks are in the store."""
 
     adapter_load_ms: Annotated[float, Meta(ge=0)] = 50.0
     """The time to load a LoRA adapter: tens of megabytes from a nearby file system."""
@@ -180,7 +180,7 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Settings of one worker process."""
 
     worker_id: Annotated[WorkerId, Meta(min_length=1, max_length=128)]
-    """Unique in the cluster; it stays the same when the process restarts."""
+    """The worker's id, which is unique in the cluster. It stays the same when the process restarts."""
 
     role: Role = Role.BOTH
     """The phases of a request that the worker runs: prefill, decode, or both."""

@@ -78,7 +78,7 @@ async def serve_control(
 
 @asynccontextmanager
 async def serve_rank(listen: str, serving: Callable[[], bool]) -> AsyncIterator[str]:
-    """Serve only health, in the process of a rank that is not the first of its engine; yield the address.
+    """Serve only the health service, in the process of a rank that is not the first of its engine; yield the address.
 
     Raises:
         ConfigurationRefused: The address is in use or does not belong to this machine.

@@ -52,7 +52,7 @@ class _SessionPauses(Struct):
 
 
 class SessionPinPolicy:
-    """Decides which chains to pin, by the rules of this module. It knows attempts by the engine's ids."""
+    """Decides which chains to pin, by the rules of this module. The ids of attempts are those of the engine."""
 
     def __init__(self, longest: Nanos):
         assert longest > 0, longest

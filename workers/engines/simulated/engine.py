@@ -237,7 +237,7 @@ class SimulatedEngine:
             await asyncio.sleep(HANG_SECONDS)
 
     async def _wait_for_step(self, seconds: float) -> None:
-        """Wait for the duration of a step, but shorter if the steps before it took too long."""
+        """Wait for the modelled duration of a step, less the delay of earlier steps that took longer than modelled."""
         clock = asyncio.get_running_loop()
         self._due = max(self._due, clock.time() - CATCH_UP_SECONDS) + seconds / self._settings.speedup
         await asyncio.sleep(max(0.0, self._due - clock.time()))

@@ -1,4 +1,4 @@
-"""LoRA adapters of a vLLM engine: from the worker's settings to vLLM's arguments."""
+"""LoRA adapters of a vLLM engine: derives vLLM's arguments and requests from the adapters in the worker's settings."""
 
 import json
 import logging

@@ -165,7 +165,8 @@ class SilenceDetector:
         self._left: _AbandonedRequest | None = None
         self._left_at = Nanos(0)
         self._owed = 0  # nanoseconds that cancelled requests waited in total since the server's last byte
-        # KiB of the longest cancelled prompt that the server may still compute: for a whole answer, and for a stream.
+        # KiB of the longest cancelled prompt that the server may still compute: first among the requests for an answer in one
+        # piece, then among those for a stream.
         self._left_kib = [0, 0]
         self._overtook = _UNSEEN
         self._out = False

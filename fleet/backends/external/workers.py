@@ -177,7 +177,7 @@ class ExternalBackends:
 
     async def _look(self) -> Never:
         """Let each backend check its server for silence every `PROBE_SECONDS`."""
-        # First tick, so that a pause of the process before the first check is left out too.
+        # This first tick makes the running time leave out a pause of the process before the first check, too.
         self._own_time.tick(self._clock.now())
         while True:
             await asyncio.sleep(PROBE_SECONDS)

@@ -532,7 +532,7 @@ class VllmEngine:
                 return
         else:
             prompt = vllm_requests.prompt_of(start)
-        if request.cancelled:  # it was cancelled while its parser was opened
+        if request.cancelled:  # the request was cancelled while its parser was opened
             self._tell(Progress(request_id=start.request_id, finish=Finish.CANCELLED))
             return
         adapter = lora_request(start.adapter, self._settings)

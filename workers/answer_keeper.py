@@ -5,10 +5,11 @@ Rules:
 1. A router gives the attempts of such an answer an answer key (`Start.answer_key`). The worker keeps their tokens: those
    that other workers have generated (`Start.generated_tokens`), and its own, before they are sent. So it has all tokens
    that a client can have, however suddenly the router ends. Any router of the cluster may ask for them by the key.
-2. An answer is kept for a set time after its end. The end of the stream to its router counts as its end, too.
+2. An answer is kept for a set time after its end. If the stream to its router ends, the answer ends with it.
 3. If the tokens exceed the memory limit, the answers that have ended are forgotten first, beginning with the earliest
    end, and then the running ones, beginning with the earliest start.
-4. An attempt with the key of an earlier attempt replaces its tokens. Routers use a key for one attempt only.
+4. Routers use a key for one attempt only. If a key is used again nevertheless, the tokens of the new attempt replace
+   those of the earlier one.
 """
 
 from array import array
@@ -21,14 +22,15 @@ from fleet.core.clock import SECOND, Nanos
 from fleet.core.requests import TOKEN_BYTES, TokenBytes
 
 AnswerKey = int
-"""Key of an answer, a random number of 64 bits. A router changes it when it starts an attempt again, because tokens of the lost
-attempt that it has not received could be different. Request ids do not serve as keys, because clients may use one twice."""
+"""Key of an answer, a random number of 64 bits. A router takes a new key when it replaces a lost attempt by another one.
+The two attempts may generate different tokens, and the lost attempt's worker may keep some that the router never got.
+Request ids do not serve as keys, because clients may use a request id twice."""
 
-ENTRY_BYTES = 400  # memory for an answer besides its tokens
+ENTRY_BYTES = 400  # memory that an answer takes besides its tokens
 
 
 class KeptTokens(Struct):
-    """Tokens of one answer; `AnswerKeeper.begin` returns it."""
+    """Tokens of one answer; `AnswerKeeper.begin` returns this object to the caller, which passes it to `add` and `end`."""
 
     key: AnswerKey
     tokens: "array[int]"
@@ -58,7 +60,7 @@ class AnswerKeeper:
         Args:
             key: The key of the answer; 0: it has none.
             prompt: The tokens of the attempt's prompt.
-            generated: Number of its last tokens that are the beginning of the answer.
+            generated: Number of tokens at the end of `prompt` that another worker generated as the answer's beginning.
             now: The present instant.
         """
         if not key or not self._max_bytes:
@@ -79,7 +81,7 @@ class AnswerKeeper:
                 self._forget(now)
 
     def end(self, answer: KeptTokens, now: Nanos) -> None:
-        """Note that no more tokens follow, so that the time for which they are kept begins."""
+        """Note that no more tokens of an answer follow. From now on its tokens are kept for the set time."""
         if self._running.get(answer.key) is answer:
             answer.ended_at = now
             if answer.tokens:

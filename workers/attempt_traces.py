@@ -5,7 +5,7 @@ Rules:
 1. Only attempts whose router sent a trace context are followed. The span of an attempt is a child of the router's span.
 2. A sampled attempt is exported when it ends. An attempt that is not sampled is kept in memory after its end, because
    its request may still become slow or fail elsewhere. The router then requests the attempts of this request, and they
-   are exported too. Other requests of the same trace are not. At most `MOST_HELD` attempts are kept, the newest ones.
+   are exported too. Those of other requests in the same trace are not exported. At most `MOST_HELD` attempts are kept, the newest ones.
    If the router asks for it (`KeepTrace.leave_room`), these attempts may fill only a part of the export queue, so that
    room is left for the attempts of failed requests.
 3. Below the attempt's span there are "queue" (until the engine takes it), "kv_transfer" (blocks from elsewhere),
@@ -247,7 +247,7 @@ NOTHING_MOVED: Attributes = {"fleet.kv.blocks": 0, "fleet.kv.bytes": 0}
 def transfer_attributes(report: KvReport) -> dict[str, AttributeValue]:
     """Return span attributes that describe the KV moved to the worker: blocks, bytes and sources.
 
-    The result is empty if none was moved.
+    The result is empty if no blocks were moved.
     """
     moved = [each for each in report.origins if each.source in (Source.STORE, Source.DIRECT)]
     if not moved:

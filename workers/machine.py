@@ -74,11 +74,12 @@ from workers.ports import EngineFacts
 # Time in which cancelled attempts may end after the drain's deadline; a healthy engine needs one step.
 GRACE = Nanos(2 * SECOND)
 FETCHED_WITHIN = Nanos(5 * SECOND)
-"""Time in which a decode worker begins to fetch a handoff from a store. Routers pass a handoff on within milliseconds.
-If a decode attempt waits longer in a queue, its worker computes the missing blocks."""
+"""Time for which a drain keeps a store that ends with this process, after the last handoff through that store. Routers pass
+a handoff on within milliseconds, so decode workers usually begin to fetch its blocks within this time. If a decode attempt
+waits longer in a queue, its worker computes the blocks."""
 
 KEPT_ANSWERS_BYTES = 1 << 20
-"""Bytes of tokens from which on a message with kept answers is sent, and another one begun."""
+"""When the tokens of a message with kept answers reach this number of bytes, the machine sends it and begins another one."""
 
 
 class LifePhase(StrEnum):
@@ -119,7 +120,7 @@ def advance(phase: LifePhase, event: LifeEvent) -> LifePhase:
 
 
 class PendingReport(StrEnum):
-    """States which messages about an attempt its router will still get."""
+    """States which messages about an attempt the worker still sends to the router that has requested the attempt."""
 
     ALL = "all"
     # No message, because the router knows that the attempt has ended, or because its stream has ended.
@@ -135,7 +136,7 @@ class WorkerAttempt(Struct, kw_only=True):
     deadline: Nanos | None
     report: PendingReport = PendingReport.ALL
     cancelled: bool = False
-    kept: KeptTokens | None = None  # None if the tokens of its answer are not kept
+    kept: KeptTokens | None = None  # tokens of the attempt's answer; None: they are not kept
 
 
 class WorkerMachine:
@@ -160,7 +161,7 @@ class WorkerMachine:
             role: The kinds of attempts that the worker takes.
             facts: Description of the engine.
             capacity: The maximum number of attempts that the worker holds (rule 6).
-            evacuates: True if there is an evacuator for its warm blocks.
+            evacuates: True if the server has an evacuator, which copies the warm blocks in a drain.
             store_goes: True if the store's memory ends with this process.
             kept: Keeps the tokens of answers; None: they are not kept.
         """
@@ -174,7 +175,7 @@ class WorkerMachine:
         self._kept = kept or AnswerKeeper(0, 0)
         self._streams: dict[StreamId, str] = {}
         self._attempts: dict[RequestId, WorkerAttempt] = {}  # all attempts that have not ended, by engine id
-        # Attempts whose router does not know yet that they have ended.
+        # Attempts whose router still gets messages about them (`PendingReport.ALL`), by stream and the router's request id.
         self._unreported: dict[tuple[StreamId, RequestId], WorkerAttempt] = {}
         self._drain_deadline: Nanos | None = None
         self._given_up = 0
@@ -215,7 +216,7 @@ class WorkerMachine:
             case EngineStuck():
                 return self._abandon()
             case EngineReady():
-                # False if the worker had to drain before its engine was ready.
+                # The phase is DRAINING already if a drain was requested before the engine was ready.
                 if self.phase is LifePhase.STARTING:
                     self.phase = advance(self.phase, LifeEvent.ENGINE_READY)
                 return []

@@ -19,7 +19,7 @@ class EngineReady(Struct, frozen=True):
 
 
 class FactsChanged(Struct, frozen=True, kw_only=True):
-    """The engine's description has changed, because the engine has joined its store."""
+    """The engine's description has changed, because the engine has joined its KV store after the start."""
 
     facts: EngineFacts
 
@@ -46,7 +46,7 @@ class CancelRequested(Struct, frozen=True, kw_only=True):
 
 
 class AnswersRequested(Struct, frozen=True, kw_only=True):
-    """A router wants tokens that this worker keeps."""
+    """A router asks for the kept tokens of answers, because their clients resume them (`workers.answer_keeper`)."""
 
     stream: StreamId
     wanted: AnswersWanted
@@ -56,7 +56,7 @@ class EngineStepped(Struct, frozen=True, kw_only=True):
     """The engine has finished a step, with these outputs."""
 
     outputs: Sequence[Progress | Rejected]
-    lent: int = 0  # number of handoffs whose blocks the engine keeps now, including the handoffs of these outputs
+    lent: int = 0  # number of handoffs whose blocks the engine keeps now; those of `outputs` are included
 
 
 class DrainRequested(Struct, frozen=True, kw_only=True):
@@ -64,7 +64,7 @@ class DrainRequested(Struct, frozen=True, kw_only=True):
 
 
 class WorkerTicked(Struct, frozen=True, kw_only=True):
-    """Time has passed; the machine checks whether deadlines have passed."""
+    """The server sends this event regularly, so that the machine checks its deadlines."""
 
     lent: int = 0  # number of handoffs whose blocks the engine keeps now
 
@@ -94,7 +94,11 @@ WorkerEvent = (
 
 
 class Submit(Struct, frozen=True, kw_only=True):
-    """Give an attempt to the engine. Its request id here is the engine id (`workers.machine`, rule 3)."""
+    """Give an attempt to the engine.
+
+    The request id in `start` is unique within the engine, and may differ from the router's id of the request
+    (`workers.machine`, rule 3).
+    """
 
     start: Start
 

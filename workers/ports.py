@@ -19,7 +19,7 @@ KvLayout = Literal["HND", "NHD"]
 
 
 class PinChain(Struct, frozen=True, kw_only=True):
-    """Asks the store to pin the leading blocks of a chain, as far as it has them. Replaces the session's earlier pin."""
+    """Asks the store to pin the leading blocks of a chain that it has. The pin replaces the session's earlier pin."""
 
     session: str
     tokens: TokenBytes
@@ -53,7 +53,8 @@ class EngineFacts(Struct, frozen=True, kw_only=True):
     store_id: StoreId | None = None
     kv: Fingerprint | None = None  # the meaning and the layout of the engine's blocks; None: it is not known
     keeps_forms: bool = False  # True if the engine supports structured output
-    # The `ENGINE_FIELDS` that the engine supports, and `IMAGES` (`fleet.core.requests`).
+    # Names from `fleet.core.requests.ENGINE_FIELDS`: the fields that the engine supports. If the engine takes images, the
+    # tuple also contains `IMAGES`.
     sampling_fields: tuple[str, ...] = ()
     # The fields of `fleet.core.requests.STATE_FIELDS` whose state the engine rebuilds when it continues an answer.
     continued_fields: tuple[str, ...] = ()
@@ -84,8 +85,8 @@ class Pulse(Struct, frozen=True, kw_only=True):
     """Tells the progress of one scheduler of an engine; the watchdog compares pulses."""
 
     steps: int
-    """Number of steps that the scheduler has begun. It begins a step when the previous one has ended, or at most one step earlier.
-    """
+    """Number of steps that the scheduler has begun. At most two begun steps have not ended, because a scheduler may
+    prepare the next step while the engine computes the current one."""
 
     tokens: int
     """Number of prompt and answer tokens in the current step, or in the last step if none runs."""
@@ -128,7 +129,7 @@ class Engine(Protocol):
     def submit(self, start: Start) -> None:
         """Queue an attempt. If the attempt is invalid, `outputs()` yields a `Rejected`.
 
-        For prefill, the final `Progress` carries the first token and a `Handoff`; the server fills in its
+        For prefill, the final `Progress` carries the first token and a `Handoff`; the server fills in the handoff's
         `prefill_worker`. For decode, `start.handoff` names the blocks to fetch; blocks that cannot be fetched are
         computed instead.
         """

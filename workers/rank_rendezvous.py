@@ -1,6 +1,6 @@
-"""Rank rendezvous: decides when the ranks of an engine on several hosts form a group, and when the group ends. Pure.
+"""Rank rendezvous: decides when the ranks of an engine on several hosts form a group, and when the group ends.
 
-`workers.connections.ranks` sends and receives the messages.
+This module does no I/O; `workers.connections.ranks` sends and receives the messages.
 
 Rules:
 
@@ -92,7 +92,10 @@ def common_settings_digest(settings: WorkerSettings) -> str:
 
 
 class RankRendezvous:
-    """Records at the leader which ranks have joined, and decides when the group ends. `check` holds after every call."""
+    """Records at the leader which ranks have joined, and decides when the group ends.
+
+    The assertions of `check` hold after every call.
+    """
 
     def __init__(self, group: GroupSettings, common: str, now: Nanos) -> None:
         """Start with no rank joined; `common` is the result of `common_settings_digest`."""

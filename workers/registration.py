@@ -8,8 +8,8 @@ Rules:
    the stream until it ends: running attempts go on, and a message on the stream says that the worker takes no new ones.
 3. A registry that cannot be reached does not delay the end of the worker, because the lease ends by itself.
 4. If another process is registered under the worker's id, the worker waits for the end of that process, at most
-   `name_wait_seconds`. The process may be the worker's own predecessor, whose end the router has not noticed yet. The worker
-   is not ready meanwhile.
+   `name_wait_seconds`. The process may be the worker's own predecessor, whose end the registry has not noticed yet. The
+   worker is not ready meanwhile.
 5. A worker that was replaced by another process with its id does not try again, because the two processes would replace
    each other for ever. It ends with an error, so that its supervisor acts. A registered worker also counts as replaced if
    it finds another process registered under its id.
@@ -98,7 +98,7 @@ class RegistryEntry(Struct, kw_only=True):
         return why
 
     async def leave(self) -> None:
-        """Deregister within two seconds. The caller has to cancel `run` first."""
+        """Deregister within two seconds. The caller has to cancel `run` first, which would register the worker again."""
         self.taken = False
         try:
             async with asyncio.timeout(DEREGISTER_SECONDS):

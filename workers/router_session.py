@@ -18,7 +18,8 @@ from workers.messages import AnswersRequested, AttemptRequested, CancelRequested
 from workers.ports import Outlet
 
 MAX_WAITING_ANSWERS = 100
-"""Maximum number of messages with kept answers that wait for a router. Each has about 1 MiB, and a worker keeps 64 MiB by default."""
+"""Maximum number of messages with kept answers that wait for a router. Each has about 1 MiB. By default a worker keeps
+64 MiB of answers, so a router can request all of them at once."""
 
 
 class RouterSession:
@@ -43,7 +44,7 @@ class RouterSession:
         self.stream = stream
         self._outlet = outlet
         self._absorb = absorb
-        # Function for a router's request to keep the trace of a request; None if this worker does not trace.
+        # Function that is called when the router asks to keep the trace of a request; None if this worker does not trace.
         self._keep_trace = keep_trace
         self._limit = limit
         self._introduction: deque[WorkerMessage] = deque([description])
@@ -68,7 +69,10 @@ class RouterSession:
                     self._keep_trace(message)
 
     def offer(self, message: WorkerMessage) -> bool:
-        """Send a message in order; return False if the queue is full, so that the stream has to be closed."""
+        """Send a message, or queue it behind earlier messages.
+
+        Return False if the queue is full; the caller then has to close the stream.
+        """
         if not (self._introduction or self.waiting or self._outlet.full):
             self._outlet.put(message)
         elif len(self.waiting) < self._limit and not (isinstance(message, KeptAnswers) and self._answers_wait()):
@@ -82,7 +86,7 @@ class RouterSession:
         return sum(isinstance(each, KeptAnswers) for each in self.waiting) >= MAX_WAITING_ANSWERS
 
     def offer_changes(self, events: tuple[KvEvent, ...]) -> bool:
-        """Send changes of the cache, numbered in the order of this stream."""
+        """Send changes of the cache with the next sequence number of this stream; return False as `offer` does."""
         return self.offer(self._numbered(events))
 
     def flow(self) -> None:

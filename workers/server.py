@@ -53,8 +53,8 @@ from workers.watchdog import EngineHealth, Watchdog
 log = logging.getLogger(__name__)
 
 END_SECONDS = 10.0
-"""Time within which a worker whose engine hangs ends; this is enough to close its ports and its store. If the process
-still runs after this time, it is no longer reported as live."""
+"""Time that the process has to end after its engine was found to hang; it is enough to close the ports and the store. If
+the process still runs after this time, its liveness probe fails, so that the process is killed."""
 
 
 class WorkerObserver(Protocol):
@@ -294,7 +294,7 @@ class WorkerServer:
             await asyncio.sleep(interval / 1000)
 
     def _describe_anew(self, facts: EngineFacts) -> None:
-        """Send all routers the description again, because the engine has joined its store since."""
+        """Send all routers the description again, because the engine has joined its store after the start."""
         self._facts = facts
         self.description = msgspec.structs.replace(self.description, store_id=facts.store_id, kv_paths=facts.kv_paths)
         log.info("worker description changed", extra={"store": facts.store_id, "kv_paths": facts.kv_paths})

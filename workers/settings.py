@@ -33,7 +33,8 @@ class VllmSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Data type of the model, by vLLM's name. With float32, the tokens of an answer do not depend on the other requests of the batch."""
 
     enforce_eager: bool = True
-    """No graph capture and no compilation: the engine starts faster, and runs slower if its kernels are short."""
+    """True if the engine captures no graphs and compiles nothing. It then starts faster, but runs slower if its kernels
+    are short."""
 
     omp_threads: Annotated[int, Meta(ge=1)] = 1
     """Threads of one CPU engine; 1, so that a prefill and a decode engine can share two cores."""
@@ -63,17 +64,18 @@ class SimulatedSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Factor by which every latency is divided; large values make tests fast."""
 
     kv_blocks: Positive = 4096
-    """Blocks of the engine's own cache."""
+    """Number of KV blocks that fit into the engine's memory."""
 
     bytes_per_token: Annotated[int, Meta(ge=8)] = 64
-    """KV bytes of one token; small by default (the tiny Llama model has 4096). A multiple of 8: 2 layers of 4 heads."""
+    """KV bytes of one token; small by default (the tiny Llama model has 4096). It is a multiple of 8, for the 4 heads in each
+    of the 2 layers."""
 
     tensor_parallel: Literal[1, 2, 4] = 1
     """Number of ranks that share the heads. More ranks make the engine no faster, but each has memory of its own."""
 
     kv_layout: KvLayout = "HND"
-    """The layout of blocks in a rank's memory. Engines with other layouts and numbers of ranks share blocks through the
-    store."""
+    """The layout of blocks in a rank's memory. Engines that differ in the layout or in the number of ranks can
+    share blocks only through the store, which converts them."""
 
     seed: Annotated[int, Meta(ge=0)] = 0
     """Number that stands for the weights: engines with different seeds compute different KV and different tokens."""
@@ -85,16 +87,16 @@ class SimulatedSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """The end-of-sequence tokens, if `model_dir` has no config.json."""
 
     eos_probability: Annotated[float, Meta(ge=0, lt=1)] = 0.002
-    """The probability that a token ends the sequence; answers commonly have 500 tokens."""
+    """The probability that a token ends the sequence; with the default, an answer has 500 tokens on average."""
 
     max_batched_tokens: Positive = 2048
     """The most tokens in one step, answers and prompts together; long prompts take several steps (chunked prefill)."""
 
     load_timeout_ms: Positive = 2000
-    """Maximum wait of a request for blocks from the store or a prefill engine; then they are computed."""
+    """Maximum wait of a request for blocks from the store or a prefill engine; after this time the blocks are computed."""
 
     publish_timeout_ms: Positive = 2000
-    """Maximum time for which the end of a prefill waits until its blocks are in the store."""
+    """Maximum time for which a prefill whose tokens are computed waits until its blocks are in the store."""
 
     adapter_load_ms: Annotated[float, Meta(ge=0)] = 50.0
     """The time to load a LoRA adapter: tens of megabytes from a nearby file system."""
@@ -156,7 +158,8 @@ class GroupSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Maximum wait of the leader for all ranks; nodes may have to be created, and images fetched."""
 
     silence_ms: Annotated[int, Meta(ge=100)] = 15_000
-    """A rank that sends nothing for this time counts as lost, and the whole group ends, to be started anew."""
+    """A rank that sends nothing for this time counts as lost. The whole group then ends, so that its supervisors start
+    all ranks again."""
 
     def __post_init__(self) -> None:
         if self.rank >= self.nodes:
@@ -177,7 +180,7 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Settings of one worker process."""
 
     worker_id: Annotated[WorkerId, Meta(min_length=1, max_length=128)]
-    """Unique in the cluster; it stays the same when the process restarts."""
+    """The worker's id, which is unique in the cluster. It stays the same when the process restarts."""
 
     role: Role = Role.BOTH
     """The phases of a request that the worker runs: prefill, decode, or both."""
@@ -215,8 +218,8 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     credentials: Credentials = Credentials()
     """The credentials that routers prove at `listen`, unless it is a Unix socket: the secret in `secret_file`, which the
     worker proves to them as well. With `certificate` and `key` the connection uses TLS, and with `authority` routers
-    have to show a certificate. Beyond loopback one of them is required, unless `insecure` states that nobody else is
-    on that network."""
+    have to show a certificate. If other hosts can reach `listen`, a secret or an authority is required, unless `insecure`
+    states that nobody else is on that network."""
 
     control_listen: str = ""
     """Address at which operators connect: gRPC with the Worker service, health and reflection; unix:path, or host:port with
@@ -231,7 +234,7 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     metrics_listen: str = ""
     """host:port of /metrics, for monitoring that reaches workers; routers export what workers report in any case. Empty:
-    there is none. Further ranks of a group answer with no more than the metrics of this port's certificate."""
+    there is none. The other ranks of a group export only the metrics of this port's certificate."""
 
     metrics_access: MetricsAccess = MetricsAccess()
     """Access to the metrics of `metrics_listen`."""
@@ -291,7 +294,7 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Prefill speed of the worker's hardware, relative to the other workers of its model: 2 means twice as fast."""
 
     decode_speed: Annotated[float, Meta(gt=0)] = 1.0
-    """Decode speed of the worker's hardware, relative to the other workers in the same way."""
+    """Decode speed of the worker's hardware, relative to the other workers of its model: 2 means twice as fast."""
 
     labels: tuple[str, ...] = ()
     """Labels that a request may demand, such as a zone or a licence."""
@@ -311,20 +314,23 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Requests that may wait for a place in the batch; more are refused with QUEUE_FULL."""
 
     stream_buffer: Annotated[int, Meta(ge=16)] = 1024
-    """Maximum number of messages that wait for a slow router; a further one closes its stream. At 400 steps a second, this is 2.5 s."""
+    """Maximum number of messages that wait for a slow router; a further message closes the router's stream. An engine with
+    400 steps a second fills the default in 2.5 s."""
 
     kept_answers_mib: Annotated[int, Meta(ge=0, le=1 << 14)] = 64
-    """MiB for the tokens of resumable answers over server-sent events. An answer takes 4 bytes for each token and 400 more. Beyond it,
-    answers are forgotten, first those that ended earliest, then running ones. 0: none are kept."""
+    """Memory limit in MiB for the tokens of resumable answers that clients get as server-sent events. An answer takes
+    400 bytes, and 4 more for each token. Above the limit, answers are forgotten: first those that ended earliest, then
+    running ones. 0: none are kept."""
 
     kept_answers_seconds: Annotated[float, Meta(ge=0, le=86_400)] = 60.0
-    """Time for which the tokens of such an answer are kept after its end: longer than clients take to come back."""
+    """Time for which the tokens of a resumable answer are kept after its end: longer than clients take to come back."""
 
     load_interval_ms: Annotated[int, Meta(ge=10, le=500)] = 100
-    """The load is reported on change, at most this often; deadlines, also a drain's, are checked as often."""
+    """Minimum time between two load reports, which the worker sends when its load has changed. The deadlines of requests
+    and of a drain are checked at the same interval."""
 
     heartbeat_ms: Annotated[int, Meta(ge=10)] = 1000
-    """The load is reported at least this often."""
+    """Maximum time between two load reports: after this time the worker reports its load even if it has not changed."""
 
     watchdog: WatchdogSettings = WatchdogSettings()
     """Settings of the watchdog, which decides when an engine without progress counts as hung."""
@@ -401,7 +407,7 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """Refuse settings that make no sense for a worker whose model computes vectors, such as a store.
 
         Raises:
-            ValueError: The setting hands blocks over or stores them; the message names it.
+            ValueError: A setting makes no sense for such a worker; the message names the setting.
         """
         if self.role is not Role.BOTH:
             raise ValueError(

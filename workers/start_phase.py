@@ -11,7 +11,7 @@ from enum import StrEnum
 
 
 class StartPhase(StrEnum):
-    """A phase of the start. Its value is the text for the person."""
+    """A phase of the start. Its value is the text that the waiting person sees."""
 
     FETCH = "fetching the model"
     LOAD = "loading"
@@ -30,7 +30,7 @@ _TELL: ContextVar[TellPhase] = ContextVar("tell_phase", default=_to_nobody)
 
 
 def note_phase(phase: StartPhase) -> None:
-    """Report that the start has reached a phase. Threads and tasks that run in the context may call this too."""
+    """Report that the start has reached a phase. Threads and tasks inside `telling_phases` may call this too."""
     _TELL.get()(phase)
 
 

@@ -1,4 +1,4 @@
-"""Step watchdog: decides from an engine's steps whether it is healthy or hangs. Pure; `workers.server` calls it.
+"""Step watchdog: decides from an engine's steps whether it is healthy or hangs. `workers.server` calls it.
 
 If the engine hangs, `workers.server` ends the routers' streams, and each router continues the requests elsewhere.
 Hung processes of `fleet up` are noticed by `fleet.local.liveness`, silent streams of workers by `fleet.backends.workers.streams`.
@@ -21,9 +21,10 @@ Rules:
    counts. Requests that arrive while the engine hangs therefore do not extend the patience.
 6. A step may wait for a KV transfer from another engine. While work that was present when the step began waits for a transfer, the
    patience is at least the transfer's own time limit, and the step's time is not learned.
-7. The time between two looks counts as at most a tenth of the patience, because nobody watches while the process is
-   stopped, the machine suspended, or the event loop blocked. A hang is therefore detected after at least ten looks
-   without progress. The time of a step with such a gap is not learned.
+7. The time between two calls of `Watchdog.look` counts as at most a tenth of the patience. The watchdog sees nothing
+   while its process is stopped, the machine is suspended, or the event loop is blocked, and such a gap is no sign of a
+   hang. A hang is therefore detected after at least ten calls without progress. The time of a step with a longer gap is
+   not learned.
 8. The state of an engine is the worst state of its schedulers.
 """
 
@@ -37,9 +38,9 @@ from msgspec import Meta, Struct
 from fleet.core.clock import SECOND, Nanos
 from workers.ports import Pulse
 
-# Long enough to remember recent slow steps, and short enough to forget a compilation within an hour.
+# This time is long enough to remember recent slow steps, and short enough to forget a compilation within an hour.
 HALF_LIFE = 600 * SECOND
-SHARE_OF_A_LOOK = 10  # the time between two looks counts as at most the patience divided by this number (rule 7)
+SHARE_OF_A_LOOK = 10  # the time between two calls of `look` counts as at most the patience / this number (rule 7)
 SIZES = 32  # number of step sizes, which are powers of two; no step has 2**31 tokens
 
 
@@ -64,8 +65,8 @@ class WatchdogSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     step_factor: Annotated[float, Meta(ge=2, le=1000)] = 20.0
     """Between `floor_seconds` and `ceiling_seconds`, the patience is this factor times the slowest recent step of the
-    same size. 20: a step over a context of 100,000 tokens takes about 4 times as long as one over none, and 5 times that
-    if four others share the core."""
+    same size. The default is 20, because a step over a context of 100,000 tokens takes about 4 times as long as a step
+    without context, and 5 times as long again if four other processes share the core."""
 
     def __post_init__(self) -> None:
         if self.ceiling_seconds < self.floor_seconds:
@@ -112,7 +113,7 @@ class Watchdog:
 
     @property
     def waited(self) -> Nanos:
-        """Maximum time, as far as it was watched, for which a scheduler with work has made no progress."""
+        """The longest time for which a scheduler with work has made no progress now; gaps count as in rule 7."""
         return max((scheduler.waited for scheduler in self._schedulers), default=Nanos(0))
 
 
@@ -129,7 +130,7 @@ class _Scheduler:
         self._watched = Nanos(0)
         self._novel = False  # True if work of a new kind was present when the current step began
         self._fetch_limit = Nanos(0)  # time limit of the transfers for which work waited when the current step began
-        self._slept = False  # True if a gap between two looks since the last step did not count in full (rule 7)
+        self._slept = False  # True if a gap between two calls since the last step did not count in full (rule 7)
 
     def look(self, pulse: Pulse, since: Nanos) -> EngineHealth:
         before, self._pulse = self._pulse, pulse

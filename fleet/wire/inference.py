@@ -143,8 +143,8 @@ def encode_request(request: GenerateRequest, sampling: Mapping[str, object], tim
         timeout_ms=timeout_ms,
         session=request.session,
         tenant=request.tenant,
-        placement=_PLACEMENT_NUMBERS[request.placement],  # type: ignore[arg-type]  # an enum's number
-        kv_path=_KV_PATH_NUMBERS[request.kv_path],  # type: ignore[arg-type]  # an enum's number
+        placement=_PLACEMENT_NUMBERS[request.placement],  # type: ignore[arg-type]  # the number of an enum value
+        kv_path=_KV_PATH_NUMBERS[request.kv_path],  # type: ignore[arg-type]  # the number of an enum value
         expected_tokens=request.expected_tokens,
         pin=request.pin,
         labels=request.labels,
@@ -233,7 +233,7 @@ def encode_event(event: GenerateEvent, token_text: Callable[[int], str]) -> pb.G
         case Finished():
             return pb.GenerateResponse(
                 finished=pb.Finished(
-                    reason=_FINISH_NUMBERS[event.finish],  # type: ignore[arg-type]  # an enum's number
+                    reason=_FINISH_NUMBERS[event.finish],  # type: ignore[arg-type]  # the number of an enum value
                     usage=pb.Usage(
                         prompt_tokens=event.usage.prompt_tokens,
                         completion_tokens=event.usage.completion_tokens,
@@ -369,7 +369,7 @@ def _decode_pooling(message: pb.Pooling) -> Pooling:
 
 
 def _decode_sampling(message: pb.Sampling) -> Sampling:
-    given = {field: getattr(message, field) for field in _OPTIONAL if message.HasField(field)}  # type: ignore[arg-type]  # by name
+    given = {field: getattr(message, field) for field in _OPTIONAL if message.HasField(field)}  # type: ignore[arg-type]  # names of fields
     form = None
     if message.HasField("form") and (form := decode_structured_output(message.form)) is None:
         raise invalid("sampling.form", f"must be one of {', '.join(pb.Form.DESCRIPTOR.fields_by_name)}")
@@ -385,10 +385,10 @@ def _decode_sampling(message: pb.Sampling) -> Sampling:
 def _encode_sampling(sampling: Mapping[str, object]) -> pb.Sampling:
     given = dict(sampling)
     if (form := given.pop("form", None)) is not None:
-        given["form"] = encode_structured_output(form)  # type: ignore[arg-type]  # by name
+        given["form"] = encode_structured_output(form)  # type: ignore[arg-type]  # mypy knows no types of the values
     if "logit_bias" in given:
         given["logit_bias"] = dict(given["logit_bias"])  # type: ignore[call-overload]  # pairs, or a mapping
-    return pb.Sampling(**given)  # type: ignore[arg-type]  # by name; protobuf checks
+    return pb.Sampling(**given)  # type: ignore[arg-type]  # protobuf checks names and types
 
 
 def _encode_logprobs(logprobs: Logprobs, token_text: Callable[[int], str]) -> pb.TokenLogprobs:

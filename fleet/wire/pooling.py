@@ -1,11 +1,11 @@
-"""Conversion between protobuf messages and values: the demand for a vector instead of tokens."""
+"""Pooling: translates requests for a vector instead of tokens from and to proto/fleet/v1/inference.proto."""
 
 from fleet.core.requests import Pooling, PoolingTask
 from fleet.v1 import inference_pb2 as pb
 
 
 def encode_pooling(pooling: Pooling) -> pb.Pooling:
-    """Encode the demand for a vector.
+    """Encode what a request demands of its vector: the task, the dimensions and the activation.
 
     Raises:
         TypeError, ValueError: A value does not fit its field.
@@ -19,7 +19,7 @@ def encode_pooling(pooling: Pooling) -> pb.Pooling:
 
 
 def decode_pooling(message: pb.Pooling) -> Pooling | None:
-    """Decode the demand for a vector; return None if its task is unknown."""
+    """Decode what a request demands of its vector; return None if its task is unknown."""
     try:
         task = PoolingTask(message.task)
     except ValueError:

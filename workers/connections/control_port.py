@@ -39,7 +39,7 @@ async def serve_control(
     Args:
         worker: The worker, which the caller runs.
         listen: Address as host:port (port 0: any free port) or unix:path.
-        presence: The worker's registrations. They are ended before a drain that was requested at this port begins.
+        presence: The worker's registrations. When a drain is requested at this port, they are ended at once.
         access: The proof that callers have to show; health and reflection need none.
 
     Raises:
@@ -78,7 +78,7 @@ async def serve_control(
 
 @asynccontextmanager
 async def serve_rank(listen: str, serving: Callable[[], bool]) -> AsyncIterator[str]:
-    """Serve only health, in the process of a rank that is not the first of its engine; yield the address.
+    """Serve only the health service, in the process of a rank that is not the first of its engine; yield the address.
 
     Raises:
         ConfigurationRefused: The address is in use or does not belong to this machine.

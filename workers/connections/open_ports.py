@@ -1,4 +1,4 @@
-"""Open ports of a worker: those at which engines talk to each other without credentials."""
+"""Open ports of a worker: the ports at which engines talk to each other without credentials."""
 
 from collections.abc import Iterator
 

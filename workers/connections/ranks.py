@@ -1,7 +1,7 @@
 """Connections between the ranks of one engine: TCP from each rank to the first, with one JSON object per line.
 
 `workers.rank_rendezvous` decides which ranks join and when a group ends. If the group ends although the leader has not
-ordered it, both peers of a connection raise `EngineDied` in the body of their context.
+ordered it, `leading_group` and `joined_group` raise `EngineDied` in the body of their contexts.
 """
 
 import asyncio

@@ -33,7 +33,7 @@ class StoreThread:
 async def open_store_thread(
     address: str, kv: Fingerprint, credentials: Credentials, name: str, *, wait_seconds: float | None = None
 ) -> AsyncIterator[StoreThread]:
-    """Open a client of the node at `address`, for an engine with blocks like `kv`.
+    """Open a client of the node at `address`, for an engine whose blocks have the fingerprint `kv`.
 
     If the node does not answer yet, the client joins it as soon as it does.
 

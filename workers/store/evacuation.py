@@ -7,13 +7,13 @@ Rules:
    store node ends with this process and has no such tier, the blocks are copied to the node's peers or to its disk.
 2. Blocks are copied in the order of `workers.store.evacuation_priority`, so that a drain with little time or a small
    `most_bytes` saves the prefixes that are used most.
-3. One thread makes the calls one after the other. Each has the client's deadline, and none begins after the drain's
-   deadline. The engine and the routers never wait for an evacuation.
-4. A call that the node does not answer in time counts as one failure, and so does a batch that the tier refuses. The
-   blocks are tried once more. If a circuit breaker opens meanwhile, the evacuation continues after the breaker's pause.
+3. One thread makes the calls one after the other. Each call has the client's deadline, and no call begins after the
+   drain's deadline. The engine and the routers never wait for an evacuation.
+4. A call that the node does not answer in time counts as one failure, and so does a batch that the tier refuses. Their
+   blocks are tried again. If a circuit breaker opens meanwhile, the evacuation continues after the breaker's pause.
    The evacuation stops at the deadline, and after `MOST_FAILURES` failures in a row.
 5. The log has one line with the result: blocks and bytes copied, blocks that were in the tier already, blocks left, and
-   failures. If requests still ran, a second line follows for the blocks that they added.
+   failures. If requests still ran, a second evacuation follows for the blocks that they added, with a second line.
 """
 
 import asyncio
@@ -52,7 +52,7 @@ class EvacuationSummary(Struct, frozen=True, kw_only=True):
     warm: int = 0  # number of blocks that may have been in the engine's cache
     saved: int = 0  # number of blocks that were written from the engine's memory to the store
     moved: int = 0  # number of blocks that were copied from the store to a tier that other nodes read
-    moved_bytes: int = 0  # bytes of these copied blocks, as large as they are in the store
+    moved_bytes: int = 0  # bytes of the blocks that `moved` counts, by their size in the store
     there: int = 0  # number of blocks that the tier had already
     left: int = 0  # number of blocks that were not copied, for lack of time or room, or because the tier failed
     failed: int = 0  # number of failed calls and batches
@@ -147,7 +147,7 @@ async def open_evacuator(
     most_bytes: int,
     wait_seconds: float | None = None,
 ) -> AsyncIterator[StoreEvacuator]:
-    """Open an evacuator that uses the node at `address`, once it answers, for an engine with blocks like `kv`.
+    """Open an evacuator that copies blocks by way of the store node at `address`, as soon as this node answers.
 
     Args:
         address: Address of the node's control plane.

@@ -1,4 +1,4 @@
-"""Evacuation priority: the order in which a draining worker's warm blocks are copied. Pure.
+"""Evacuation priority: the order in which a draining worker's warm blocks are copied.
 
 Rules:
 
@@ -52,7 +52,7 @@ class _BlockUse(Struct):
 
     position: int  # position of the block in its chain
     count: int = 0
-    latest: int = 0  # number of the newest prompt that contains the block
+    latest: int = 0  # position, among the recent prompts, of the newest one that contains the block
 
 
 def by_evacuation_priority(

@@ -108,7 +108,7 @@ class StorePinKeeper:
 async def open_pin_keeper(
     address: str, kv: Fingerprint, credentials: Credentials, *, wait_seconds: float | None = None
 ) -> AsyncIterator[StorePinKeeper]:
-    """Open a pin keeper that uses the node at `address`, for an engine with blocks like `kv`.
+    """Open a pin keeper that uses the node at `address`, for an engine whose blocks have the fingerprint `kv`.
 
     The keeper works as soon as the node answers.
 

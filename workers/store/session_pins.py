@@ -1,4 +1,4 @@
-"""Session pins: decides which blocks a store keeps while a session is paused, for example for a tool or a person. Pure.
+"""Session pins: decides which blocks a store keeps while a session is paused, for example for a tool or a person.
 
 Rules:
 
@@ -6,8 +6,9 @@ Rules:
    computed. When the attempt ends, for any reason, its chain is pinned. Even a cancelled attempt counts, because the
    router cancels the attempt when it finds a stop string or a tool call. Prefill attempts, and attempts without a
    token, cause no pin.
-2. A pin lasts long enough for the share `LATEST` of the observed pauses that followed a pause of similar length
-   (`kvstore.eviction.session_pauses`), but at most `longest`. While too few pauses are known, it lasts `longest`.
+2. A pause is predicted from the pause before it: among all observed pauses that followed a pause of similar length, the
+   share `LATEST` was not longer than the pin lasts (`kvstore.eviction.session_pauses`). A pin lasts at most `longest`,
+   and exactly `longest` while too few pauses are known.
 3. When the session sends another request, its pin ends with the first tokens of the answer. From then on, the engine
    itself has the blocks.
 4. The store identifies a session by a digest of its name and the tenant's salt, so that no tenant can end another tenant's
@@ -51,7 +52,7 @@ class _SessionPauses(Struct):
 
 
 class SessionPinPolicy:
-    """Decides which chains to pin, by the rules of this module. It knows attempts by the engine's ids."""
+    """Decides which chains to pin, by the rules of this module. The ids of attempts are those of the engine."""
 
     def __init__(self, longest: Nanos):
         assert longest > 0, longest

@@ -16,8 +16,8 @@ Rules:
    instead of the token ids.
 5. A server without KV events is assumed to cache the prompts that were sent to it (`fleet.router.kv_index`). The cache
    of a server with KV events is known from the first event after the server joined, or from the oldest event that it
-   can send again. If events cannot be used, an alert names the problem (`workers.engines`), and placement relies on the
-   other events alone.
+   can send again. If events cannot be used, an alert names the problem (`fleet.backends.kv_events.health`), and placement
+   relies on the other events alone.
 6. If the settings name the tokenizer of a server, the tokenizer check compares it with the server's own tokenizer
    before the server joins. If the two differ, the server's KV events describe blocks that no request can use.
 7. A server that answers health checks but sends no content of answers leaves rotation: it gets no new requests. The
@@ -102,7 +102,7 @@ OUT_OF_SOCKETS_SECONDS = 0.05  # pause between two attempts to get a socket (rul
 RETRY_AFTER_MS = 1000
 NO_SOCKET = "this router has no socket left for it; raise its limit of open files, or retry later"
 TOKEN = 0  # placeholder for token ids, which external servers do not send
-# Minimum time between two silence checks, multiplied by the number of running requests. A check takes 2 µs for each
+# Minimum time between two silence checks per running request: with 10 requests it is 10 times as long. A check takes 2 µs for each
 # request.
 PROBE_INTERVAL = MILLISECOND // 2
 PROBE_INTERVAL_WHILE_HEARD = SECOND  # time between two silence checks while some requests make progress
@@ -188,7 +188,7 @@ class ExternalBackend:
         self._compared_tokens = settings.compared_tokens
         self.joined = False
         self.asked = asyncio.Event()
-        """Set once the server has joined, or did not answer its first health check."""
+        """Set once the first health check has ended: the server has joined, or did not answer."""
         self._connect_timeout_seconds = connect_timeout_seconds
         self._clock = clock
         self._hear: Hear
@@ -199,7 +199,7 @@ class ExternalBackend:
         self._idle: list[Upstream] = []
         self._heard = False  # True if the server has sent anything since the last health check
         self._looked_at = Nanos(0)  # time of the last silence check of all running requests
-        self._failures = 0  # failed requests in a row
+        self._failures = 0  # number of requests in a row that have failed
         self._pause_seconds = FIRST_PAUSE_SECONDS
         self._not_before = Nanos(0)
         self._look = asyncio.Event()  # set to check the health now, without waiting for the next regular check
@@ -207,7 +207,8 @@ class ExternalBackend:
         self._tells_cached = False
         self._address = ServerAddress.of(settings.url, settings.api_key)
         self._passes_keys = not settings.api_key and not settings.withholds_keys
-        self._withholds_keys = not settings.api_key and settings.withholds_keys  # False once that was logged
+        # True if clients' keys are left out (rule 8) and this was not logged yet.
+        self._withholds_keys = not settings.api_key and settings.withholds_keys
         self._health = ServerHealth(settings, self._address, connect_timeout_seconds, codec)
         self._openings = {path: self._address.opening(b"POST", path.encode()) for path in PLACED}
 
@@ -236,7 +237,7 @@ class ExternalBackend:
         """The number of placed requests that run on this server."""
         return len(self._works)
 
-    # Calls by the router
+    # Methods that the router calls
 
     def start(self, work_id: RequestId, relayed: RelayedRequest) -> None:
         """Send a request to the server.
@@ -447,7 +448,7 @@ class ExternalBackend:
             self._trial.cancel()
             self._trial = None
 
-    # Calls by connections (`UpstreamOwner`)
+    # Methods that connections call (`UpstreamOwner`)
 
     def spoke(self, upstream: Upstream, relayed: RelayedRequest) -> None:
         if len(self.first_bytes) < LEARNED_FIRST_BYTES:

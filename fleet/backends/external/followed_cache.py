@@ -22,8 +22,8 @@ log = logging.getLogger(__name__)
 # Time limit from a computed prompt until the server has published its blocks. vLLM publishes them one engine step and
 # 0.1 s later.
 EVENT_PATIENCE = Nanos(10 * SECOND)
-# Only prompts of at least this many blocks are sure to fill a block that the server publishes, because prompts may be
-# measured in bytes instead of tokens.
+# Minimum number of blocks of a prompt after which the server is expected to publish a block. A shorter prompt might fill
+# none, because prompts may be measured in bytes instead of tokens.
 LONG_PROMPT_BLOCKS = 4
 REMEMBERED_PROMPTS = 4096  # number of remembered prompts; a prompt that is not among them counts as new
 

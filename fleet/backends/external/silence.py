@@ -51,15 +51,15 @@ MIN_ANSWERS = 8  # after this many answers, a server is judged by its own times 
 # `KEPT_BY_AN_ANSWER`.
 MAX_SILENT_REQUESTS = 3.0
 KEPT_BY_AN_ANSWER = 0.8
-BACK_WITH = 2.0  # the count of silent requests of a server that returns to rotation (rule 6)
+BACK_WITH = 2.0  # a server that returns to rotation starts with this count of silent requests (rule 6)
 # A waiting request is overtaken if this many later requests were answered first. Fewer may be chance, or due to the
 # order within a batch.
 OVERTAKEN = 4
 # After a later request was answered first this many times, a server is known to compute several requests at a time.
 OVERTAKES = 3
 
-# Each KiB of a prompt beyond this many adds `KIB_SECONDS` to the allowed silence, because earlier prompts may have been
-# faster only because they were cached.
+# If a prompt has more KiB than this, each further KiB adds `KIB_SECONDS` to the allowed silence. Earlier prompts may have
+# been fast only because they were cached, so their times alone would allow too little.
 FREE_KIB = 4
 # Seconds for a KiB of prompt (about 250 tokens) at the slowest expected prefill: 1,000 tokens a second.
 KIB_SECONDS = 0.25
@@ -165,13 +165,14 @@ class SilenceDetector:
         self._left: _AbandonedRequest | None = None
         self._left_at = Nanos(0)
         self._owed = 0  # nanoseconds that cancelled requests waited in total since the server's last byte
-        # KiB of the longest cancelled prompt that the server may still compute: for a whole answer, and for a stream.
+        # KiB of the longest cancelled prompt that the server may still compute: first among the requests for an answer in one
+        # piece, then among those for a stream.
         self._left_kib = [0, 0]
         self._overtook = _UNSEEN
         self._out = False
         self._suspect = False
         self._held = False
-        self._unresponsive = False  # True if the server did not answer the trial request either
+        self._unresponsive = False  # True if the server is silent and has not answered its trial request
         # Instant at which the open trial request was sent; None: no trial request is open.
         self._asked_at: Nanos | None = None
         self._ask_from = Nanos(0)
@@ -320,7 +321,7 @@ class SilenceDetector:
             self._unresponsive = False
         if trial is not TrialOutcome.ANSWERED:
             return
-        # This is skipped after a hang, because the time of a hang does not measure the server's speed.
+        # After a hang, the waiting time is not added, because it does not measure the server's speed.
         if not self._unresponsive or self.past[True].count < MIN_ANSWERS:
             self.past[True].add(waited, 1)
         self._heard_at = max(self._heard_at, now)

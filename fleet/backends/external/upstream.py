@@ -44,7 +44,7 @@ MAX_HEAD_BYTES = 64 << 10  # maximum length of the head of an answer
 # Maximum number of cached heads of answers (`AnswerHeads`); a head with the header `date` can be reused for only a
 # second.
 MAX_KNOWN_HEADS = 256
-# Request bodies up to this size are copied behind the head, because one larger buffer is cheaper than two buffers.
+# A request body up to this size, in bytes, is copied into one buffer with its head, because sending two buffers costs more.
 SMALL_BODY_BYTES = 16 << 10
 MAX_INTERIM_HEADS = 16  # maximum number of interim heads (status 1xx) before an answer; usually there is at most one
 NOT_IMPLEMENTED = 501
@@ -59,7 +59,7 @@ USAGE_BYTES = 4096
 _PROMPT_TOKENS = re.compile(rb'"(?:prompt|input)_tokens"\s*:\s*([0-9]{1,12})')
 # A number of more than nine digits is not read as a count.
 _COMPLETION_TOKENS = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*([0-9]{1,9})(?![0-9])')
-_TOKEN_COUNT = b'_tokens"'  # the names of all counts end like this; within a JSON string the quote would be escaped
+_TOKEN_COUNT = b'_tokens"'  # the end of the names of all token counts; in a JSON string, the quote would be escaped
 _CACHED_TOKENS = re.compile(rb'"cached_tokens"\s*:\s*([0-9]{1,12})')
 
 _BETWEEN_CHUNKS = re.compile(rb"\r\n[0-9A-Fa-f]{1,16}(?:;[^\r\n]*)?\r\n")
@@ -191,15 +191,15 @@ class Upstream(asyncio.Protocol):
         self._keep_alive = False  # True if the connection to the client stays open after the answer
         # Decoded parts of the answer for a client without chunked encoding; None for other clients.
         self._bodies: list[bytes] | None = None
-        # Set by the backend: when the request was sent, and the number that its answer has if the server answers in
-        # order.
+        # The backend sets both: the instant at which the request was sent, and the number that its answer would have if
+        # the server answered all requests in the order in which they were sent.
         self.sent_at = Nanos(0)
         self.turn = 0
         self.spoke = False  # True if content of the answer has come (rule 7)
         self.quiet = True  # True if no content has come since the last silence check
         self._quiet_since: Nanos | None = None  # time of the check since which no content has come; None: no check yet
 
-    # Calls by the backend
+    # Methods that the backend calls
 
     @property
     def usable(self) -> bool:
@@ -265,7 +265,7 @@ class Upstream(asyncio.Protocol):
         self.transport.abort()
         self._owner.failed(self._work_id, reason, message)
 
-    # Calls by the event loop
+    # Methods that the event loop calls
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)  # uvloop's transports do not subclass asyncio's
@@ -367,7 +367,7 @@ class Upstream(asyncio.Protocol):
         """True if an answer has begun that is complete when the server closes the connection."""
         return self._client is not None and self._head is not None and self._head.until_close
 
-    # Calls by the relay
+    # Methods that the relay calls
 
     def flush(self) -> None:
         """Send the bytes that wait for the end of the event loop's turn."""
@@ -395,7 +395,7 @@ class Upstream(asyncio.Protocol):
     # Internals
 
     def _open(self, data: bytes) -> None:
-        """Pass on the beginning of an answer once its head and some content have come, or fail if it is an error."""
+        """Pass on the beginning of an answer once its head and some content have come, or fail if the answer is an error."""
         if self._held:
             data = self._held + data
         end = data.find(b"\r\n\r\n") + 4
@@ -598,7 +598,7 @@ class UpstreamUsage(Struct, frozen=True):
 
 
 class _EventChoice(Struct):
-    """The fields of a choice in an event of a stream that may hold content of the answer."""
+    """The fields that may hold content of the answer, in one choice of a stream's event."""
 
     delta: dict[str, object] | None = None
     text: str | None = None
@@ -606,7 +606,7 @@ class _EventChoice(Struct):
 
 
 class _Event(Struct):
-    """The fields of an event of a stream that may hold content of the answer."""
+    """The fields that may hold content of the answer, in one event of a stream."""
 
     choices: list[_EventChoice] | None = None
     type: str = ""

@@ -177,7 +177,7 @@ class ExternalBackends:
 
     async def _look(self) -> Never:
         """Let each backend check its server for silence every `PROBE_SECONDS`."""
-        # First tick, so that a pause of the process before the first check is left out too.
+        # This first tick makes the running time leave out a pause of the process before the first check, too.
         self._own_time.tick(self._clock.now())
         while True:
             await asyncio.sleep(PROBE_SECONDS)
@@ -245,7 +245,7 @@ class ExternalBackends:
         return counts
 
     def alerts(self, model: ModelName | None = None) -> dict[str, float]:
-        """Count the backends by what is wrong with their KV events."""
+        """Count the backends by the present alert about their KV events; backends without an alert are left out."""
         counts = {str(alert): 0.0 for alert in KvEventAlert}
         for worker in self._of(model):
             if worker.alert is not None:

@@ -8,7 +8,7 @@ Rules:
 2. A failure before the first byte of the answer raises `EndpointFailed`, and the caller may give the client another
    answer. A failure after the first byte ends the answer.
 3. A status of 400 or more counts as a failure before the first byte. The client sent its request to its own cluster, so
-   an error about the endpoint's key or limits would mislead it. The text of such an error is shown only to
+   an error about the endpoint's key or limits would mislead the client. The text of such an error is shown only to
    administrators.
 """
 
@@ -60,7 +60,10 @@ class _UsageCarrier(Struct, frozen=True, kw_only=True):
 
 
 class HostedAnswer(Struct, kw_only=True):
-    """Collects what is known about an endpoint's answer while it arrives. The caller can read it even if the answer broke off."""
+    """Collects what is known about an endpoint's answer while it arrives.
+
+    The caller can read this object even if the answer broke off.
+    """
 
     usage: HostedUsage | None = None
 
@@ -130,7 +133,7 @@ class HostedEndpoint:
             known: Object in which the usage is stored as soon as the endpoint reports it.
             streams: True if the client wants a stream.
             include_usage: True if the client wants the usage of a stream.
-            most_seconds: Seconds until the client's deadline; None: the client has no deadline.
+            most_seconds: Maximum duration of the request: the seconds until the client's deadline; None: no deadline.
 
         Raises:
             EndpointFailed: The endpoint gave no answer, and nothing was sent to the client.

@@ -3,11 +3,11 @@
 Rules:
 
 1. A ledger file is read, changed and written under a lock of the kernel (flock). Each change is one write of a fixed
-   size, so a killed process leaves either the old or the new content.
+   size, so if the process is killed meanwhile, the file has either the old or the new content.
 2. The event loop never blocks on the lock. If another process keeps the lock for `LOCK_SECONDS`, because it was
    stopped, no request is admitted, and settlements are kept in memory until the lock is free.
-3. A file with other content counts as a spent limit, because the charges of the last hour are unknown. A warning names
-   the file.
+3. If the content of a file is not a ledger, the charges of the last hour are unknown. The limit then counts as spent, so
+   no request is admitted, and a warning names the file.
 """
 
 import asyncio
@@ -31,10 +31,8 @@ LOCK_SECONDS = 0.05
 TRY_SECONDS = 0.005
 FILE_BYTES = 4096  # size of the file in bytes; it stores the charges of 61 minutes, each in at most 32 bytes
 NEAR_LIMIT = 0.5
-"""Share of the spending limit.
-
-While the last known total is below this share, `has_room` does not read the file again.
-"""
+"""Share of the spending limit. If the last known charges and the estimate are together at most this share, `has_room` does
+not read the file again. Other processes can hardly have charged the rest since the last reading."""
 
 
 class SpendingLedger(Protocol):

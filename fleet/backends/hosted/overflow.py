@@ -52,7 +52,7 @@ LONGEST_PAUSE_SECONDS = 30.0
 _EXTENDED_FIELDS = (
     *("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids"),
     "thinking_tokens",
-    *("logit_bias", "allowed_token_ids"),  # these two contain token ids, which mean other tokens at the hosted endpoint
+    *("logit_bias", "allowed_token_ids"),  # both contain token ids, which mean other tokens to the endpoint's model
 )
 _EXTENDED_OPTIONS = (
     "include_stop_string",
@@ -229,7 +229,7 @@ class HostedOverflow:
             for each in self._models.values()
         )
 
-    # Called by `_Offer`
+    # Methods that `_Offer` calls
 
     async def take(self, offer: "_Offer", refused: RequestRejected) -> RequestRejected | None:
         """Try to serve a rejected request by its hosted endpoint; return None, or the rejection for the client.
@@ -424,7 +424,10 @@ def answers_alike(parsed: OpenAiRequest, settings: OverflowSettings) -> bool:
 
 
 def _sets_template(prompt: ChatPrompt) -> bool:
-    """Return True if a chat sets template variables, except exactly `reasoning_effort` and `enable_thinking`."""
+    """Return True if a chat sets variables of the chat template.
+
+    A chat that sets exactly the two variables `reasoning_effort` and `enable_thinking` does not count.
+    """
     variables = msgspec.json.decode(prompt.template_args) if prompt.template_args else {}
     return set(variables) not in (set(), {"reasoning_effort", "enable_thinking"})
 

@@ -32,7 +32,7 @@ POSITIONAL: Mapping[str, Sequence[str]] = {
 
 
 class UnreadableEngineEvent(ValueError):
-    """A message of an engine breaks the rules of this module; the text names the message and the error."""
+    """Error: a message of an engine breaks the rules of this module. The text names the message and what is wrong."""
 
 
 class BlocksStored(Struct, frozen=True):
@@ -50,7 +50,7 @@ class BlocksStored(Struct, frozen=True):
     extra_keys: list[list[Any] | None] | None = None
     # The number of the group of layers that the blocks belong to (vLLM).
     group: int | None = field(name="group_idx", default=None)
-    # The kind of attention in this group of layers.
+    # The kind of attention in the group of layers `group` (vLLM).
     attention: str | None = field(name="kv_cache_spec_kind", default=None)
     salt: str | None = field(name="cache_salt", default=None)  # the salt of the chain (SGLang)
 

@@ -22,7 +22,7 @@ from fleet.core.clock import Nanos
 
 
 class KvEventAlert(StrEnum):
-    """Alerts: why the router cannot use a server's KV events and so assumes that the server caches nothing.
+    """Reasons why the router cannot use a server's KV events, and so assumes that the server caches nothing.
 
     The values are public and stable, because a metric has them as a label.
     """
@@ -50,7 +50,7 @@ REFUSED_ATTENTION = (
 )
 
 ENOUGH = 3  # number of served prompts with new blocks, after which an engine that publishes nothing is silent (rule 1)
-NEVER = Nanos(1 << 62)  # a value of `patience` that never ends, for engines whose silence this module shall not detect
+NEVER = Nanos(1 << 62)  # a value of `patience` so long that an engine never counts as silent
 
 
 class EventHealth:

@@ -7,8 +7,8 @@ Rules:
    longer repeat.
 2. Batches are numbered. Missing batches are requested from the engine's replay endpoint. If that fails, all knowledge
    of the engine's cache is dropped (`KvCleared`), and the listener goes on with the next batch.
-3. If a number comes a second time with other content, another process of the engine publishes now, so all knowledge is
-   dropped. Consecutive numbers do not prove that the process is the same. Therefore a request for missing batches also
+3. If a batch number comes a second time with other content, the engine was restarted, and its new process publishes
+   now. So all knowledge of the cache is dropped. Consecutive numbers do not prove that the process is the same. Therefore a request for missing batches also
    includes the batch before them, to compare it with the one that was received.
 4. After an unreadable batch, all knowledge is dropped, too.
 5. A long replay may have gaps, because an engine's socket drops messages while too many wait for the listener. The
@@ -39,7 +39,8 @@ log = logging.getLogger(__name__)
 # Maximum wait for the next message of a replay, in seconds. The publisher polls its replay socket every 0.1 s.
 REPLAY_TIMEOUT_SECONDS = 2.0
 REPLAY_SECONDS = 60.0  # time limit for a whole replay; a hundred thousand batches take less
-# Pause after a replay without an answer. A gap during the pause makes the listener drop everything known at once.
+# Pause after a replay without an answer. If a gap appears during the pause, the listener requests no replay, and drops all
+# knowledge of the cache at once.
 FIRST_PAUSE_SECONDS = 10.0
 LONGEST_PAUSE_SECONDS = 300.0
 # maximum number of received batches that wait in the socket's buffer: as many as the publisher keeps
@@ -48,8 +49,8 @@ RECEIVE_BATCHES = 100_000
 REMEMBERED_BATCHES = 1024
 # After this many batches the listener yields to the event loop; receiving messages that already wait does not yield.
 BATCHES_A_TURN = 16
-# Maximum number of pieces of one replay. The engine's socket keeps a thousand unsent batches, and its replay buffer ten
-# thousand.
+# Maximum number of pieces of one replay. About ten are usually enough, because the engine's socket keeps a thousand unsent
+# batches, and its replay buffer ten thousand.
 MOST_PIECES = 32
 
 END_OF_REPLAY = b"\xff" * 8
@@ -228,7 +229,7 @@ class _Replay:
             async with asyncio.timeout_at(min(until, clock.time() + REPLAY_TIMEOUT_SECONDS)) as patience:
                 socket.connect(self._endpoint)
                 await socket.send_multipart([b"", start.to_bytes(NUMBER_BYTES, "big")])
-                for received in range(1, RECEIVE_BATCHES + 1):  # a batch that arrives twice counts twice
+                for received in range(1, RECEIVE_BATCHES + 1):  # repeated batches count too, so that the loop ends
                     *_, number, payload = await socket.recv_multipart()  # SGLang sends the topic before the number
                     if number == END_OF_REPLAY:
                         return batches, True

@@ -72,7 +72,7 @@ ATTENTION = {
 SaltOf = Callable[[str, str], bytes]
 """Function that computes the salt of a chain from the name of its LoRA adapter and the salt that the engine reports.
 
-Both may be empty.
+The name and the salt are empty if the chain has none.
 
 Raises:
     ValueError: No chain of a router can have such a salt."""
@@ -125,7 +125,7 @@ class KvEventTranslator:
         self._knows_main = False
         self.followed = 0  # number of followed blocks since the start
         self.passed_over: Counter[SkipReason] = Counter()  # number of skipped blocks since the start
-        self.published_block_tokens = 0  # number of tokens in the latest block that was skipped for its size
+        self.published_block_tokens = 0  # tokens in the latest block that was skipped because of its size
 
     def __len__(self) -> int:
         return len(self._held)

@@ -2,7 +2,7 @@
 
 Rules:
 
-1. Every worker is asked that keeps answers (`workers.answer_keeper`), because a resume token does not name the worker. The
+1. All workers that keep answers (`workers.answer_keeper`) are asked, because a resume token does not name the worker. The
    search ends as soon as one worker has all wanted tokens, when all workers have answered or left, or after
    `SEARCH_SECONDS`. Only one attempt has a key, so only one worker has tokens under it.
 2. After the death of a router, all its streams are resumed at once. So the searches that begin in one turn of the event
@@ -19,8 +19,8 @@ from fleet.core.requests import TOKEN_BYTES
 from fleet.core.work import MAX_WANTED_ANSWERS, AnswersWanted, KeptAnswers, WantedAnswer
 
 SEARCH_SECONDS = 3.0
-"""Time limit of a search. Only a worker that hangs is waited for so long, until its stream ends: a working one answers
-within milliseconds, and what it does not find may be nowhere else."""
+"""Time limit of a search. A working worker answers within milliseconds, so only a hanging worker makes a search last this
+long. The search waits for it, because the tokens may be nowhere else."""
 
 
 class _RunningSearch(Struct, eq=False):
@@ -41,7 +41,7 @@ class AnswerSearch:
             send: Sends a message to all workers that keep answers; returns those to which it was sent.
         """
         self._send = send
-        self._searches: dict[int, list[_RunningSearch]] = {}  # by the answer's key
+        self._searches: dict[int, list[_RunningSearch]] = {}  # searches that have not ended, by the answer's key
         self._unsent: list[tuple[WantedAnswer, _RunningSearch]] = []
 
     async def tokens(self, key: int, most: int) -> tuple[int, ...]:
@@ -49,7 +49,7 @@ class AnswerSearch:
 
         Args:
             key: The key of the answer (`Start.answer_key`).
-            most: Number of wanted tokens, those that the client has.
+            most: Number of wanted tokens: as many as the client has.
         """
         if not most:
             return ()
@@ -76,7 +76,7 @@ class AnswerSearch:
             for search in self._searches.get(each.key, ()):
                 if len(each.tokens) > len(search.found):
                     search.found = each.tokens[: TOKEN_BYTES * search.most]
-                if each.wanted >= search.most:  # else it is the answer to another search
+                if each.wanted >= search.most:  # otherwise the worker has answered another search for the same key
                     search.asked.discard(worker_id)
                 _end_if_done(search)
 

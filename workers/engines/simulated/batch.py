@@ -7,7 +7,7 @@ Rules:
 2. A sequence may wait for blocks from the store or from another engine after its admission; `take_loads` returns such sequences.
 3. A sequence has the slot of its LoRA adapter from its first admission until it is removed, also while it is preempted or its
    blocks are published.
-4. A prefill keeps its blocks after its end, until `remove`.
+4. A prefill keeps its blocks after its end, because they still have to be handed off. The caller then calls `remove`.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -91,9 +91,9 @@ class Batch:
     # Loads after admission.
 
     def offer(self, job: Job[BlockHash], here: int) -> int:  # noqa: ARG002 - whether a sequence waits does not depend on the engine's own blocks
-        """Return the prompt tokens that may be loaded for an admitted sequence, or 0.
+        """Return how many prompt tokens may be loaded for an admitted sequence; 0 if the sequence need not wait.
 
-        Reserve the slot of its LoRA adapter.
+        Reserve the slot of the sequence's LoRA adapter.
         """
         sequence = self.sequences[job.attempt_id]
         if sequence.start.adapter:

@@ -6,8 +6,8 @@ Rules:
    random name. A borrower that shows this name gets the blocks, without any other proof.
 2. A block's checksum is computed when the block is lent, so that the borrower notices any later change of its bytes.
    The borrower verifies every block before use; the first missing or wrong block ends the chain.
-3. One exchange has a request frame, an answer frame, and a request that returns the lease. A frame is its length in 4
-   bytes, big-endian, and MessagePack. A peer that breaks these rules is disconnected.
+3. One exchange has a request frame, an answer frame, and a request that returns the lease. A frame is a message as
+   MessagePack, after its length in 4 bytes, big-endian. A peer that breaks these rules is disconnected.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ from kvstore.net.listeners import stop_listening
 
 log = logging.getLogger(__name__)
 
-MAX_REQUEST_BYTES = 1 << 20  # maximum length of a request: 60,000 names
+MAX_REQUEST_BYTES = 1 << 20  # maximum length of a request; enough for 60,000 block names
 MAX_CONNECTIONS = 256
 # A connection without a request for this long is closed; the decode worker sends its request at once.
 IDLE_SECONDS = 10.0
@@ -159,7 +159,7 @@ class BlockLending:
         self.lender = BlockLender(blocks, lease)
         self.address = ""  # address at which borrowers connect; set by `listen`
         self.connections: set[asyncio.Transport] = set()
-        self._on_end = on_end  # called when blocks may have become available
+        self._on_end = on_end  # function that is called when leases have ended, so that blocks may be free again
         self._timer: asyncio.TimerHandle | None = None
 
     @property

@@ -90,7 +90,7 @@ class SimulatedEngine:
         self._ended: list[Progress | Rejected] = []  # outputs of requests that ended since the last step
         self._outputs: asyncio.Queue[EngineOutput | EngineDied] = asyncio.Queue(OUTPUTS)
         self._cache_changed = asyncio.Event()
-        self._due = 0.0  # time at which the last step ended by the latency model
+        self._due = 0.0  # time at which the last step should have ended by the latency model
         self._steps = 0  # number of steps that the engine has begun
         self._step_tokens = 0  # number of tokens of the latest step
         self._waits = True  # True while the loop waits for requests or for blocks
@@ -237,7 +237,7 @@ class SimulatedEngine:
             await asyncio.sleep(HANG_SECONDS)
 
     async def _wait_for_step(self, seconds: float) -> None:
-        """Wait for the duration of a step, but shorter if the steps before it took too long."""
+        """Wait for the modelled duration of a step, less the delay of earlier steps that took longer than modelled."""
         clock = asyncio.get_running_loop()
         self._due = max(self._due, clock.time() - CATCH_UP_SECONDS) + seconds / self._settings.speedup
         await asyncio.sleep(max(0.0, self._due - clock.time()))

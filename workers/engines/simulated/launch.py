@@ -1,4 +1,4 @@
-"""Simulated engine, start: an engine without a model, with the timing of a latency model and exact KV.
+"""Start of the simulated engine, which runs no model, but has exact KV and the timing of a latency model.
 
 The engine has the parts of a real one (continuous batching, chunked prefill, a limited number of blocks, a prefix cache
 with KV events, two KV paths), and needs no other software. Its tokens depend on every byte of KV

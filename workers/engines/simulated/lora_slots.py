@@ -52,7 +52,7 @@ class LoraSlots:
             self._idle[name] = None
 
     def check(self) -> None:
-        """Assert rule 1."""
+        """Assert that no more adapters are loaded than there are slots, and that an adapter is either idle or used."""
         assert len(self._held) + len(self._idle) <= self._slots
         assert not self._held.keys() & self._idle.keys()
         assert all(count > 0 for count in self._held.values())

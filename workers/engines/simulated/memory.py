@@ -18,7 +18,7 @@ from kvstore.block import BlockHash
 
 
 class BlockMemory:
-    """Keeps the bytes of one engine's cached blocks. Not thread-safe."""
+    """Keeps the bytes of one engine's cached blocks. The class is not thread-safe."""
 
     def __init__(self, blocks: KvBlocks[BlockHash]) -> None:
         self._blocks = blocks

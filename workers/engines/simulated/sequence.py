@@ -64,7 +64,7 @@ class Sequence:
         self.generated = 0  # number of generated tokens
         self.has_slot = False  # True while a LoRA slot is reserved for the sequence
         self.loads_adapter = False  # True if the LoRA adapter has to be loaded first
-        self.times: AttemptTimes | None = None  # None unless the attempt is traced
+        self.times: AttemptTimes | None = None  # the attempt's times for its trace; None: it is not traced
         self._hits: int | None = None
         self._tokens = bytearray(start.tokens)
         self._digest: Digest = shape.beginning(start.adapter)
@@ -114,8 +114,9 @@ class Sequence:
     def reusable_names(self) -> list[BlockHash]:
         """Names of the prompt's blocks that the sequence can take from a cache, the store or another engine.
 
-        They are all full blocks. If they contain the whole prompt, the last one is left out, because the engine has to
-        compute at least one prompt token to get the first new token (as in vLLM).
+        Every full block of the prompt can be taken, with one exception. If the full blocks contain the whole prompt, the
+        last one is left out, because the engine has to compute at least one prompt token to get the first new token (as
+        in vLLM).
         """
         return self.prompt_names[: (self.prompt_tokens - 1) // self._shape.block_tokens]
 

@@ -94,7 +94,7 @@ class SimulatedStore:
         """
         if not names:
             return Loaded()
-        # Half of the time for the promotion, so that the other half is left for reading the blocks.
+        # The promotion gets half of the time, so that the other half is left for reading the blocks.
         max_wait_seconds = deadline / SECOND / 2
         return await self._in_thread(lambda: self._load(names, max_wait_seconds, trace), deadline, otherwise=Loaded())
 
@@ -139,7 +139,7 @@ class SimulatedStore:
             return Loaded()
         buffers = [bytearray(self._conversion.stored_bytes) for _ in range(len(match))]
         whole = self._client.read(match, range(len(match)), buffers)
-        # In another thread, so that the load does not wait for this call.
+        # Another thread makes this call, so that the load does not wait for it.
         self._threads.submit(self._client.release, match.lease_id)
         blocks = [
             self._conversion.read(buffer).tobytes()

@@ -74,7 +74,8 @@ CALL_SECONDS = {
 # Maximum wait at the start for the store node; if it does not answer, it is joined later in the background.
 STORE_SECONDS = 2.0
 ORPHAN_GRACE_SECONDS = 5.0  # time between SIGTERM and SIGKILL for a vLLM process whose worker process has ended
-# For each block that fits into the engine's memory, the names of this many offered blocks are remembered.
+# Number of offered blocks whose names the planner remembers, for each block that fits into the engine's memory. A block
+# that it remembers is not offered again.
 REMEMBERED_PER_BLOCK = 4
 
 
@@ -265,7 +266,7 @@ class FleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
                 local = counts.engine * block_tokens
                 cached = min(local + (counts.store + counts.direct) * block_tokens, request.num_prompt_tokens)
                 stats.set(request.num_prompt_tokens, local, cached - local)
-                # `workers.engines.vllm.requests.counts_at_start` reads this number.
+                # By this number, `workers.engines.vllm.requests.counts_at_start` tells directly pulled blocks from stored ones.
                 stats.num_external_cached_tokens = cached - local if counts.direct else 0
 
     # vLLM calls the following hooks in the process of the model, on each rank.

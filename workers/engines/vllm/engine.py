@@ -132,9 +132,9 @@ async def _start_shielded(settings: WorkerSettings, scratch: Path) -> "Started":
             note_phase(StartPhase.WARM_UP)
         return await asyncio.shield(starting)
     except asyncio.CancelledError:
-        # vLLM cannot be interrupted while it starts, and it must not stay behind. Its start fails soon after its
-        # processes are killed. Otherwise the start may take minutes, or for ever if a rank of a group is gone. If it
-        # has no processes, it is stopped as soon as it has started.
+        # vLLM must not go on after this call, but its start cannot be interrupted. The start fails soon after vLLM's
+        # processes were killed. If they were not killed, it could take minutes, or for ever if a rank of a group is gone.
+        # If vLLM runs in this process alone, it is stopped as soon as it has started.
         while not starting.done():
             vllm_launch.end_processes()
             await asyncio.wait([starting], timeout=HEALTH_SECONDS)
@@ -280,7 +280,10 @@ def meet_store(settings: WorkerSettings, namespace: KvNamespace) -> "tuple[Store
 
 
 def _can_share(client: StoreClient, settings: WorkerSettings) -> bool:
-    """Return whether the ranks of this engine can write blocks to this node. Several ranks need a node for shards."""
+    """Return whether the ranks of this engine can write blocks to this node.
+
+    Several ranks write a block in shards, which needs the node's shared memory.
+    """
     return vllm_launch.ranks_of(settings) == 1 or client.writes_shards
 
 
@@ -529,7 +532,7 @@ class VllmEngine:
                 return
         else:
             prompt = vllm_requests.prompt_of(start)
-        if request.cancelled:  # while its parser was opened
+        if request.cancelled:  # the request was cancelled while its parser was opened
             self._tell(Progress(request_id=start.request_id, finish=Finish.CANCELLED))
             return
         adapter = lora_request(start.adapter, self._settings)

@@ -96,7 +96,7 @@ class ImagePrompts:
             # vLLM's image cache is not used: one half is in this process and the other one in the engine's process, and
             # the halves differ after a request that fails or is cancelled here.
             (rendered,) = await self._llm.renderer.render_cmpl_async([prompt], skip_mm_cache=True)
-        except (ValueError, TypeError, LookupError, AssertionError) as error:  # for odd images and prompts
+        except (ValueError, TypeError, LookupError, AssertionError) as error:  # raised for unusual images
             log.warning("images refused by the model", exc_info=True, extra={"request": start.request_id})
             raise ImageRefused(f"the model cannot take these images: {str(error) or type(error).__name__}") from error
         if len(rendered["mm_placeholders"].get(MODALITY, ())) != len(images):
@@ -132,7 +132,7 @@ def _identities(salt: bytes, contents: Sequence[bytes]) -> list[str]:
     identities = []
     for content in contents:
         digest = sha256(salt)
-        digest.update(content)  # without a copy of the image behind the salt
+        digest.update(content)  # a second update, because joining the salt and the image would copy the image
         identities.append(digest.hexdigest())
     return identities
 
@@ -153,7 +153,7 @@ def _decode(contents: Sequence[bytes], is_cancelled: Callable[[], bool]) -> "lis
             raise
         except Exception as error:  # supervisor: Pillow raises anything for damaged files
             raise ImageRefused(f"image {number} of the prompt cannot be decoded: {error}") from error
-        # The header that the router has read may state less than the pixels that are there.
+        # An image may have more pixels than its header states, and the router has read only the header.
         pixels += image.media.width * image.media.height
         if pixels > MAX_REQUEST_PIXELS:
             raise ImageRefused(f"the images have more than {MAX_REQUEST_PIXELS:,} pixels together")

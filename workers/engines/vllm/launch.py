@@ -1,4 +1,4 @@
-"""Launch of vLLM: checks the worker's settings, and turns them into environment, engine arguments and connectors.
+"""Launch of vLLM: checks the worker's settings, and derives vLLM's environment variables and engine arguments.
 
 `open_engine` in `workers.engines.vllm.engine` then starts the engine.
 """
@@ -42,11 +42,12 @@ RANK_OVERHEAD_BYTES = GIB  # memory that each rank after the first one needs in 
 CPU_BLOCK_TOKENS = 32  # the block size of vLLM's attention kernels for CPUs has to be a multiple of this
 
 STEP_TOKENS = 256
-"""Maximum number of tokens in a step of an engine on CPUs; vLLM's default is 2,048. A step cannot be interrupted. If
-its requests are cancelled, a new request still waits until the step ends (docs/reliability.md, "Figures")."""
+"""Maximum number of tokens in a step of an engine on CPUs; vLLM's default is 2,048. A step cannot be interrupted: even
+if its requests are cancelled, a new request waits until the step ends. Short steps make this wait short
+(docs/reliability.md, "Figures")."""
 
 STEP_ARGUMENTS = ("max_num_batched_tokens", "performance_mode")
-"""Arguments by which a user chooses the tokens of a step; with one of them, Fleet changes nothing."""
+"""Arguments by which a user chooses the tokens of a step. If one of them is set, Fleet does not change the limit."""
 
 PORT_ATTEMPTS = 20
 
@@ -59,8 +60,8 @@ THREADS_BIND, NO_BIND = "VLLM_CPU_OMP_THREADS_BIND", "nobind"
 
 IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """vLLM's executor that runs the model in the scheduler's process, as on one accelerator. It saves a process, and a third of
-an engine's start. Its full name is needed, because on CPUs vLLM replaces the short name by "mp": only a separate process
-can bind its threads to cores. Fleet does not bind them (`_for_cpu`)."""
+the time that an engine takes to start. On CPUs vLLM replaces the executor's short name by "mp", because only a separate
+process can bind its threads to cores. The full name avoids this, and Fleet binds no threads (`_for_cpu`)."""
 
 UNSHARED = (
     "pipeline_parallel_size",
@@ -68,8 +69,8 @@ UNSHARED = (
     "decode_context_parallel_size",
     "data_parallel_size",
 )
-"""Settings that exclude a store: with them, no process has whole layers of some heads, or there are several
-schedulers."""
+"""Settings that must be 1 if the worker has a store. With a larger value, no process has all layers of its heads, or the
+engine has several schedulers."""
 
 STORED_DTYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")
 """Data types of KV caches that the store can keep: they contain only values, and no other data such as a scale for each
@@ -422,7 +423,8 @@ def engine_args(
         "max_num_seqs": settings.max_running,
         "block_size": settings.block_tokens,
         "enforce_eager": settings.vllm.enforce_eager,
-        # off for vectors: most models for them read a prompt in both directions, so no block could be used again
+        # Off for models that compute vectors. Most of them read a prompt in both directions, so a block depends on later
+        # tokens and cannot be used for another prompt.
         "enable_prefix_caching": settings.task not in POOLING_TASKS,
         # Requests run by priority, and requests of equal priority in the order of arrival.
         "scheduling_policy": "priority",

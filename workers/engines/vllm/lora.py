@@ -1,4 +1,4 @@
-"""LoRA adapters of a vLLM engine: from the worker's settings to vLLM's arguments."""
+"""LoRA adapters of a vLLM engine: derives vLLM's arguments and requests from the adapters in the worker's settings."""
 
 import json
 import logging
@@ -24,7 +24,7 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 class LoadedAdapters:
     """Estimates which adapters vLLM has loaded.
 
-    If there are too many, vLLM drops the least recently used one, and this class assumes the same.
+    If requests use more adapters than there are slots, vLLM drops the least recently used adapter. This class assumes so.
     """
 
     def __init__(self, slots: int) -> None:

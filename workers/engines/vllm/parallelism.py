@@ -42,7 +42,7 @@ def engines(settings: WorkerSettings) -> int:
 
 
 def ranks(settings: WorkerSettings) -> int:
-    """Return the number of ranks, each a process, in one of these engines."""
+    """Return the number of ranks, each a process, in one engine."""
     names = ("tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size")
     size = 1
     for name in names:

@@ -5,7 +5,7 @@ This module does not use vLLM.
 Rules:
 
 1. To claim blocks means to promise vLLM that they will be loaded. Only whole blocks are claimed, and never the block
-   with the prompt's last token, because that token has to be computed to get the next one.
+   with the prompt's last token, because that token has to be computed to get the next token.
 2. A claim is made under a read lease, which the worker side returns once it has read the blocks. The lease of an unused
    claim is returned with the next step. If several ranks read the blocks, the lease is returned after the last of them.
 3. A claimed block that could not be loaded is computed; the request does not query the store again.
@@ -230,7 +230,7 @@ class StorePlanner:
         tracked.local = local_tokens // self._block_tokens
         if request.num_preemptions == 0:
             tracked.counts = PromptBlockCounts(engine=tracked.local)
-        # Read at each look-up: NIXL's connector clears the flag when it begins to pull, so that a request pulls only once.
+        # The flag is read at each look-up. NIXL's connector clears it when it begins to pull, so a request pulls only once.
         tracked.will_pull = bool((request.kv_transfer_params or {}).get("do_remote_prefill"))
         if tracked.will_pull:
             return 0

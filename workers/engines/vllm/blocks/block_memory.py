@@ -1,4 +1,4 @@
-"""KV memory of a vLLM engine: reads and writes its blocks, or one rank's shards of them, as the store keeps blocks."""
+"""KV memory of a vLLM engine: reads and writes blocks, or one rank's shards of them, in the store's layout."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -15,7 +15,7 @@ from workers.engines.vllm.store_planner import BlockLoad
 if TYPE_CHECKING:
     import torch
 
-# Maximum device memory, in bytes, for the temporary copies of loads, and the same again for those of saves.
+# Maximum device memory, in bytes, for the temporary copies of loads. The temporary copies of saves may take as much again.
 GATHER_BYTES = 32 << 20
 
 Source: TypeAlias = Callable[[int], ByteArray | list[ByteArray]]
@@ -66,7 +66,10 @@ class EngineBlocks(Protocol):
         ...
 
     def source(self, block_ids: Sequence[int]) -> Source:
-        """Return the source of these blocks' bytes for a write to the store. Only one source may be used at a time."""
+        """Return a function that returns the bytes of these blocks by index, for a write to the store.
+
+        Only one such function may be used at a time.
+        """
         ...
 
     def host_rows(self, count: int) -> ByteArray:
@@ -183,7 +186,7 @@ class DeviceBlocks:
         return whole
 
     def source(self, block_ids: Sequence[int]) -> Source:
-        """Return the source of these blocks' bytes.
+        """Return a function that returns the bytes of these blocks by index.
 
         Indices are usually requested in order, so the source copies the next blocks in advance, a batch at a time. Once
         an index is skipped, the source copies single blocks. In both cases a returned block stays valid until
@@ -233,7 +236,7 @@ class DeviceBlocks:
     def _copy_in(self, places: Sequence[tuple[int, int]]) -> None:
         """Copy rows of the host buffer for loads to blocks on the device, and wait for the copies.
 
-        Each place is the number of a row and the number of its block.
+        Each entry of `places` has the number of a row and the number of the block to which the row is copied.
         """
         for start in range(0, len(places), self._gathered_blocks):
             rows, block_ids = zip(*places[start : start + self._gathered_blocks], strict=True)
@@ -277,7 +280,8 @@ class _Streams:
     def __init__(self, torch: Any, device: "torch.device"):
         self._cuda = torch.cuda  # torch uses this name for AMD's devices (ROCm) as well
         self._device = device
-        # High priority, so that a small copy need not wait for the engine's large kernels; it hardly delays them.
+        # The stream for loads has high priority, so that a small copy need not wait for the engine's large kernels. The
+        # copies hardly delay these kernels.
         self._loads = torch.cuda.Stream(device, priority=-1)
         self._saves = torch.cuda.Stream(device)
 

@@ -41,7 +41,7 @@ class HandoffChecksums(Struct, frozen=True):
 
     algorithm: str
     block_tokens: int
-    ranks: list[str]  # for each rank, the checksums of its parts of the blocks in order, as `encoded`
+    ranks: list[str]  # for each rank: the checksums of its parts of the blocks, in the form that `encoded` returns
 
     def of_rank(self, rank: int, *, ranks: int, block_tokens: int) -> list[int]:
         """Return the checksums for a rank of a decode engine with `ranks` ranks; empty if they do not fit its blocks."""

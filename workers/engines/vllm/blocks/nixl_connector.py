@@ -51,7 +51,8 @@ class ChecksumOrders(NixlConnectorMetadata):  # type: ignore[misc]  # vLLM's typ
     def __init__(self, orders: NixlConnectorMetadata, handed: dict[str, list[int]]):
         self.__dict__.update(vars(orders))
         self.handed = handed  # numbers of the blocks that are handed over, by request
-        self.pulled: dict[str, HandoffChecksums | None] = {}  # checksums of the handoffs of `reqs_to_recv`, by request
+        # The checksums in the handoffs of the requests whose pulls begin in this step (vLLM's `reqs_to_recv`), by request.
+        self.pulled: dict[str, HandoffChecksums | None] = {}
 
 
 @dataclass
@@ -126,7 +127,7 @@ class NixlConnector(NixlPullConnector):  # type: ignore[misc]  # see above
     def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
         super().register_kv_caches(kv_caches)
         if self._is_checkable and all(len(layer) == self._kv_cache_config.num_blocks for layer in kv_caches.values()):
-            layers = [kv_caches[name] for name in sorted(kv_caches)]  # in the same order in all engines
+            layers = [kv_caches[name] for name in sorted(kv_caches)]  # sorted, so that all engines have the same order
             on_host = all(layer.device.type == "cpu" and layer.is_contiguous() for layer in layers)
             self._blocks = blocks = HostBlocks(layers) if on_host else DeviceBlocks(layers)
             self._checks = PulledChecks(lambda block_ids: checksums_of(blocks, block_ids))

@@ -109,12 +109,12 @@ class RankHello(Struct, frozen=True, array_like=True):
 class WriteOrder(Struct, frozen=True, array_like=True):
     """The leader's order to write the shards of these blocks.
 
-    It also reports which saves have ended, and may do only that.
+    An order may also report which saves have ended. An order without blocks only reports ended saves.
     """
 
     number: int
     grant: WriteGrant | None = None
-    first: int = 0  # number of places that were reserved before the first place of this order
+    first: int = 0  # position of the order's first place among all places that were reserved for the write
     blocks: tuple[SavedBlock, ...] = ()  # one block for each place
     ended: tuple[SaveKey, ...] = ()  # saves for which no more orders will come
 

@@ -41,7 +41,7 @@ from workers.engines.vllm.store_planner import BlockSave, StoreWork
 
 log = logging.getLogger(__name__)
 
-STAGING_BYTES = 64 << 20  # bytes of the staging area: 500 blocks of a tiny model, 6 of a large one
+STAGING_BYTES = 64 << 20  # bytes of the staging area, enough for 500 blocks of a tiny model or 6 of a large one
 # Minimum number of blocks in the staging area; a decode step of 16 requests may complete that many.
 MIN_STAGED_BLOCKS = 16
 # The engine pauses if for this time no step has begun or ended. A write then hardly slows it down.

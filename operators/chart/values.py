@@ -6,10 +6,10 @@ Rules:
 
 1. The settings of a process are under `settings`, with the names that they have in its settings file. The settings in
    `OWNED` are left out, because they follow from other values of the chart, or are secret.
-2. Helm itself refuses an unknown key, with its path. Only the parts that Kubernetes checks are open: resources,
-   tolerations, affinities and similar.
-3. No value is secret, because values end up in ConfigMaps and in Helm's own records. Secrets are named by Secret and
-   key.
+2. Helm itself refuses an unknown key and names its path. Only fields that Kubernetes itself checks may have any content:
+   resources, tolerations, affinities and similar.
+3. No value is secret, because Helm writes values into ConfigMaps and into its own records. A secret is given by the name
+   of a Secret and a key in it.
 """
 
 from collections.abc import Mapping
@@ -68,11 +68,12 @@ OWNED: Mapping[str, tuple[str, ...]] = {
     "PlannerLeaseSettings": ("name", "namespace", "owner"),
     "ProbeSettings": ("keys",),
 }
-"""Settings, by type, that follow from the chart's values or are secret."""
+"""Names of the settings that users cannot set under `settings`, by the settings type. The chart computes these settings
+from other values, or they are secret."""
 
 
 class _Values(Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
-    """Base of all values. It spells their names as Helm charts do: `pull_policy` is `pullPolicy`."""
+    """Base of all types of values. Names are spelled as in Helm charts: the field `pull_policy` is the value `pullPolicy`."""
 
 
 Texts = dict[str, str]
@@ -123,7 +124,7 @@ class ChartImages(_Values, frozen=True):
     """Prefix of the repositories below, with a path if needed: `registry.example.org/team`."""
 
     tag: Tag = ""
-    """Tag of images without their own; empty: the chart's `appVersion`."""
+    """Tag of the images that have no tag of their own; empty: the chart's `appVersion`."""
 
     pull_policy: PullPolicy = PullPolicy.IF_NOT_PRESENT
     """When nodes pull images: `Always`, `IfNotPresent` or `Never`."""
@@ -152,7 +153,7 @@ class ServiceAccount(_Values, frozen=True):
 
 
 class Pods(_Values, frozen=True):
-    """Kubernetes' own fields, which go into pods unchanged."""
+    """Kubernetes' own fields, which the chart copies unchanged into the pods of a component."""
 
     labels: Texts = {}
     """Further labels of the pods."""
@@ -219,7 +220,8 @@ class Ingress(_Values, frozen=True):
     """Host name of the Ingress. Empty: every host."""
 
     tls_secret: Name = ""
-    """The Secret with the host's certificate; cert-manager, if annotated, writes it there. Empty: no TLS."""
+    """The Secret with the certificate of the host. If `annotations` ask for it, cert-manager writes this Secret. Empty: the
+    Ingress has no TLS."""
 
     annotations: Texts = {}
     """Annotations of the Ingress."""
@@ -250,7 +252,7 @@ class Autoscaling(_Values, frozen=True):
     """Create a HorizontalPodAutoscaler for the routers."""
 
     least: Annotated[int, Meta(ge=1, le=1000)] = 2
-    """Fewest replicas."""
+    """Minimum number of replicas."""
 
     most: Annotated[int, Meta(ge=1, le=1000)] = 8
     """Maximum number of replicas."""
@@ -272,10 +274,11 @@ class Routers(_Values, frozen=True):
     """Run routers. Off: only DisaggDeployments have routers."""
 
     replicas: Replicas = 2
-    """Number of replicas. If the autoscaler is enabled, the autoscaler sets it."""
+    """Number of replicas. If `autoscaling` is enabled, the autoscaler sets this number instead."""
 
     processes: Annotated[int, Meta(ge=1, le=64)] = 1
-    """Processes of each replica, behind one port. With more than one, the processes of a pod know each other, but pods do not."""
+    """Number of router processes in each pod, which listen on the same ports. With more than one, the processes of a pod share
+    their state with each other, but not with other pods."""
 
     settings: RouterSettings = RouterSettings()
     """Settings of a router's settings file (docs/router.md), such as `openai_workers` and `tenants`. With
@@ -305,13 +308,13 @@ class Routers(_Values, frozen=True):
     """Serve the Open Inference Protocol over gRPC, on port 8001."""
 
     readiness: Readiness = Readiness.AUTO
-    """When a router gets requests. `Serving`: when it knows a worker. `Listening`: when it answers, even if it only
-    rejects. `Auto`: Serving if `settings` name models or servers; otherwise Listening, because there may be no worker
-    yet, and an install that waits would wait for ever."""
+    """When a router is ready and so gets requests. `Serving`: when it knows a worker. `Listening`: when it answers, even if it
+    rejects all requests. `Auto`: `Serving` if `settings` name models or servers; otherwise `Listening`, because there may be
+    no worker yet, and `helm install --wait` would wait for ever."""
 
     termination_seconds: Annotated[int, Meta(ge=20, le=3600)] = 60
-    """The time from the decision to end a pod to its end: 5 s until all senders know, 5 s to close, and in between the
-    answers that are being streamed are finished."""
+    """Seconds from the deletion of a router's pod until the pod is killed. In the first 5 s, clients learn that the pod ends.
+    The last 5 s are for closing connections. In the time between, the router finishes the answers that it streams."""
 
     service: ServiceValues = ServiceValues()
     ingress: Ingress = Ingress()
@@ -335,12 +338,12 @@ class OperatorValues(_Values, frozen=True):
     """Run the operator."""
 
     replicas: Replicas = 2
-    """Number of replicas. One of them leads (a Lease decides which one), and the others wait."""
+    """Number of replicas. One replica leads (a Lease decides which one), and the other replicas wait."""
 
     scope: Scope = Scope.NAMESPACE
-    """Which DisaggDeployments the operator manages: those in the release's namespace, with the rights of a Role, or
-    all, with those of a ClusterRole. Only with a ClusterRole can the operator list nodes, to choose domains for
-    worker groups."""
+    """Which DisaggDeployments the operator manages. `Namespace`: those in the release's namespace; the operator then has the
+    rights of a Role. `Cluster`: all of the cluster; the operator then has the rights of a ClusterRole. Only with a
+    ClusterRole can the operator list nodes, to choose domains for worker groups."""
 
     create_roles: bool = True
     """Create the Roles of the operator. Off: its rights are granted separately."""
@@ -564,7 +567,7 @@ class DiscoveryOfWorkers(_Values, frozen=True):
 
 class Etcd(_Values, frozen=True):
     endpoints: tuple[Annotated[str, Meta(pattern=r"^[^\s/]+:[0-9]{1,5}$")], ...] = ()
-    """An existing etcd, each endpoint as `host:port`."""
+    """Endpoints of an existing etcd, each as `host:port`; empty: no existing etcd is used."""
 
     tls: bool = False
     """Use TLS with the certificate that `tls` names."""
@@ -596,7 +599,7 @@ class Redis(_Values, frozen=True):
     """Image of the installed Redis."""
 
     memory_mib: Annotated[int, Meta(ge=16, le=1 << 20)] = 256
-    """Memory for its content; the pod may use twice as much."""
+    """Memory in MiB for the content of the installed Redis. The pod may use twice as much."""
 
     pods: Pods = Pods()
 
@@ -609,7 +612,8 @@ class ApiKey(_Values, frozen=True):
     """Key in the Secret."""
 
     insecure: bool = False
-    """Send the key without TLS, on a network that nobody else is on. Needed if `routers.tls.secret` is empty."""
+    """Send the key unencrypted. Use it only on a network that nobody else can read. It is needed if `routers.tls.secret` is
+    empty."""
 
 
 class Test(_Values, frozen=True):

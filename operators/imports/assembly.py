@@ -84,7 +84,7 @@ def spread(
 
 
 def paired(roles: Sequence[RoleSpec], path: str, notes: list[Note]) -> tuple[RoleSpec, ...]:
-    """Return the roles, in which prefill and decode roles can work together.
+    """Return the roles so that a prefill role never exists without a decode role, nor a decode role without a prefill role.
 
     If there are prefill roles and no decode role, or the other way round, these roles become aggregated roles.
     """
@@ -110,7 +110,8 @@ def transferred(
         path: Path of the object with the roles in the imported document, for notes.
         notes: Receives notes about changes.
     """
-    # The store can hold a block only if ranks split it by heads alone (`workers.engines.vllm.launch.UNSHARED`).
+    # The store can hold the blocks of an engine only if its ranks split each block by attention heads alone
+    # (`workers.engines.vllm.launch.UNSHARED`).
     unshared = any(role.nodes_per_replica > 1 or not role.parallelism.by_heads for role in roles)
     if KvPath.STORE not in transfer.paths or engine is not EngineKind.VLLM or not unshared:
         return transfer

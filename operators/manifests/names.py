@@ -20,7 +20,7 @@ METRICS, STORE_METRICS = 9400, 9401
 """The ports at which a worker and its embedded store serve Prometheus metrics, if the specification asks for them."""
 
 PICKER = 9002
-"""The port at which gateways usually call an endpoint picker."""
+"""The port at which gateways call the endpoint picker of a router; most gateways use this number by default."""
 
 CONTROL_SECRET_KEY = "secret"  # noqa: S105 - a name, no secret
 """The key of a Secret's `data` whose value is the control secret. In pods, the mounted file has this name."""
@@ -136,7 +136,7 @@ def control_host(deployment: DesiredDeployment) -> str:
 
 
 def pod_selector(deployment: DesiredDeployment, role: str) -> str:
-    """Return the label selector of a role's pods, in the form that `kubectl get -l` takes."""
+    """Return the label selector of a role's pods, in the syntax of `kubectl get -l`."""
     return ",".join(f"{key}={value}" for key, value in {INSTANCE: deployment.name, ROLE: role}.items())
 
 

@@ -353,8 +353,8 @@ class OperatorValues(_Values, frozen=True):
 
     secrets: tuple[SecretSetting, ...] = ()
     """Settings whose values are in Secrets, like those of routers: `{setting: probe.keys, name: fleet-probes, key:
-    keys.json}`, with the file `{"namespace/name": "API key"}` for DisaggDeployments whose routers require a key. These
-    keys need `settings.probe.insecure`, because probes have no TLS."""
+    keys.json}`, with the file `{"namespace/name": "API key"}` for DisaggDeployments whose routers require a key. The
+    operator sends these keys only with `settings.probe.insecure`, because probes do not verify the routers' certificates."""
 
     disruption_budget: DisruptionBudget = DisruptionBudget()
     service_account: ServiceAccount = ServiceAccount()

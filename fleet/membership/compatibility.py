@@ -1,4 +1,4 @@
-"""Compatibility: the peers that were refused because they speak no common version of the protocol.
+"""Compatibility: remembers the peers that were refused because they speak no common version of the protocol.
 
 `kvstore.protocol.versions` has the rules by which two processes agree on a version.
 """

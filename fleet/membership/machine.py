@@ -3,8 +3,8 @@
 Rules:
 
 1. A worker is a member from its registration until its lease ends, it deregisters, or another incarnation takes its
-   place. Registering again renews the lease. The end of a lease ends no stream: attempts on the worker go on
-   (`fleet.backends.workers.streams`, rule 3).
+   place. If the worker registers again, its lease is renewed. The end of a lease ends no stream: attempts on the worker
+   continue (`fleet.backends.workers.streams`, rule 3).
 2. The name of a worker belongs to one incarnation. While this router has a stream to a worker, the name belongs to the
    incarnation with which the stream is open. Without a stream, the name belongs to the member until its lease ends. If
    another incarnation registers under the name in this time, it gets `NameOccupied`, and nothing changes.
@@ -217,7 +217,7 @@ class Membership:
         return self._join(claim.joined, claim.lease_end, registered=claim.registered)
 
     def _join(self, joined: MemberJoined, lease_end: Nanos, *, registered: bool) -> list[MembershipCommand]:
-        """Start the membership of an incarnation, or renew it, until the instant `lease_end`.
+        """Start or renew the membership of an incarnation, until the instant `lease_end`.
 
         The caller has checked that the name is free for the incarnation.
         """
@@ -288,7 +288,7 @@ class Membership:
     def _leave(self, worker_id: WorkerId, now: Nanos) -> list[MembershipCommand]:
         """Remove a member and forget its replaced incarnations.
 
-        If there is a claim to its name, let that incarnation join.
+        If another incarnation has a claim to the member's name, let that incarnation join.
         """
         del self._members[worker_id]
         self._replaced.pop(worker_id, None)

@@ -21,7 +21,8 @@ from fleet.router.placement.decision import CostTerms, Decision, DecisionExplana
 from kvstore.tracing.context import TraceContext
 from kvstore.tracing.spans import Attributes, AttributeValue, SpanEvent, SpanIds, SpanLink, SpanRecord, SpanSide
 
-# maximum number of candidates in a placement span (the cheapest ones), and of workers that were not candidates
+# A placement span shows at most this number of candidates, the cheapest first, and at most this number of workers that were
+# not candidates.
 MOST_CANDIDATES = 8
 PROVIDER = "fleet"
 
@@ -125,7 +126,7 @@ def _request_span(facts: RequestFacts) -> SpanRecord:
         attributes["gen_ai.response.time_to_first_chunk"] = (end.first_token - facts.began) / SECOND
     error = ""
     if isinstance(end.outcome, Finish):
-        if request.model:  # a request need not name the only model
+        if request.model:  # the name is empty if the request names no model, which is allowed if only one is served
             attributes["gen_ai.response.model"] = request.model
         attributes["gen_ai.response.finish_reasons"] = [end.outcome.value]
     elif end.outcome is not None:

@@ -306,7 +306,7 @@ class PickerCall:
 
     def _report(self, *, prefilled: bool, tokens: int = 0) -> None:
         if self._booking is not None:
-            told = min(tokens, MAX_REPORTED)  # limited, because a server may report any number
+            told = min(tokens, MAX_REPORTED)  # the number is limited, because a server may write any number in its usage
             if not self._desk.selection.report(self._booking, prefilled=prefilled, answer_tokens=told):
                 self._booking = None
 

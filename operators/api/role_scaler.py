@@ -44,7 +44,7 @@ class RoleScalerStatus(Resource, frozen=True):
     """Label selector of the role's pods. An HPA finds the pods by it."""
 
     last_scale_time: Annotated[str, Meta(extra_json_schema={"format": "date-time"}, max_length=40)] = ""
-    """The time at which `replicas` was last changed."""
+    """The time at which somebody last changed `spec.replicas`; empty: nobody has changed it since the creation."""
 
     conditions: Conditions = ()
     """The condition `Bound` is True if the role exists and this object scales it. `WithinBounds` is True if the

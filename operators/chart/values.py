@@ -468,7 +468,7 @@ class MetricsKey(_Values, frozen=True):
     the planner have none."""
 
     key: str = "key"
-    """Key in the Secret."""
+    """Key in the Secret whose value is the metrics key."""
 
 
 class MetricsReaders(_Values, frozen=True):
@@ -508,7 +508,7 @@ class Dashboards(_Values, frozen=True):
     """Create ConfigMaps with dashboards, which the sidecar of Grafana loads."""
 
     labels: Texts = field(default_factory=lambda: {"grafana_dashboard": "1"})
-    """Labels by which the sidecar selects the ConfigMaps."""
+    """Labels by which the sidecar of Grafana selects the ConfigMaps."""
 
     annotations: Texts = {}
     """Annotations of the ConfigMaps, such as the folder of the dashboards."""
@@ -606,10 +606,10 @@ class Redis(_Values, frozen=True):
 
 class ApiKey(_Values, frozen=True):
     name: Name = ""
-    """Name of a Secret; empty: no key is sent."""
+    """Name of a Secret with the API key that `helm test` sends to the routers; empty: no API key is sent."""
 
     key: str = "api-key"
-    """Key in the Secret."""
+    """Key in the Secret whose value is the API key."""
 
     insecure: bool = False
     """Send the key unencrypted. Use it only on a network that nobody else can read. It is needed if `routers.tls.secret` is

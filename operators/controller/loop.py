@@ -185,7 +185,8 @@ class Controller:
             # The Secret is written last, because no cache shows whether it exists. Pods do not start before it exists.
             denied = await self._applier.make_secret(secret.manifest(desired), again=afresh)
             refusals = (*refusals, *denied)
-            # Reconcile again soon, because an existing Secret of a deleted deployment may still be deleted.
+            # Reconcile again soon: an existing Secret of this name may belong to a deleted deployment. Kubernetes then deletes
+            # it soon, and it has to be created again.
             if not _is_ready(decided.status):
                 self._enqueue(key, TROUBLE_RECHECK)
         status, wanted = decided.status, decided.wanted

@@ -38,7 +38,7 @@ class Imported(Struct, frozen=True):
 
 
 class Names:
-    """Makes valid Kubernetes names, and gives each of them only once."""
+    """Makes valid Kubernetes names, and never returns the same name twice."""
 
     def __init__(self, otherwise: str) -> None:
         self._otherwise = otherwise
@@ -46,7 +46,7 @@ class Names:
 
     def give(self, text: str) -> str:
         """Return a valid name that resembles `text` and that this object has not returned before."""
-        parted = re.sub(r"([a-z])([A-Z])", r"\1-\2", text)  # VllmDecodeWorker becomes Vllm-Decode-Worker
+        parted = re.sub(r"([a-z])([A-Z])", r"\1-\2", text)  # for example, VllmDecodeWorker becomes Vllm-Decode-Worker
         base = re.sub(r"[^a-z0-9]+", "-", parted.lower()).strip("-")
         base = re.sub(r"^[^a-z]+", "", base)[:LONGEST_NAME].rstrip("-") or self._otherwise
         name, number = base, 1

@@ -147,8 +147,8 @@ def base_name(deployment: DesiredDeployment, role: RoleSpec) -> str:
 def config_name(deployment: DesiredDeployment, role: RoleSpec, of_revision: str) -> str:
     """Return the name of a role's ConfigMap.
 
-    The ConfigMap of routers has the same name in all revisions. A label of the router pods, with the digest of the
-    settings, replaces the pods after a change.
+    The ConfigMap of routers has the same name in all revisions. The router pods have a label with a digest of the settings.
+    If the settings change, this label changes, so Kubernetes replaces the pods.
     """
     base = base_name(deployment, role)
     return base if role.type is RoleType.ROUTER or not of_revision else f"{base}-{of_revision}"

@@ -152,7 +152,10 @@ def _of_pod(pod: Pod, products: Sequence[str]) -> PodTrouble | None:
 
 
 def _unplaced(message: str, products: Sequence[str]) -> TroubleReason:
-    """Return the reason for a message of kube-scheduler, such as `0/3 nodes are available: 2 Insufficient …`."""
+    """Return the trouble reason that a message of kube-scheduler shows.
+
+    An example of a message is `0/3 nodes are available: 2 Insufficient …`.
+    """
     if "Insufficient " in message:
         return TroubleReason.InsufficientCapacity
     if products and "didn't match Pod's node affinity/selector" in message:

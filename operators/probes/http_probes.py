@@ -40,7 +40,8 @@ from operators.manifests.names import HTTP, host_of
 from operators.probes.evidence import Probe, ProbeCompletion, ProbeFailure
 
 BUSY = frozenset({Reason.QUEUE_FULL, Reason.RATE_LIMITED})
-"""Reasons of a rejection that show only that a router is busy, and that do not count as failures."""
+"""Reasons of a rejection that show only that a router is busy. With such a reason, the deployment does not count as
+failing."""
 
 PATIENCE = 0.9
 """The deadline that a probe's request states to the router, as a share of the time limit of the probe. Because the

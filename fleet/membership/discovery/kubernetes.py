@@ -154,7 +154,7 @@ class KubernetesDirectory:
                     return
                 name = held["metadata"]["name"]
                 if await self._objects.delete_lease(name, held["metadata"]["resourceVersion"]):
-                    if sliced is not None:  # Kubernetes' garbage collection would delete the EndpointSlice later
+                    if sliced is not None:  # delete it now, because Kubernetes' garbage collection would do so only later
                         await self._objects.delete_slice(name, sliced["metadata"]["resourceVersion"])
                     return
                 held = await self._objects.lease(name)

@@ -269,7 +269,7 @@ class Operator:
             try:
                 reports = self._router_poller.of(key) if self._router_poller is not None else None
                 outcome = await self._controller.reconcile_key(key, reports, self._served, afresh=key in self._afresh)
-            except NotLeading:  # the key stays in the queue until this process leads again
+            except NotLeading:  # the key is enqueued again, so that it is reconciled when this process leads again
                 self._queue.done(key)
                 self._add(key)
                 continue

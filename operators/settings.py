@@ -60,7 +60,7 @@ class OperatorSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """host:port of /healthz, /readyz and /metrics."""
 
     metrics_access: MetricsAccess = MetricsAccess()
-    """Access to /metrics."""
+    """Rules that say who may read /metrics."""
 
     metrics_tls: MetricsTls = MetricsTls()
     """TLS of `listen`, also for /healthz and /readyz. `client_authority` must stay empty, because the probes that Kubernetes

@@ -306,7 +306,8 @@ class PickerCall:
 
     def _report(self, *, prefilled: bool, tokens: int = 0) -> None:
         if self._booking is not None:
-            told = min(tokens, MAX_REPORTED)  # the number is limited, because a server may write any number in its usage
+            # The number is limited, because the usage in a server's answer may contain any number.
+            told = min(tokens, MAX_REPORTED)
             if not self._desk.selection.report(self._booking, prefilled=prefilled, answer_tokens=told):
                 self._booking = None
 

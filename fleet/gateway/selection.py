@@ -62,7 +62,7 @@ class SelectionService:
         self.bookings = workers.bookings
         self._held: Counter[Holder] = Counter()
         self._tenant_secret = tenant_secret
-        self.others: PeerRoutersApi | None = None  # the other routers of the cluster; None: there are none
+        self.others: PeerRoutersApi | None = None  # the other routers of the cluster; None: no other routers
 
     def add(self, server: GrpcServerApi) -> None:
         methods = {

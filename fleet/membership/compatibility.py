@@ -18,7 +18,7 @@ Peers try again every few seconds, so the entry of a running peer is renewed.
 LOG_AGAIN_AFTER = REFUSED_FOR
 """Pause between two log lines about one refused peer, which tries again every few seconds."""
 
-MOST_REFUSED = 1000  # maximum number of refused peers that are remembered; a further one replaces the oldest
+MOST_REFUSED = 1000  # maximum number of refused peers that are remembered; a further peer replaces the oldest
 
 
 class Link(StrEnum):

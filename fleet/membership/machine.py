@@ -268,7 +268,8 @@ class Membership:
     def _connect(self, event: WorkerStreamOpened, now: Nanos) -> list[MembershipCommand]:
         self._connected[event.worker_id] = event.incarnation
         known = self._members.get(event.worker_id)
-        if known is not None:  # if another process has answered at the member's address, the member cannot be reached
+        # If another process has answered at the member's address, the member itself cannot be reached.
+        if known is not None:
             known.unreachable = known.joined.incarnation != event.incarnation
         return self._take_claim_up(event.worker_id, now)
 

@@ -190,7 +190,7 @@ class RoleSpec(Resource, frozen=True):
     """Work of the pods. It cannot be changed."""
 
     replicas: Count = 1
-    """Number of replicas. In another scaling mode than Static: the first value of the RoleScaler."""
+    """Number of replicas. In the scaling modes External and Planner, it is only the first value of the role's RoleScaler."""
 
     scaling: Scaling = Scaling()
     """What sets the role's number of replicas, and the bounds of this number."""
@@ -364,7 +364,7 @@ class WorkerMetricsSpec(Resource, frozen=True):
     the ports are closed."""
 
     tls_secret: Annotated[str, Meta(max_length=253)] = ""
-    """A Secret of the type `kubernetes.io/tls` with the certificate of these ports. Empty: they do not speak TLS."""
+    """A Secret of the type `kubernetes.io/tls` with the certificate of the metrics ports. Empty: the metrics ports do not speak TLS."""
 
 
 _ROLES = rules(
@@ -511,7 +511,7 @@ class RoleStatus(Resource, frozen=True):
     """Name of the role."""
 
     desired: int = 0
-    """Number of replicas that are requested, and that budget and ratio allow."""
+    """Requested number of replicas, lowered as far as the GPU budget and the ratio bounds demand."""
 
     replicas: int = 0
     """Existing replicas, of all revisions."""

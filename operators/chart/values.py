@@ -576,7 +576,7 @@ class Etcd(_Values, frozen=True):
     """Install a small etcd for trials. For production, use one with backups and monitoring."""
 
     replicas: Literal[1, 3, 5] = 1
-    """Members of the installed etcd."""
+    """Number of members of the installed etcd."""
 
     image: Image = Image(repository="quay.io/coreos/etcd", tag="v3.5.21")
     """Image of the installed etcd."""

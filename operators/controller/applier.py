@@ -71,7 +71,7 @@ class Applier:
 
         Raises:
             KubernetesError: The API server failed.
-            NotLeading: This process must not write.
+            NotLeading: This process does not lead, so it must not write.
         """
         refusals = []
         for action in actions:
@@ -92,7 +92,7 @@ class Applier:
 
         Raises:
             KubernetesError: The API server failed.
-            NotLeading: This process must not write.
+            NotLeading: This process does not lead, so it must not write.
         """
         metadata = manifest["metadata"]
         key = (metadata["namespace"], metadata["name"], metadata["ownerReferences"][0]["uid"])
@@ -117,7 +117,7 @@ class Applier:
 
         Raises:
             KubernetesError: The status was not written.
-            NotLeading: This process must not write.
+            NotLeading: This process does not lead, so it must not write.
         """
         metadata = {"name": custom.metadata.name, "namespace": custom.metadata.namespace, "uid": custom.metadata.uid}
         manifest = {"apiVersion": kind.api_version, "kind": kind.name, "metadata": metadata, "status": dict(status)}
@@ -131,7 +131,7 @@ class Applier:
 
         Raises:
             KubernetesError: The API server failed.
-            NotLeading: This process must not write.
+            NotLeading: This process does not lead, so it must not write.
         """
         for each in recorded:
             made = event_manifest(each, kind, about.metadata, now, controller=CONTROLLER, identity=self._identity)

@@ -46,7 +46,7 @@ class Names:
 
     def give(self, text: str) -> str:
         """Return a valid name that resembles `text` and that this object has not returned before."""
-        parted = re.sub(r"([a-z])([A-Z])", r"\1-\2", text)  # for example, VllmDecodeWorker becomes Vllm-Decode-Worker
+        parted = re.sub(r"([a-z])([A-Z])", r"\1-\2", text)  # splits VllmDecodeWorker into Vllm-Decode-Worker
         base = re.sub(r"[^a-z0-9]+", "-", parted.lower()).strip("-")
         base = re.sub(r"^[^a-z]+", "", base)[:LONGEST_NAME].rstrip("-") or self._otherwise
         name, number = base, 1

@@ -118,7 +118,11 @@ def _refused_pods(controller: WorkloadResource) -> PodTrouble | None:
 
 
 def _unfit_groups(pods: Iterable[Pod], domains: Mapping[str, str]) -> Iterator[PodTrouble]:
-    """Yield a trouble for each group whose domain the scheduler chooses and for none of whose pods it finds a node."""
+    """Yield a trouble for each group without nodes.
+
+    Only groups whose domain the scheduler chooses are examined. The scheduler has reported for all pods of such a group
+    that it finds no node for them.
+    """
     groups: dict[tuple[str, str], list[Pod]] = {}
     for pod in pods:
         labels = pod.metadata.labels

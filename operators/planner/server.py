@@ -98,7 +98,7 @@ class KubePlanner:
         # The plans for which no planner can be created, each with its unusable inputs and the reason. A plan is tried
         # again only with other inputs.
         self._unusable: dict[Place, tuple[PlannerTask, PlanNotObeyed]] = {}
-        self._written: dict[Place, Nanos] = {}  # instant at which each status was last written
+        self._written: dict[Place, Nanos] = {}  # the instant at which the status of each plan was last written
         self._secret_trouble = "not read yet" if settings.control_secret else ""
         for kind in FOLLOWED:
             for namespace in settings.namespaces or ("",):

@@ -31,14 +31,14 @@ class KubePlannerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """The namespaces whose ServingPlans are obeyed; empty: all namespaces."""
 
     lease: PlannerLeaseSettings = PlannerLeaseSettings()
-    """The Lease that elects the planner that applies plans and writes statuses. The other planners make decisions
-    too, so that one of them can continue at once."""
+    """The Lease that elects the planner process that applies plans and writes statuses. The other planner processes make
+    decisions too, so that one of them can continue at once if the elected process ends."""
 
     listen: str = "0.0.0.0:8080"
     """host:port of /healthz, /readyz and /metrics."""
 
     metrics_access: MetricsAccess = MetricsAccess()
-    """Access to /metrics."""
+    """Rules that say who may read /metrics."""
 
     metrics_tls: MetricsTls = MetricsTls()
     """TLS of `listen`, also for /healthz and /readyz. `client_authority` must stay empty, because the probes that Kubernetes

@@ -154,7 +154,8 @@ class KubernetesDirectory:
                     return
                 name = held["metadata"]["name"]
                 if await self._objects.delete_lease(name, held["metadata"]["resourceVersion"]):
-                    if sliced is not None:  # delete it now, because Kubernetes' garbage collection would do so only later
+                    # Delete the EndpointSlice now, because Kubernetes' garbage collection would delete it only later.
+                    if sliced is not None:
                         await self._objects.delete_slice(name, sliced["metadata"]["resourceVersion"])
                     return
                 held = await self._objects.lease(name)

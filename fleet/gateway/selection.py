@@ -184,7 +184,7 @@ class SelectionService:
             del self._held[holder]
 
     def reported(self, report: pb.ReportRequest) -> pb.ReportResponse | None:
-        """Handle a report about a lease; return the response, or None if this router did not give the lease."""
+        """Handle a report about a lease. Return the response, or None if this router has no such lease, or if it has ended."""
         booking = self.bookings.get(RequestId(report.lease_id))
         if booking is None or not self.report(booking, prefilled=report.prefilled, answer_tokens=report.answer_tokens):
             return None

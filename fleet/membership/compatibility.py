@@ -35,7 +35,7 @@ class IncompatiblePeer(Struct, frozen=True, kw_only=True):
 
     link: Link
     name: str  # id or address of the peer
-    cause: str  # text with the version ranges of both processes, and with what to upgrade
+    cause: str  # text that names the version ranges of both processes, and says which process to upgrade
 
 
 class _Refusals(Struct):

@@ -232,16 +232,17 @@ class ChartClientTls(_Values, frozen=True):
 
     secret: Name = ""
     """A Secret with the keys tls.crt and tls.key, as cert-manager writes it. Routers read a renewed Secret within about a minute, without a
-    restart. Its certificate holds the names that clients use; for `helm test` also `fleet-routers.NAMESPACE.svc`, and the
-    key ca.crt if its authority is your own. Empty: these ports have no TLS."""
+    restart. The certificate must be valid for the names that clients use. For `helm test`, it must also be valid for
+    `fleet-routers.NAMESPACE.svc`, and if your own authority has signed it, the Secret needs the certificate of this authority
+    under the key ca.crt. Empty: these ports have no TLS."""
 
     client_authority: Annotated[str, Meta(pattern=r"^([-._a-zA-Z0-9]{1,253})?$")] = ""
     """The key in the Secret that holds the authority of clients' certificates (mTLS): `ca.crt`. Empty: clients need no
     certificate."""
 
     health: bool = False
-    """Use TLS at the port for health and metrics too, 8080; probes and the PodMonitor then use HTTPS. Not with `clientAuthority`, because
-    probes of Kubernetes have no certificate."""
+    """Use TLS at the port 8080 for health and metrics too; probes and the PodMonitor then use HTTPS. It cannot be combined with
+    `clientAuthority`, because probes of Kubernetes have no certificate."""
 
     endpoint_picker: bool = False
     """Use TLS at the port of the endpoint picker too, 9002, for gateways that call pickers over TLS."""
@@ -295,10 +296,11 @@ class Routers(_Values, frozen=True):
     in `.json` holds JSON, such as `tenants` with their API keys; any other holds a text."""
 
     control_secret: Name = ""
-    """Secret whose key `secret` (`openssl rand -hex 32`) workers and operators prove to the routers' control port, 50052, and
-    routers to each other at port 50054: with it and one process for each pod they share their state (docs/router.md).
-    With `tls` they show certificates as well. Without both, the control port is a Unix socket in the pod: workers are
-    found in `discovery`, and `kubectl exec` runs `fleet status`."""
+    """Name of a Secret whose key `secret` holds a secret such as the output of `openssl rand -hex 32`. Workers and operators prove
+    this secret at the routers' control port, 50052, and routers prove it to each other at port 50054. With the secret and one
+    process in each pod, routers share their state (docs/router.md). With `tls`, all of them show certificates as well. With
+    neither, the control port is a Unix socket in the pod: routers find workers in `discovery`, and `kubectl exec` runs
+    `fleet status`."""
 
     models_claim: Name = ""
     """A PersistentVolumeClaim with tokenizers, mounted read-only at /models, for folders in `settings.models`."""
@@ -380,8 +382,9 @@ class PlannerValues(_Values, frozen=True):
     """Settings of a planner's settings file: `operators.planner.settings.KubePlannerSettings`."""
 
     control_secret: Name = ""
-    """Secret whose key `secret` (`openssl rand -hex 32`) callers of the planner's control port, 50053, prove (`fleet plan
-    --planner`). Without it, the control port is a Unix socket in the pod, and `kubectl exec` runs `fleet plan`."""
+    """Name of a Secret whose key `secret` holds a secret such as the output of `openssl rand -hex 32`. Callers of the planner's
+    control port, 50053, prove this secret (`fleet plan --planner`). Empty: the control port is a Unix socket in the pod, and
+    `kubectl exec` runs `fleet plan`."""
 
     disruption_budget: DisruptionBudget = DisruptionBudget()
     service_account: ServiceAccount = ServiceAccount()

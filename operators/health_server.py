@@ -34,7 +34,7 @@ async def open_health_server(
         host: The host to listen at.
         port: The port; 0 means any free port.
         unread: Returns the kinds whose objects have not been read yet from the API server. A process that does not lead
-            reads them too, and so becomes ready.
+            reads all objects too, so it also becomes ready.
         lost: Returns the unread kinds, and the kinds whose changes cannot be watched now, because the API server is not
             reachable or does not have the kind. The process is ready when this list is empty.
         registry: The metrics that /metrics shows.
@@ -91,6 +91,6 @@ def _renewed(certificates: CertificateFiles) -> ssl.SSLContext:
     def use_present(connection: ssl.SSLObject, _: str | None, __: ssl.SSLContext) -> None:
         connection.context = renewed.current
 
-    # OpenSSL calls this at each handshake, also if the client names no host.
+    # OpenSSL calls this callback at each handshake, even if the client names no host.
     context.sni_callback = use_present
     return context

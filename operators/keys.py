@@ -1,4 +1,4 @@
-"""Reconcile keys: define the names of the objects that the controller reconciles. Pure."""
+"""Reconcile keys: the names of the objects that the controller reconciles. Pure."""
 
 from msgspec import Struct
 

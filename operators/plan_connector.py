@@ -1,4 +1,4 @@
-"""Kubernetes connector: writes the numbers of replicas of a plan into RoleScalers, which the operator carries out.
+"""Kubernetes connector: writes the replicas of a plan into RoleScalers; the operator then scales the roles.
 
 Rules:
 
@@ -7,12 +7,13 @@ Rules:
    before the plan. Only the operator creates RoleScalers.
 2. `managedFields` record who owns a number. The operator owns the number at first, because it creates the RoleScaler.
    If the owner is neither the operator nor the planner, the planner must not change the number: the pool is pinned. So
-   `kubectl scale`, an HPA and KEDA work without knowing about planners. If the planner wrote the same number again, the
-   other owners would stay. So a pool is given back to the planner by an annotation with the present generation of the
-   RoleScaler: at this generation, the pool is not pinned.
-3. `scaling.mode` takes precedence: only the specification sets the number of a Static role, and a planner must not set
-   the number of an External role.
-4. The connector reads the state of the pools from the statuses that the operator writes. It does not read pods or ask
+   `kubectl scale`, an HPA and KEDA work without knowing about planners.
+3. A write of the same number does not remove the other owners, so it cannot end the pinning. Instead, a pool is given
+   back to the planner by an annotation with the present generation of the RoleScaler. While the RoleScaler has this
+   generation, the pool is not pinned.
+4. `scaling.mode` has precedence over the rules 2 and 3: only the specification sets the number of a Static role, and a
+   planner must not set the number of an External role.
+5. The connector reads the state of the pools from the statuses that the operator writes. It does not read pods or ask
    routers itself, because the operator does this.
 """
 
@@ -43,7 +44,8 @@ RELEASED = f"{GROUP}/released"
 of the connector removes the annotation."""
 
 PINNED = "pinned: "
-"""Beginning of `PoolObservation.pinned` if somebody else owns the number of the pool."""
+"""Beginning of the text `PoolObservation.pinned` if somebody other than the operator and the planner owns the number of
+replicas."""
 
 TRIES = 4
 """Maximum number of attempts to write a RoleScaler; an attempt fails if the RoleScaler's status changes meanwhile."""
@@ -216,7 +218,13 @@ class KubernetesConnector:
         *,
         released: bool = False,
     ) -> None:
-        """Write a number, if the specification of the RoleScaler has not changed since it was observed in `pool`."""
+        """Write a number of replicas into the RoleScaler of a pool.
+
+        Raises:
+            PlanConflict: The specification of the RoleScaler has changed since the observation `pool`, or another write
+                interfered with each of `TRIES` attempts.
+            PlanRefused: The API server refused the write.
+        """
         for _ in range(TRIES):
             scaler = (await self._scalers()).get(pool.name)
             if scaler is None or scaler.version != pool.version:

@@ -7,11 +7,11 @@ Rules:
 1. A proposal is complete: if it is applied without changes, its pods serve the described requests. Engine options for
    which a role has no field (the longest request, the batch size, the prompt tokens of a step) are arguments in its
    podTemplates, followed by the arguments of the request.
-2. Each prediction is given together with its goal, the median error of such predictions, and the measurements from
-   which it was made.
-3. A refusal names the goal that fails, the best possible value, and what would have to change. Messages contain only
-   numbers and Fleet's own names. They repeat no text of the user, except the name of an unknown field of the model's
-   config.
+2. Each prediction is given together with its goal, the median error of predictions of this kind, and the measurements
+   from which it was computed.
+3. If no deployment keeps the goals, the reply names the goal that fails, the best possible value, and what would have to
+   change. Messages contain only numbers and Fleet's own names. They repeat no text of the user, except the name of an
+   unknown field of the model's config.
 4. The sizes of `podTemplate` and `modelConfig` are limited. The status contains the podTemplate once for each role,
    besides the one in the specification, and etcd stores no object above 1.5 MiB.
 """
@@ -65,10 +65,11 @@ ROUTERS = 2
 """Number of routers in a proposal: two, so that requests are still served when one router or its node fails."""
 
 UNKNOWN_CONTEXT = 2
-"""If the model's config names no limit, engines accept requests of up to this many times the length in the workload."""
+"""If the model's config names no maximum length, engines accept requests of up to this many times the length in the
+workload."""
 
 ANSWERS = 2
-"""The time limit of a drain, as a multiple of the predicted duration of an answer."""
+"""The time limit of a drain, as a multiple of the predicted duration of one answer, so that running requests can end."""
 
 MOST_REPLICAS = 10_000
 """The maximum number of replicas that `operators.api.disagg_deployment.RoleSpec` allows."""
@@ -194,7 +195,8 @@ def _proposed(asked: ServingRequestSpec, sized: SizedModel, found: Sizing) -> Pr
 
 def _deployment(asked: ServingRequestSpec, sized: SizedModel, found: Sizing) -> DisaggDeploymentSpec:
     count, each = asked.hardware.count, found.placement.parallelism.gpus
-    # If enough GPUs are left for one more replica of every role, a rollout creates new replicas first.
+    # If the unused GPUs suffice for one more replica of every role, a rollout creates new replicas before it removes old
+    # ones. Otherwise it removes old replicas first.
     surge = count - found.gpus >= each * len(found.pools)
     rollout = Rollout() if surge else Rollout(max_surge=0, max_unavailable=1)
     seconds = found.ttft + asked.workload.answer_tokens * found.tpot
@@ -202,7 +204,8 @@ def _deployment(asked: ServingRequestSpec, sized: SizedModel, found: Sizing) -> 
     template = _template(asked, _context(asked, sized, found))
     roles = [_role(asked, found, pool, rollout, drain, template) for pool in found.pools]
     new_tokens = floor(_demand(asked).request.new_tokens)
-    # The threshold is low enough that prompts of the workload go to prefill workers, even if they are short.
+    # The threshold is at most half of the workload's uncached tokens, so that its prompts are sent to prefill workers, even
+    # if they are short.
     routing = Routing(disaggregate_above_tokens=min(Routing().disaggregate_above_tokens, new_tokens // 2))
     return DisaggDeploymentSpec(
         model=asked.model,
@@ -238,7 +241,10 @@ def _context(asked: ServingRequestSpec, sized: SizedModel, found: Sizing) -> int
 
 
 def _template(asked: ServingRequestSpec, context: int) -> dict[str, Any]:
-    """Return the pod template with engine options that have no field, followed by the request's own arguments."""
+    """Return the request's pod template with Fleet's engine options as arguments of the container `main`.
+
+    The options have no field in a role. The request's own arguments follow them, and so override them.
+    """
     ours = [
         f"--set=max_model_len={context}",
         f"--set=max_running={MOST_RUNNING}",

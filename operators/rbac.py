@@ -9,8 +9,8 @@ Rules:
 2. Server-side apply needs `patch`, and also `create` if the object may not exist yet.
 3. The operator reads only its own Secret, in its own namespace; in other namespaces it creates Secrets and never reads
    them. It reads no events and needs no right on the whole cluster. So a Role in each namespace is enough if the
-   settings name the namespaces. If it manages the whole cluster, it may also list nodes, to choose domains for groups
-   of pods (`operators.observed.domains`).
+   settings name the namespaces. An operator that manages the whole cluster may also list nodes. It then chooses the
+   domains of worker groups by the room of the nodes (`operators.observed.domains`).
 4. Child objects carry `blockOwnerDeletion: false`, because the API server demands the right `update` on the owner's
    finalizers for `true`.
 5. The planner reads the operator's Secret by its name, and no other Secret (ADR 39). The planner changes only the
@@ -30,8 +30,8 @@ CHILD = ("list", "watch", "create", "patch", "delete")
 
 REMOVED = (kinds.CONFIG_MAP, kinds.SERVICE, kinds.DISRUPTION_BUDGET, kinds.INFERENCE_POOL)
 KEPT = (kinds.NETWORK_POLICY, kinds.POD_MONITOR)
-"""Kinds of child objects that the operator never deletes itself; Kubernetes removes them together with their
-deployment."""
+"""Kinds of child objects that the operator itself never deletes. Kubernetes deletes these objects when their deployment
+is deleted."""
 
 
 class RoleRule(Struct, frozen=True, kw_only=True):
@@ -46,7 +46,7 @@ class RoleRule(Struct, frozen=True, kw_only=True):
     verbs: tuple[str, ...]
 
     own_namespace: bool = False
-    """True if the right is needed in the namespace of this process, and not in the namespaces of deployments."""
+    """True if the rule applies in the namespace of this process, and not in the namespaces of deployments."""
 
     names: tuple[str, ...] = ()
     """Names of the objects to which the rule is limited; if it is empty, the rule applies to all objects."""
@@ -90,7 +90,7 @@ PLANNER_ACCESS: tuple[RoleRule, ...] = (
     _of(kinds.SERVING_PLAN, READ),
     _of(kinds.SERVING_PLAN, ("patch",), "status"),
     _of(kinds.POD, READ),
-    # The rule has no names, because RBAC cannot restrict the name of an object that is created.
+    # This rule lists no object names, because RBAC cannot restrict the name of an object that is created.
     _of(kinds.LEASE, ("create",), own_namespace=True),
     _of(kinds.LEASE, ("get", "update"), own_namespace=True, names=(LEASE_NAME,)),
     _of(kinds.EVENT, ("create",), own_namespace=True),  # Kubernetes events of the leader election

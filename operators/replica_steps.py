@@ -1,7 +1,7 @@
 """Replica steps: computes the next number of replicas of each role and revision. Pure.
 
-Scaling, rebalancing and rollouts all consist of the same small steps. `operators.controller.reconcile` requests one
-step in each call.
+Scaling, rebalancing and rollouts all consist of the same small steps. `operators.controller.reconcile` asks this module
+for one step in each of its calls.
 
 Rules:
 
@@ -16,14 +16,14 @@ Rules:
    first shrinks one role, waits for its drain, and then grows the other role.
 4. Growth never takes a role above its target plus `surge`, and shrinking never takes its serving replicas below its
    target minus `unavailable`. Replicas that cannot serve may always be removed.
-5. A prefill replica serves only beside a decode replica of its own revision, and the other way round. So an old pair
-   stays until a new one is complete. If prefill and decode roles wait for each other only because of this rule,
-   replicas may lose their partners as long as one complete pair is left.
+5. A prefill replica serves only together with a decode replica of its own revision, and the other way round. So the last
+   pair of an old revision stays until a pair of the new revision is ready. If this rule alone blocks every step,
+   replicas may lose their partners, as long as at least one replica of each role can still serve.
 6. The ratio of prefill to decode replicas stays within its bounds while roles are scaled. If the replicas of a role
    differ from its target by at most `surge` (above) or `unavailable` (below), the target counts in the ratio instead of
    the replicas, so that a rollout does not change the ratio. If the ratio allows no step of a single role, prefill and
-   decode roles change together. If one side has no replicas, there is no ratio. If the ratio is already out of its
-   bounds, a step is allowed if the ratio does not get worse.
+   decode roles change together. If there are no prefill replicas or no decode replicas, the ratio is not checked. If the
+   ratio is already out of its bounds, a step is allowed if the ratio does not get worse.
 7. A role changes by at most `max_step` replicas in one call.
 """
 
@@ -35,7 +35,7 @@ from msgspec import Struct
 
 
 class PairSide(StrEnum):
-    """States whether the replicas of a role are the prefill side or the decode side of pairs, or serve alone."""
+    """Side of a role in pairs: its replicas are prefill workers or decode workers of pairs, or serve alone."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -43,7 +43,7 @@ class PairSide(StrEnum):
 
 
 class RevisionReplicas(Struct, frozen=True, kw_only=True):
-    """Counts the requested and existing replicas of one role in one revision."""
+    """Numbers of requested and existing replicas of one role in one revision."""
 
     revision: str
     asked: int
@@ -53,7 +53,7 @@ class RevisionReplicas(Struct, frozen=True, kw_only=True):
     """The number of existing replicas that are not being deleted."""
 
     ready: int = 0
-    """The number of replicas that are ready and known to routers."""
+    """The number of replicas that are ready, and that at least one router knows."""
 
     leaving: int = 0
     """The number of replicas that are being deleted and still drain."""
@@ -134,10 +134,10 @@ class ReplicaChange(Struct, frozen=True, order=True):
 def targets(pools: Sequence[ScaledRole], bounds: ScalingBounds) -> list[ScaledRole]:
     """Return the roles with possible targets: the requested targets, lowered until GPU budget and ratio allow them.
 
-    If the budget is too small, the role that requests the most GPUs loses one replica, and this is repeated until the
-    budget is enough. A role loses its last replica only if no role has more than one. After that, if prefill or decode
-    has too many replicas for the ratio, this side is lowered, but not below 1. If that is not enough, the ratio stays
-    out of its bounds.
+    If the budget is too small, the target of the role that requests the most GPUs is lowered by one. This is repeated
+    until the budget is enough. A target is lowered to 0 only if no role has a target above 1. After that, if there are
+    too many prefill or decode replicas for the ratio, the targets of this side are lowered, but not below 1. If that is
+    not enough, the ratio stays out of its bounds.
     """
     wanted = {pool.name: pool.target for pool in pools}
     while bounds.gpu_budget and sum(wanted[pool.name] * pool.gpus for pool in pools) > bounds.gpu_budget:
@@ -177,7 +177,8 @@ def _one_move(
 ) -> dict[str, ScaledRole] | None:
     """Return the roles after one more allowed step, or None if no step is allowed.
 
-    If `orphans` is true, the step may leave replicas of another role without a partner.
+    `before` holds the roles before the first step of this call, because `max_step` limits all changes of the call. If
+    `orphans` is true, the step may leave replicas of another role without a partner of their revision (rule 5).
     """
     held_by_ratio = False
     for direction in (-1, 1):
@@ -206,7 +207,7 @@ def _steps(pool: ScaledRole, direction: int) -> Iterator[ScaledRole]:
             yield _asking(pool, present or RevisionReplicas(revision=pool.revision, asked=0), +1)
         return
     olds = [each for each in pool.replicas if each.revision != pool.revision and each.asked]
-    # Replicas that do not serve are removed first, such as those of a revision that never became ready.
+    # Replicas that do not serve are removed first, such as the replicas of a revision that never became ready.
     for each in sorted(olds, key=lambda old: (old.staying, old.asked, old.revision)):
         yield _asking(pool, each, -1)
     if present and present.asked > pool.target:
@@ -237,7 +238,8 @@ def _allowed(now: dict[str, ScaledRole], state: dict[str, ScaledRole], bounds: S
 def _least_serving(state: dict[str, ScaledRole], pool: ScaledRole) -> int:
     """Return the minimum number of replicas of a role that must serve.
 
-    The number is 0 if the other side of the pairs may be empty, because then no replica of this role can serve.
+    For a prefill role, the number is 0 if no decode replica has to serve, because prefill replicas serve only together
+    with decode replicas. For a decode role it is the other way round.
     """
     alone = pool.side is PairSide.ALONE
     needed = alone or any(each.least_serving for each in state.values() if each.side not in (PairSide.ALONE, pool.side))
@@ -266,8 +268,8 @@ def _serving(state: dict[str, ScaledRole], pool: ScaledRole) -> int:
 def _together(now: dict[str, ScaledRole], bounds: ScalingBounds, orphans: bool) -> dict[str, ScaledRole] | None:
     """Return the roles after a step that changes prefill and decode roles together, or None if no such step is allowed.
 
-    The roles change in proportion to their distances from their targets, so that the ratio is kept. Return the smallest
-    such step that is allowed.
+    The number of replicas of each role changes in proportion to its distance from its target, so that the ratio is kept.
+    The smallest allowed step of this kind is returned.
     """
     distances = {name: pool.target - pool.asked for name, pool in now.items() if pool.side is not PairSide.ALONE}
     longest = max(map(abs, distances.values()), default=0)

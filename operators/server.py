@@ -9,8 +9,8 @@ Rules:
    deployments at once.
 3. Only one reconcile of a deployment runs at a time. A failed reconcile is repeated after a pause that grows with each
    failure. It does not delay other deployments.
-4. When the operator stops, running reconciles are finished first, and then the Lease is given back. No deployment
-   changes because the operator stops.
+4. When the operator stops, running reconciles are finished first, and then the Lease is given back, so that another
+   operator can lead at once. No deployment changes because the operator stops.
 """
 
 import asyncio
@@ -123,10 +123,10 @@ class Operator:
         self._served = OptionalKinds(leader_worker_sets=False)
         self._stopping = False
         self._missed = asyncio.Event()
-        """Set when a write failed because an object does not exist. Then its kind may have been removed from the API
-        server, so `_discover` asks for the kinds again."""
+        """Set when a write failed because an object does not exist. The kind of the object may have been removed from the
+        API server, so `_discover` asks for the kinds again."""
 
-    # The health server and the metrics read the following values.
+    # The health server and the metrics call the following methods.
     def ready(self) -> bool:
         """Return whether the objects of all kinds have been read once."""
         return bool(self._informers) and not self.unread()
@@ -194,7 +194,7 @@ class Operator:
                 for task in others:
                     task.cancel()
                 acting.create_task(_end(workers))
-            # The election ends first, because it must not take the Lease again after the Lease was given back.
+            # The election is cancelled before the Lease is given back. Otherwise it could take the Lease again.
             for task in self._following:
                 task.cancel()
             await self.leader.give_back()
@@ -210,8 +210,8 @@ class Operator:
     async def _discover(self, tasks: asyncio.TaskGroup) -> None:
         """Start an informer for every kind that the API server has, also for kinds that are installed later.
 
-        If a kind is removed from the API server, its objects are removed from the cache, even if no watch has reported
-        their end.
+        If a kind is removed from the API server, all objects of this kind are removed from the cache, even if no watch has
+        reported that they were deleted.
         """
         while True:
             try:
@@ -269,7 +269,7 @@ class Operator:
             try:
                 reports = self._router_poller.of(key) if self._router_poller is not None else None
                 outcome = await self._controller.reconcile_key(key, reports, self._served, afresh=key in self._afresh)
-            except NotLeading:  # the key stays in the queue until this process leads again
+            except NotLeading:  # the key is enqueued again, so that it is reconciled when this process leads again
                 self._queue.done(key)
                 self._add(key)
                 continue

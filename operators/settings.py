@@ -16,7 +16,7 @@ Seconds = Annotated[float, Meta(gt=0, le=3600)]
 class ProbeSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of probes: requests for one token that show whether a deployment serves.
 
-    A deployment gets probes when its pods are not the ones that answered the last probes.
+    The operator probes a deployment when its pods are not the pods that answered the last probes.
     """
 
     enabled: bool = True
@@ -33,12 +33,12 @@ class ProbeSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """The most concurrent requests to all deployments together."""
 
     keys: Mapping[str, str] = {}
-    """API keys by `namespace/name` of the deployment whose routers require one. Each key is sent to these routers only,
-    and only if `insecure` allows it, and never written down."""
+    """API keys for probes, by `namespace/name` of the deployment whose routers require a key. Each key is sent only to the
+    routers of its deployment, and only if `insecure` allows it. Keys are never logged or stored."""
 
     insecure: bool = False
-    """Send `keys` in the clear to the routers' pods, on a network that nobody else is on. If off, no key is sent, and the
-    condition Ready of a deployment whose routers require one names this setting."""
+    """Send `keys` unencrypted to the routers' pods. Use it only on a network that nobody else can read. If off, no key is
+    sent, and the condition Ready of a deployment whose routers require a key names this setting."""
 
 
 class OperatorSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -54,31 +54,33 @@ class OperatorSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """The namespaces whose DisaggDeployments the operator manages; empty: all namespaces."""
 
     lease: LeaseSettings = LeaseSettings()
-    """The Lease that elects the operator that acts; the others wait for its end."""
+    """The Lease that elects the one operator that acts. The other operators wait until this Lease ends."""
 
     listen: str = "0.0.0.0:8080"
     """host:port of /healthz, /readyz and /metrics."""
 
     metrics_access: MetricsAccess = MetricsAccess()
-    """Access to /metrics."""
+    """Rules that say who may read /metrics."""
 
     metrics_tls: MetricsTls = MetricsTls()
-    """TLS of `listen`, also for /healthz and /readyz. Without `client_authority`, because probes of Kubernetes have no certificate."""
+    """TLS of `listen`, also for /healthz and /readyz. `client_authority` must stay empty, because the probes that Kubernetes
+    sends to this port have no certificate."""
 
     kubeconfig: str = ""
     """A file that says how to reach the API server; empty: the pod's service account."""
 
     control_secret: Annotated[str, Meta(max_length=253)] = OWN_SECRET
     """The Secret in the operator's own namespace (`lease.namespace`) from which the control secrets of all
-    deployments are derived. Callers of the routers' control ports, such as workers and the operator, have to prove
-    these control secrets. The operator creates the Secret if it is missing. Empty: control ports of deployments
-    demand nothing, and only their NetworkPolicies restrict access."""
+    deployments are derived. Callers of the routers' control ports, such as workers and the operator, have to prove that
+    they know the control secret of the deployment. The operator creates the Secret if it is missing. Empty: control ports
+    demand no proof, and only the deployments' NetworkPolicies restrict access."""
 
     ask_routers: bool = True
     """Ask every router which workers it knows. If off, only the workers' Leases show which workers are registered."""
 
     ask_routers_seconds: Seconds = 5.0
-    """The time between two polls while a deployment is not Ready; six times as long when it is."""
+    """The time between two polls of the routers while their deployment is not Ready. Routers of a Ready deployment are polled
+    six times less often."""
 
     probe: ProbeSettings = ProbeSettings()
     """The requests that show whether a deployment serves."""
@@ -88,15 +90,15 @@ class OperatorSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     operator writes these statuses, which then say that no planner obeys the plans."""
 
     at_once: Annotated[int, Meta(ge=1, le=64)] = 8
-    """Deployments that are reconciled at the same time."""
+    """Maximum number of deployments that are reconciled at the same time."""
 
     resync_seconds: Annotated[float, Meta(ge=1, le=86_400)] = 600.0
     """The time after which all objects are reconciled again even if nothing has changed. This also restores child
     objects that somebody has edited."""
 
     most_objects: Annotated[int, Meta(ge=1)] = 10_000
-    """Maximum number of DisaggDeployments and other custom objects that wait for a reconcile at a time. If there are
-    more, the rest waits until there is room in the queue."""
+    """Maximum number of DisaggDeployments and other custom objects in the work queue. Objects beyond this number are
+    enqueued later, when the queue has room again."""
 
     def __post_init__(self) -> None:
         if self.metrics_tls.client_authority:

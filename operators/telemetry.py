@@ -1,6 +1,6 @@
 """Metrics of the operator; the planner's metrics are in `operators.planner.metrics`.
 
-Each label of these metrics has a fixed set of values.
+Each label has a fixed set of values, so that the number of time series does not grow with the deployments.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Gateway call: how the picker handles one HTTP request and its answer (rules 1 to 4 and 7 of `endpoint_picker.py`)."""
+"""Gateway call: handles one HTTP request of a gateway and its answer (rules 1 to 4 and 7 of `endpoint_picker.py`)."""
 
 import asyncio
 import re
@@ -53,7 +53,7 @@ class PickerContext(Struct, kw_only=True):
 
 
 class PickerStage(Enum):
-    """Stage of one HTTP request, which follows from the messages of its gateway."""
+    """Stage of one HTTP request. The messages of the gateway move the request from stage to stage."""
 
     NEW = auto()
     BODY = auto()  # the body of the request arrives in pieces
@@ -91,7 +91,7 @@ class PickerCall:
         self._authorization = ""
         self._subset: tuple[str, ...] | None = None
         self._body = bytearray()
-        self._endpoint = ""  # the endpoint to which the request went; empty: none was picked yet
+        self._endpoint = ""  # the endpoint that was picked for the request; empty: no endpoint was picked yet
         self._arrived: Arrived | None = None
         self._booking: SelectedRequest | None = None
         self._counter: AnswerCounter | None = None
@@ -100,7 +100,7 @@ class PickerCall:
         """Handle the messages of the gateway until it ends the call or the request is rejected.
 
         Raises:
-            RequestRejected: INVALID_ARGUMENT, because the gateway has broken the protocol.
+            RequestRejected: The gateway has broken the protocol (INVALID_ARGUMENT).
         """
         coming = aiter(messages)
         while not self._refused:
@@ -258,7 +258,7 @@ class PickerCall:
             raise rename_field(refused, OPENAI_FIELD_NAMES) from refused
         self._counter = AnswerCounter()
         chosen = [decision.decode, *([] if decision.prefill is None else [decision.prefill])]
-        # A worker may have joined while the request waited, so look the endpoints up again.
+        # The chosen worker may have joined while the request waited, so look the endpoints up again.
         if not all(each in endpoints for each in chosen):
             endpoints = desk.endpoints.within(self._subset)
             if not all(each in endpoints for each in chosen):
@@ -306,7 +306,8 @@ class PickerCall:
 
     def _report(self, *, prefilled: bool, tokens: int = 0) -> None:
         if self._booking is not None:
-            told = min(tokens, MAX_REPORTED)  # limited, because a server may report any number
+            # The number is limited, because the usage in a server's answer may contain any number.
+            told = min(tokens, MAX_REPORTED)
             if not self._desk.selection.report(self._booking, prefilled=prefilled, answer_tokens=told):
                 self._booking = None
 
@@ -335,7 +336,7 @@ class PickerCall:
 
 
 def _api_path(path: str) -> str:
-    """Return the path of the OpenAI API that a path ends with; an unknown path is returned without its query."""
+    """Return the path in `PLACED` with which a request's path ends; return an unknown path without its query."""
     path = path.partition("?")[0]
     return next((each for each in PLACED if path.endswith(each)), path)
 
@@ -347,7 +348,7 @@ _EVENT = b"data: {"
 
 
 class AnswerCounter:
-    """Counts the tokens of an answer: one for each event of a stream; otherwise the number in the usage."""
+    """Counts the tokens of an answer: one token for each event of a stream, or else the number in the answer's usage."""
 
     def __init__(self) -> None:
         self.events = False
@@ -359,7 +360,8 @@ class AnswerCounter:
         text = self._tail + piece
         if self.events:
             new = text.count(_EVENT)
-            # Keep the bytes that may begin the next event, but none of an event that was counted already.
+            # Keep the last bytes, because they may be the beginning of the next event's mark. They are shorter than a whole
+            # mark, so no event is counted twice.
             self._tail = text[-(len(_EVENT) - 1) :]
         else:
             said = _COMPLETION_TOKENS.findall(text)

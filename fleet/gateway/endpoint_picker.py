@@ -10,17 +10,20 @@ Rules:
 2. The picker itself answers a request that cannot be placed: with status 503 if no worker is ready, with 429 and a
    retry hint if all workers are busy, and with the OpenAI API's error if the request is invalid.
 3. A reservation ends when the answer ends, when the gateway ends the call, or when the gateway sends nothing for the
-   duration of the lease. The picker counts answer tokens roughly while they pass, so that the router knows the load.
+   duration of the lease. While the answer passes through the picker, the picker counts its tokens roughly, so that the
+   router knows the load.
 4. The gateway may send a request to another endpoint than the picked one. If the gateway names another endpoint with
    the answer, the reservation moves to that endpoint.
 5. A request without a body, or for a path that generates nothing, goes to the endpoint with the fewest requests and
    reserves nothing.
-6. Several pickers do not always know each other's reservations, so gateways should call only one of them, the leader.
+6. Several pickers do not always know each other's reservations, so gateways should call only one picker, the leader.
    The other pickers are not ready, and reject requests with 503 while they know of a leader. A picker that knows of no
-   leader picks endpoints, because a choice by a part of the load data is better than an error.
+   leader picks endpoints although it is not ready: it may not know the whole load, but a worse choice is better than an
+   error.
 7. A gateway that breaks the protocol gets a gRPC error.
-8. If clients need API keys, the key of a request with a body is checked at its headers, and no byte of the body of an unknown client is kept.
-   The router checks the key itself where it is the endpoint (`router_endpoint`).
+8. If clients need API keys, the picker checks the key of a request with a body when its headers arrive. So it keeps no
+   byte of the body of an unknown client. If the router itself is the endpoint (`router_endpoint`), the picker checks no
+   key, because the router does so when it gets the request.
 """
 
 import asyncio

@@ -33,7 +33,7 @@ class PickerLeadership(Protocol):
 
 
 class SolePicker:
-    """Says that this endpoint picker always leads, because there is no other one. Implements `PickerLeadership`."""
+    """Leadership of the only endpoint picker, which always leads. Implements `PickerLeadership`."""
 
     def leads(self) -> bool:
         return True
@@ -78,7 +78,7 @@ class PickerEndpoints:
         """Return the workers that the gateway allows for a request, with their endpoints.
 
         Args:
-            subset: The endpoints that the gateway allows; None: all.
+            subset: The endpoints that the gateway allows; None: it allows all endpoints.
 
         Raises:
             RequestRejected: The gateway allows no endpoint of a worker.

@@ -45,9 +45,9 @@ def headers_of(message: pb.HttpHeaders, wanted: Sequence[str]) -> dict[str, str]
 
 
 def subset_of(message: pb.ProcessingRequest) -> tuple[str, ...] | None:
-    """Return the endpoints that the gateway allows; None: all.
+    """Return the endpoints that the gateway allows, or None if it allows all endpoints.
 
-    A value that is neither a text nor a list allows none.
+    If the gateway's value is neither a text nor a list, no endpoint is allowed.
     """
     hint = _field(message, SUBSET_NAMESPACE, SUBSET)
     if hint is None:

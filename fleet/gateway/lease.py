@@ -8,9 +8,9 @@ Rules:
 2. The holder stops leading when it could not renew the Lease for two thirds of the duration, so at most one picker
    leads at any time. A picker that does not lead rejects requests only while it knows another holder. So if the API
    server cannot be reached, the pickers report that they are not ready, but still pick endpoints for requests.
-3. If the settings name a Service, the holder is the only endpoint of this Service. So gateways find the leader, while
-   all routers stay ready for other clients and for Deployments, disruption budgets and autoscalers. The Lease owns the
-   EndpointSlice, so both are removed together.
+3. If the settings name a Service, the holder of the Lease writes an EndpointSlice that makes it the only endpoint of this
+   Service. So gateways find the leader, while all routers stay ready for other clients and for Deployments, disruption
+   budgets and autoscalers. The Lease owns the EndpointSlice, so both are removed together.
 """
 
 import asyncio
@@ -54,7 +54,7 @@ class LeaseCandidate:
             namespace: Namespace of the Lease.
             cluster: Client of the API server.
             clock: Measures the duration of the Lease.
-            wall: Gives the times that are written into the Lease for people.
+            wall: Wall clock for the times in the Lease, which are only for people who read it.
         """
         self._settings = settings
         self._namespace = namespace
@@ -119,7 +119,7 @@ class LeaseCandidate:
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._pause):
                     await self._leader.changed.wait()
-            # Also checked after a timeout, because the event may have been set in the same moment.
+            # The event is also checked after a timeout, because it may have been set in the same moment.
             if self._leader.changed.is_set():
                 self._leader.changed.clear()
                 written = None

@@ -25,7 +25,7 @@ class PromptReaderApi(Protocol):
             authorization: As for `arrival`.
 
         Raises:
-            RequestRejected: UNAUTHENTICATED; clients need a key, and this one has none that is known.
+            RequestRejected: Clients need a key, and this client has sent no known key (UNAUTHENTICATED).
         """
         ...
 

@@ -34,7 +34,7 @@ class SelectedRequest:
         self.lease_seconds = lease_seconds
         self.placed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.work: tuple[WorkerId, Start] | None = None
-        self.decode = WorkerId("")  # the decode worker in the answer to the caller
+        self.decode = WorkerId("")  # the decode worker that the caller was told; empty before the placement
         self._end = end
         self._handed_over = False
         self._answered = 0  # number of answer tokens that were reported
@@ -47,12 +47,12 @@ class SelectedRequest:
             self._end(self)
 
     def begun(self, worker_id: WorkerId, start: Start) -> None:
-        """Record that the router starts an attempt; end the lease if the caller does not know the attempt's worker.
+        """Record that the router starts an attempt. End the lease if the caller was not told the worker of this attempt.
 
         The answer to the caller names the workers of the first placement. So the caller knows the worker of the first
-        attempt and, after a prefill, the decode worker in that answer.
+        attempt and, if that worker is a prefill worker, the decode worker of the same placement.
         """
-        # True if this is the decode attempt, on the decode worker that the caller knows.
+        # True if this is the decode attempt after the prefill, on the decode worker that the caller was told.
         as_told = self._handed_over and worker_id == self.decode
         lost = self.work is not None and not as_told
         self.work, self._handed_over = (worker_id, start), False

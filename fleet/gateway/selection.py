@@ -2,9 +2,9 @@
 
 Rules:
 
-1. To the router, a selected request is like any other: it is placed and reserved in one step, waits if all workers are
-   busy, can be explained, and counts as load. The only difference is that its attempts are not sent to the workers:
-   `SelectionAwareWorkers` keeps them.
+1. The router handles a selected request like any other request: it is placed and reserved in one step, waits if all
+   workers are busy, can be explained, and counts as load. The only difference is that its attempts are not sent to the
+   workers, because the proxy sends the request itself: `SelectionAwareWorkers` keeps the attempts.
 2. The reservation lasts as long as its lease. Each report renews the lease. If nobody renews it, the request ends as if
    its client had disconnected.
 3. If one of the request's workers is lost, the lease ends, because only the proxy knows where the request really runs.
@@ -13,8 +13,8 @@ Rules:
 5. Callers are trusted, but may have bugs. Therefore a lease lasts at most `SelectionSettings.max_lease_ms`, and the
    leases of one caller may occupy only a limited share of the workers' batch places. A call above that share is
    rejected (RESOURCE_EXHAUSTED) and may be retried.
-6. `uncached_tokens` reveals whether the tenant has sent the same prompt before. Therefore this service is only on the
-   control port, which clients do not reach.
+6. The field `uncached_tokens` of an answer reveals whether the tenant has sent the same prompt before. Therefore this
+   service is only on the control port, which clients do not reach.
 """
 
 import asyncio
@@ -62,7 +62,7 @@ class SelectionService:
         self.bookings = workers.bookings
         self._held: Counter[Holder] = Counter()
         self._tenant_secret = tenant_secret
-        self.others: PeerRoutersApi | None = None  # the other routers of the cluster; None: there are none
+        self.others: PeerRoutersApi | None = None  # the other routers of the cluster; None: no other routers
 
     def add(self, server: GrpcServerApi) -> None:
         methods = {
@@ -184,7 +184,7 @@ class SelectionService:
             del self._held[holder]
 
     def reported(self, report: pb.ReportRequest) -> pb.ReportResponse | None:
-        """Handle a report about a lease; return the response, or None if this router did not give the lease."""
+        """Handle a report about a lease. Return the response, or None if this router has no such lease, or if it has ended."""
         booking = self.bookings.get(RequestId(report.lease_id))
         if booking is None or not self.report(booking, prefilled=report.prefilled, answer_tokens=report.answer_tokens):
             return None

@@ -1,4 +1,4 @@
-"""Compatibility: the peers that were refused because they speak no common version of the protocol.
+"""Compatibility: remembers the peers that were refused because they speak no common version of the protocol.
 
 `kvstore.protocol.versions` has the rules by which two processes agree on a version.
 """
@@ -18,7 +18,7 @@ Peers try again every few seconds, so the entry of a running peer is renewed.
 LOG_AGAIN_AFTER = REFUSED_FOR
 """Pause between two log lines about one refused peer, which tries again every few seconds."""
 
-MOST_REFUSED = 1000  # maximum number of refused peers that are remembered; a further one replaces the oldest
+MOST_REFUSED = 1000  # maximum number of refused peers that are remembered; a further peer replaces the oldest
 
 
 class Link(StrEnum):
@@ -35,7 +35,7 @@ class IncompatiblePeer(Struct, frozen=True, kw_only=True):
 
     link: Link
     name: str  # id or address of the peer
-    cause: str  # text with the version ranges of both processes, and with what to upgrade
+    cause: str  # text that names the version ranges of both processes, and says which process to upgrade
 
 
 class _Refusals(Struct):

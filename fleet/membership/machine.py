@@ -3,8 +3,8 @@
 Rules:
 
 1. A worker is a member from its registration until its lease ends, it deregisters, or another incarnation takes its
-   place. Registering again renews the lease. The end of a lease ends no stream: attempts on the worker go on
-   (`fleet.backends.workers.streams`, rule 3).
+   place. If the worker registers again, its lease is renewed. The end of a lease ends no stream: attempts on the worker
+   continue (`fleet.backends.workers.streams`, rule 3).
 2. The name of a worker belongs to one incarnation. While this router has a stream to a worker, the name belongs to the
    incarnation with which the stream is open. Without a stream, the name belongs to the member until its lease ends. If
    another incarnation registers under the name in this time, it gets `NameOccupied`, and nothing changes.
@@ -217,7 +217,7 @@ class Membership:
         return self._join(claim.joined, claim.lease_end, registered=claim.registered)
 
     def _join(self, joined: MemberJoined, lease_end: Nanos, *, registered: bool) -> list[MembershipCommand]:
-        """Start the membership of an incarnation, or renew it, until the instant `lease_end`.
+        """Start or renew the membership of an incarnation, until the instant `lease_end`.
 
         The caller has checked that the name is free for the incarnation.
         """
@@ -268,7 +268,8 @@ class Membership:
     def _connect(self, event: WorkerStreamOpened, now: Nanos) -> list[MembershipCommand]:
         self._connected[event.worker_id] = event.incarnation
         known = self._members.get(event.worker_id)
-        if known is not None:  # another process at the member's address may have answered
+        # If another process has answered at the member's address, the member itself cannot be reached.
+        if known is not None:
             known.unreachable = known.joined.incarnation != event.incarnation
         return self._take_claim_up(event.worker_id, now)
 
@@ -288,7 +289,7 @@ class Membership:
     def _leave(self, worker_id: WorkerId, now: Nanos) -> list[MembershipCommand]:
         """Remove a member and forget its replaced incarnations.
 
-        If there is a claim to its name, let that incarnation join.
+        If another incarnation has a claim to the member's name, let that incarnation join.
         """
         del self._members[worker_id]
         self._replaced.pop(worker_id, None)

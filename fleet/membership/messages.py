@@ -26,7 +26,10 @@ class Deregister(Struct, frozen=True, kw_only=True):
 
 
 class DirectoryRenewal(Struct, frozen=True, kw_only=True):
-    """Event: a directory contains the record of a worker, and the worker has just renewed its lease."""
+    """Event: a directory contains the record of a worker, and the worker has just renewed its lease.
+
+    `lease` is the duration of the lease from now on.
+    """
 
     worker_id: WorkerId
     incarnation: Incarnation
@@ -106,8 +109,8 @@ class NameOccupied(Struct, frozen=True, kw_only=True):
     """Address of the process that has the name; empty if unknown."""
 
     lease: Nanos | None
-    """Remaining time of that process's lease. None: the process has a stream to this router, and keeps the name until
-    the stream ends.
+    """Remaining time of the lease of the process that has the name. None: this router has a stream to the process, and the
+    process keeps the name until the stream ends.
     """
 
 

@@ -90,7 +90,7 @@ class GrpcRegistry:
                     "registration refused: no common protocol version",
                     extra={"worker": name, "cause": str(error), "refusals": refusals},
                 )
-            # Use this status, because workers of protocol version 1 then try again. After FAILED_PRECONDITION they would end.
+            # With the status OUT_OF_RANGE, workers of protocol version 1 try again. With FAILED_PRECONDITION they would end.
             await context.abort(grpc.StatusCode.OUT_OF_RANGE, str(error))
         self._incompatible.accepted(Link.REGISTRY, name)
         event = Register(
@@ -142,7 +142,8 @@ class GrpcRegistryClient:
         self._address = address
         self._access = access
         self._diagnosed = ("", "")
-        """The latest failure whose cause was looked for: its text, and its TLS cause (empty: TLS is not the cause)."""
+        """The latest failure that was diagnosed: its text, and its TLS cause. The second text is empty if TLS is not the
+        cause."""
 
         self._channel = access.aio_channel(address)
         self._stub = pb_grpc.RegistryStub(self._channel)

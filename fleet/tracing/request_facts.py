@@ -1,9 +1,9 @@
 """Request facts: the data that a router notes of a traced request while it runs, and the spans that it makes of them.
 
 A request has one span of its own. Below it are the spans "queue", "placement" with the reason and the costs of the
-candidates, and "attempt …" for each attempt on a worker. An attempt has a link to the attempt before it: `handoff` from
-a decode to its prefill, `retry` from a second try to the first one, and `migration` from the rest of an answer to the
-attempt that had begun the answer.
+candidates, and "attempt …" for each attempt on a worker. The span of an attempt has a link to the attempt before it. The
+link `handoff` leads from a decode attempt to its prefill attempt, `retry` from a second try to the first try, and
+`migration` from the attempt that continues an answer to the attempt that had begun the answer.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,8 @@ from fleet.router.placement.decision import CostTerms, Decision, DecisionExplana
 from kvstore.tracing.context import TraceContext
 from kvstore.tracing.spans import Attributes, AttributeValue, SpanEvent, SpanIds, SpanLink, SpanRecord, SpanSide
 
-# maximum number of candidates in a placement span (the cheapest ones), and of workers that were not candidates
+# A placement span shows at most this number of candidates, the cheapest first, and at most this number of workers that were
+# not candidates.
 MOST_CANDIDATES = 8
 PROVIDER = "fleet"
 
@@ -80,7 +81,7 @@ class RequestFacts(Struct, kw_only=True):
     queues: list[QueueFacts] = []
     placements: list[PlacementFacts] = []
     attempts: list[RoutedAttempt] = []
-    restarts: list[Nanos] = []  # instants at which the answer started over
+    restarts: list[Nanos] = []  # instants at which the answer was begun again from its first token
 
 
 def request_spans(facts: RequestFacts, ids: SpanIds) -> Iterator[SpanRecord]:
@@ -125,7 +126,7 @@ def _request_span(facts: RequestFacts) -> SpanRecord:
         attributes["gen_ai.response.time_to_first_chunk"] = (end.first_token - facts.began) / SECOND
     error = ""
     if isinstance(end.outcome, Finish):
-        if request.model:  # a request need not name the only model
+        if request.model:  # the name is empty if the request names no model, which is allowed if only one is served
             attributes["gen_ai.response.model"] = request.model
         attributes["gen_ai.response.finish_reasons"] = [end.outcome.value]
     elif end.outcome is not None:

@@ -8,9 +8,9 @@ Rules:
 2. When an attempt is sent to a worker, `TracedWorkers` adds the trace id and the id of the attempt's span.
 3. If a trace was not sampled but is kept at the end of the request, all workers of the request get the command to
    export their spans of it. The command names the attempts of this request, because a client's trace may have other
-   requests, which are not kept. It tells the workers to leave room in their queues if the request itself may use only
-   a part of the router's queue. No command is sent if the router's queue does not take the request's spans, which are
-   the parents of the workers' spans.
+   requests, which are not kept. If the request may use only a part of the router's export queue, the command also tells
+   the workers to leave room in their queues. If the router's queue has no room for the spans of the request, no command is
+   sent, because these spans are the parents of the workers' spans.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -100,7 +100,7 @@ class RequestTraces:
     # Methods for the frontends:
 
     def read(self, headers: Mapping[bytes, bytes]) -> TraceContext:
-        """Return the trace context of a request: that of its client, or a new one if the client sent none that can be read."""
+        """Return the trace context that a client has sent, or a new one if the client sent no readable context."""
         if (parent := headers.get(b"traceparent")) is not None:
             context = read_trace_context(
                 parent.decode("latin-1"),
@@ -306,7 +306,7 @@ class FollowedRequest:
 
 
 class TracedWorkers:
-    """Adds the trace context to attempts that are sent to workers. Implements `fleet.router.ports.Workers`, around another implementation."""
+    """Adds the trace context to each followed attempt, and passes it on to the wrapped workers. Implements `fleet.router.ports.Workers`."""
 
     def __init__(self, workers: Workers, traces: RequestTraces) -> None:
         self._workers = workers

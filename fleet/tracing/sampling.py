@@ -2,15 +2,16 @@
 
 Rules:
 
-1. Head sampling, at the arrival of a request: the `traceparent` of the client decides if the settings follow clients.
-   Otherwise `sample_ratio` decides. It is compared with the last 8 bytes of the trace id, as OpenTelemetry's
-   TraceIdRatioBased does. So all services make the same decision for a trace.
-2. Tail sampling, at the end of a request: the trace of a request that has failed or was slow is kept although it was
-   not sampled. This is possible because this process has noted all facts of the request, and because workers keep
+1. Head sampling happens at the arrival of a request. If the setting `follow_clients` is on, the client's header
+   `traceparent` decides. Otherwise `sample_ratio` decides: it is compared with the last 8 bytes of the trace id, as
+   OpenTelemetry's TraceIdRatioBased does. So all services with the same ratio make the same decision for a trace.
+2. Tail sampling happens at the end of a request: the trace of a request that has failed or was slow is kept although it
+   was not sampled. This is possible because this process has noted all facts of the request, and because workers keep
    their facts for a while.
-3. A request that was refused by a rule (`REFUSALS`) before its answer had begun has not failed. Clients can send any
-   number of such requests. Their traces are therefore kept only if they were slow, and get only `REFUSED_SHARE` of the
-   queue for the collector, at the router and at the workers. So a flood of them displaces no trace of a failure.
+3. A request that was refused by a rule (`REFUSALS`) before its answer had begun does not count as failed. Clients can
+   send any number of such requests. Their traces are therefore kept only if they were slow, and may fill only the share
+   `REFUSED_SHARE` of the queue for the collector, at the router and at the workers. So a flood of refused requests
+   displaces no trace of a failure.
 4. A request whose deadline passed before its first token has failed, but its client has chosen the deadline, which may
    be a millisecond. Its trace is therefore kept, but gets only `REFUSED_SHARE` of the queue too, unless it was slow.
 """
@@ -28,7 +29,7 @@ REFUSALS = frozenset(
         *(Reason.UNAUTHENTICATED, Reason.RATE_LIMITED, Reason.QUEUE_FULL, Reason.DRAINING, Reason.CANCELLED),
     }
 )
-"""Reasons by which a request ends as its client or a rule of the router wants it: the cluster has not failed."""
+"""Reasons of requests that ended because of their client or of a rule of the router, and not by a failure of the cluster."""
 
 REFUSED_SHARE = 0.5  # share of the export queue that requests of rules 3 and 4 may fill, so that a flood leaves room
 
@@ -42,15 +43,15 @@ class KeepReason(StrEnum):
 
 
 def is_sampled(trace_id: bytes, ratio: float) -> bool:
-    """Return whether a trace with this id is sampled, if the share `ratio` of all traces is (rule 1)."""
+    """Return whether the trace with this id is sampled (rule 1). `ratio` is the share of all traces that are sampled, 0 to 1."""
     return int.from_bytes(trace_id[8:]) < round(ratio * (1 << 64))
 
 
 def is_refusal(outcome: Finish | Reason | None, *, has_begun: bool) -> bool:
-    """Return whether a request was refused by a rule or cancelled, and has not failed (rule 3).
+    """Return whether a request was refused by a rule or cancelled, and so does not count as failed (rule 3).
 
-    After the answer has begun, only a cancellation by the client is no failure. If a rule, such as a drain, ends the
-    answer, the request has failed.
+    After the answer has begun, only a cancellation by the client is no failure. If a rule ends an answer that has begun,
+    for example because the router drains, the request has failed.
     """
     return outcome is Reason.CANCELLED if has_begun else outcome in REFUSALS
 

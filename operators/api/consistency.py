@@ -1,8 +1,8 @@
 """Consistency check: checks one DisaggDeployment by the same rules as the CEL rules in `operators.api`, but in Python.
 
 Callers without an API server use it, such as `fleet kube`. If this check and the CEL rules differ, the CEL rules are
-right. tests/kube/chart/test_crds.py has a sample for each rule about a new object, which the rule refuses.
-tests/kube/chart/test_consistency.py runs this check on the same samples.
+right. For each CEL rule that applies to new objects, tests/kube/chart/test_crds.py has a sample object that the rule
+refuses. tests/kube/chart/test_consistency.py runs this check on the same samples.
 """
 
 import re
@@ -20,8 +20,8 @@ from operators.api.disagg_deployment import (
 )
 
 MOST_WITH_ROUTER = 48
-"""Maximum number of characters in the name of a deployment without a role of routers, whose routers get the role
-`router`."""
+"""Maximum number of characters in the name of a deployment that specifies no role of routers. The operator adds a role
+with the name `router` to such a deployment, and the names of child objects contain both names."""
 
 
 def contradictions(spec: DisaggDeploymentSpec, name: str = "") -> Iterator[tuple[str, str]]:

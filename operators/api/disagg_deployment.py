@@ -26,7 +26,7 @@ from operators.api.fields import (
 )
 
 Ratio = Annotated[str, Meta(pattern=r"^[1-9][0-9]{0,2}:[1-9][0-9]{0,2}$", max_length=7)]
-"""Prefill to decode, as `1:4`."""
+"""Type of a ratio of prefill to decode replicas, such as `1:4`."""
 
 Quantity = Annotated[str, Meta(pattern=r"^[0-9]+(\.[0-9]+)?(k|Ki|[MGTPE]i?)?$", max_length=20)]
 
@@ -39,10 +39,10 @@ class RoleType(StrEnum):
     """Workers generate answers, and compute short prompts themselves."""
 
     AGGREGATED = "aggregated"
-    """Workers do both."""
+    """Workers compute prompts and generate answers."""
 
     ROUTER = "router"
-    """Routers accept requests and choose workers. Without such a role, the deployment has one router."""
+    """Routers accept requests and choose workers. Without a role of this type, the deployment has one router."""
 
 
 class ScalingMode(StrEnum):
@@ -81,10 +81,10 @@ class FailureMode(StrEnum):
 
 
 class Scaling(Resource, frozen=True):
-    """The writer of a role's replicas, and its bounds."""
+    """Scaling of a role: what sets its number of replicas, and the bounds of this number."""
 
     mode: ScalingMode = ScalingMode.STATIC
-    """The writer of the number of replicas."""
+    """What sets the number of replicas: this specification, an external scaler, or a ServingPlan."""
 
     least: Count = 0
     """Fewest replicas that a scaler may request."""
@@ -110,7 +110,7 @@ class Parallelism(Resource, frozen=True):
 
     @property
     def by_heads(self) -> bool:
-        """True if every rank has whole layers, and all ranks have the same requests."""
+        """True if the engine is split by attention heads only: every rank has a part of every layer, and all ranks compute the same requests."""
         return self.pipeline == self.data == 1
 
     def fits(self, nodes: int) -> bool:
@@ -147,7 +147,7 @@ class Gpus(Resource, frozen=True):
     """The extended resource that pods request."""
 
     product: Annotated[str, Meta(max_length=63)] = ""
-    """The value of the node's label `nvidia.com/gpu.product` or `amd.com/gpu.product-name`; empty: any."""
+    """The value of the node's label `nvidia.com/gpu.product` or `amd.com/gpu.product-name`; empty: any product."""
 
     per_replica: Count = 0
     """GPUs on all nodes of a replica together. 0: the engine runs on CPUs."""
@@ -190,17 +190,17 @@ class RoleSpec(Resource, frozen=True):
     """Work of the pods. It cannot be changed."""
 
     replicas: Count = 1
-    """Number of replicas. In another scaling mode than Static: the first value of the RoleScaler."""
+    """Number of replicas. In the scaling modes External and Planner, it is only the first value of the role's RoleScaler."""
 
     scaling: Scaling = Scaling()
-    """The writer of the role's replicas, and its bounds."""
+    """What sets the role's number of replicas, and the bounds of this number."""
 
     parallelism: Parallelism = Parallelism()
     """Distribution of the engine over the GPUs of a replica."""
 
     nodes_per_replica: Annotated[int, Meta(ge=1, le=64)] = 1
-    """Nodes of a replica. More than 1: a group of pods that is placed, lives and dies together, and runs one engine. The first pod leads: it
-    serves, and the others compute for it."""
+    """Number of nodes of a replica. With more than 1, a replica is a group of pods that run one engine together, one pod on each node. These
+    pods are placed together, and end together. The first pod serves requests, and the others compute for it."""
 
     gpus: Gpus = Gpus()
     """GPUs of a replica."""
@@ -229,14 +229,15 @@ class KvTransfer(Resource, frozen=True):
     blocks in its pod's memory, for prompts with the same beginning."""
 
     store_memory: Quantity = "8Gi"
-    """Memory for these blocks."""
+    """Memory in each worker's pod for the blocks of the KV path `store`."""
 
     redis: Annotated[str, Meta(pattern=r"^(rediss?://[^@/?#]+(/[0-9]+)?)?$", max_length=512)] = ""
-    """A Redis or Valkey server such as `redis://host:6379`, in which stores keep reused blocks for each other; a draining
-    worker leaves its warm blocks there. Empty: none, and blocks in a pod's memory are lost with it."""
+    """A Redis or Valkey server such as `redis://host:6379`, through which the workers' stores share reused blocks. A
+    draining worker copies its warm blocks to this server. Empty: there is no server, and the blocks in a pod's memory are
+    lost when the pod ends."""
 
     redis_secret: Annotated[str, Meta(max_length=253)] = ""
-    """A Secret whose key `password` opens the server."""
+    """A Secret whose key `password` holds the password of the server in `redis`. Empty: the server needs no password."""
 
 
 class InferencePool(Resource, frozen=True):
@@ -294,13 +295,14 @@ class WatchdogSpec(Resource, frozen=True):
     """Limits after which a worker whose engine makes no progress is ended and started again."""
 
     enabled: bool = True
-    """End such a worker. Off: its requests fail by their deadlines."""
+    """End a worker whose engine makes no progress. Off: the worker stays, and its requests fail when their deadlines pass."""
 
     floor_seconds: Annotated[int, Meta(ge=1, le=3600)] = 10
-    """The shortest time for a step, however fast the engine's steps were."""
+    """The least time that an engine with work may spend without a step, however fast its earlier steps were."""
 
     ceiling_seconds: Seconds = 300
-    """The longest time for a step, also for first steps and for work of a new kind."""
+    """The most time that an engine with work may spend without a step. It also applies to first steps and to work of a new
+    kind, for which no step has been measured."""
 
 
 PORT = "([1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
@@ -327,11 +329,12 @@ class TracingSpec(Resource, frozen=True):
     nothing is traced."""
 
     headers_secret: Annotated[str, Meta(max_length=253)] = ""
-    """A Secret whose key `headers` has the headers of each export, such as a key of the collector: a line `name: value` for each. Needs an
-    endpoint with https."""
+    """A Secret whose key `headers` has the headers that are sent with each export, such as an API key of the collector. Each header is a
+    line `name: value`. Needs an endpoint with https. Empty: no such headers."""
 
     authority_secret: Annotated[str, Meta(max_length=253)] = ""
-    """A Secret whose key `ca.crt` has the authority of a collector with https. Empty: the authorities that the image trusts."""
+    """A Secret whose key `ca.crt` has the certificate of the authority (CA) that signed the certificate of a collector with https. Empty:
+    the authorities that the image trusts are used."""
 
     protocol: TraceProtocol = TraceProtocol.GRPC
     """OTLP over gRPC, or over HTTP with protobuf."""
@@ -340,18 +343,18 @@ class TracingSpec(Resource, frozen=True):
     """Percentage of the requests without a `traceparent` that are traced."""
 
     keep_errors: bool = True
-    """Trace requests that fail, sampled or not. Cancellations by clients are no failures, nor are refusals by a rule before the answer has
-    begun: `draining`, and HTTP 4xx except `kv_mismatch`."""
+    """Trace requests that fail, sampled or not. A cancellation by the client does not count as a failure. A request that was rejected by a
+    rule before its answer began does not count either: its reason is `draining`, or it got HTTP 4xx for another reason than `kv_mismatch`."""
 
     slow_first_token_seconds: Annotated[int, Meta(ge=0, le=1_000_000)] = 10
-    """Requests whose first token takes longer are traced, sampled or not; 0: none."""
+    """Requests whose first token takes longer than this are traced, sampled or not. 0: no request is traced for this reason."""
 
     slow_seconds: Annotated[int, Meta(ge=0, le=1_000_000)] = 60
-    """Requests that take longer altogether are traced, sampled or not; 0: none."""
+    """Requests that take longer than this from arrival to end are traced, sampled or not. 0: no request is traced for this reason."""
 
 
 class WorkerMetricsSpec(Resource, frozen=True):
-    """Ports for the metrics of workers and of the stores in them. Routers export what workers report to them in any case."""
+    """Ports for the metrics of workers and of their stores. Routers export what workers report to them even if these ports are closed."""
 
     key_sha256: Annotated[
         tuple[Annotated[str, Meta(pattern="^[0-9a-f]{64}$")], ...],
@@ -361,7 +364,7 @@ class WorkerMetricsSpec(Resource, frozen=True):
     the ports are closed."""
 
     tls_secret: Annotated[str, Meta(max_length=253)] = ""
-    """A Secret of the type `kubernetes.io/tls` with the certificate of these ports. Empty: they do not speak TLS."""
+    """A Secret of the type `kubernetes.io/tls` with the certificate of the metrics ports. Empty: the metrics ports do not speak TLS."""
 
 
 _ROLES = rules(
@@ -453,9 +456,10 @@ OBJECT_RULES = rules(
         "metadata.name: too long beside the name of the routers' role, which is router; use at most 48 characters",
     ),
 )
-"""Rules about the name of the deployment. Names of child objects contain it, and have limits: a Service is called
-`<deployment>-<role>-control`, which may have 63 characters. A StatefulSet is called
-`<deployment>-<role>-<revision>-<index>`, and Kubernetes sets this name, followed by a hash, as a label of its pods."""
+"""Rules about the name of the deployment. They limit its length, because names of child objects contain it. A Service is
+called `<deployment>-<role>-control`, and this name may have 63 characters. A StatefulSet is called
+`<deployment>-<role>-<revision>-<index>`. Kubernetes labels its pods with this name and a hash, and a label may have 63
+characters too."""
 
 
 class DisaggDeploymentSpec(Resource, frozen=True):
@@ -468,11 +472,11 @@ class DisaggDeploymentSpec(Resource, frozen=True):
     """Pools of pods: prefill and decode workers, or aggregated ones, and at most one role of routers."""
 
     engine: EngineKind = EngineKind.VLLM
-    """Engine of the workers. The simulated one computes nothing, and is for tests."""
+    """Engine of the workers. The simulated engine computes nothing, and is for tests."""
 
     task: ServedTask = ServedTask.GENERATE
-    """The work of the model. Workers of a model that does not generate have the type `aggregated`, and neither hand blocks over nor store
-    them. It cannot be changed."""
+    """Task of the model: it generates tokens, embeds or classifies. Workers of a model that does not generate have the type `aggregated`,
+    and they neither transfer nor store KV blocks. The task cannot be changed."""
 
     image: Text = ""
     """Image of the workers; empty: the chart's image for the engine and vendor."""
@@ -507,7 +511,7 @@ class RoleStatus(Resource, frozen=True):
     """Name of the role."""
 
     desired: int = 0
-    """Number of replicas that are requested, and that budget and ratio allow."""
+    """Requested number of replicas, lowered as far as the GPU budget and the ratio bounds demand."""
 
     replicas: int = 0
     """Existing replicas, of all revisions."""
@@ -522,7 +526,7 @@ class RoleStatus(Resource, frozen=True):
     """Workers that all routers know and send requests to."""
 
     draining: int = 0
-    """Replicas that finish their requests before they end."""
+    """Replicas that are being removed and still finish their requests."""
 
 
 class DisaggDeploymentStatus(Resource, frozen=True):
@@ -550,10 +554,10 @@ class DisaggDeploymentStatus(Resource, frozen=True):
     """GPUs of all existing workers together."""
 
     ready_roles: Annotated[str, Meta(max_length=16)] = ""
-    """Number of complete roles and number of all roles, as `2/3`."""
+    """Number of roles whose replicas are all ready and registered, and the number of all roles, as `2/3`."""
 
     proved: Annotated[str, Meta(max_length=16)] = ""
-    """Digest of the pods that have answered a probe. No further probe is sent while these pods stay the same."""
+    """Digest of the set of pods that have answered a probe. No further probe is sent while this set stays the same."""
 
     conditions: Conditions = ()
-    """The conditions `Ready` and `Available`, and conditions that explain these two."""
+    """The conditions `Ready` and `Available`, and conditions that explain why `Ready` or `Available` is False."""

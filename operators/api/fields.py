@@ -7,7 +7,7 @@ from msgspec import Meta, Struct
 
 
 class Resource(Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
-    """Base of all types, with the spelling of Kubernetes: `gpu_budget` is `gpuBudget`."""
+    """Base of all API types. Field names are spelled as in Kubernetes: the field `gpu_budget` is `gpuBudget` in YAML."""
 
 
 def keyed_by(field: str) -> dict[str, Any]:
@@ -60,12 +60,13 @@ class ModelSource(Resource, frozen=True):
     """The model's name in requests."""
 
     uri: Text = ""
-    """A repository of the Hugging Face Hub (owner/name, with @revision after it for another revision than the newest),
-    which every pod fetches before it serves; or a folder in the image; or with `claim` a folder in that volume. Empty:
-    `name`."""
+    """A repository of the Hugging Face Hub, which every pod fetches before it serves. It is written owner/name, or
+    owner/name@revision for another revision than the newest. The value may also be a folder in the image or, if `claim`
+    is set, a folder in the claimed volume. Empty: the value of `name` is used."""
 
     claim: Annotated[str, Meta(max_length=253)] = ""
-    """A PersistentVolumeClaim with the weights, mounted read-only at /models. Nothing is fetched then."""
+    """A PersistentVolumeClaim with the weights, mounted read-only at /models. If it is set, nothing is fetched from the
+    hub. Empty: there is no claim."""
 
     cache_claim: Annotated[str, Meta(max_length=253)] = ""
     """A PersistentVolumeClaim in which fetched models are kept for all pods. The pods write to it, so it must be
@@ -73,13 +74,15 @@ class ModelSource(Resource, frozen=True):
     disk of its node until the pod ends."""
 
     token_secret: Annotated[str, Meta(max_length=253)] = ""
-    """A Secret whose key `token` opens the repository; pods read it from a file."""
+    """A Secret whose key `token` holds the access token of the repository. Pods read the token from a mounted file.
+    Empty: the repository needs no token."""
 
     endpoint: Annotated[str, Meta(max_length=512, pattern=r"^(https?://[^/ ?#@]+(/[^ ?#@]*)?)?$")] = ""
     """The mirror of the hub from which the repository is fetched. Empty: https://huggingface.co."""
 
     insecure: bool = False
-    """Allows the token to be sent unencrypted to an `endpoint` with http, on a network that nobody else can read."""
+    """Allows the token to be sent unencrypted to an `endpoint` with http. Set it only on a network that nobody else can
+    read."""
 
 
 MODEL_RULES = rules(
@@ -98,11 +101,12 @@ class NodeTopology(Resource, frozen=True):
     """Nodes that fit a replica: their domain, and their network devices."""
 
     domain: Annotated[str, Meta(max_length=317)] = ""
-    """A node label; all nodes of one replica have the same value of it: `nvidia.com/gpu.clique` keeps a replica in an
-    NVLink domain."""
+    """Name of a node label. All nodes of one replica have the same value of this label: `nvidia.com/gpu.clique` keeps a
+    replica in one NVLink domain. Empty: a replica may use any nodes."""
 
     rdma: Annotated[str, Meta(max_length=253)] = ""
-    """An extended resource such as `rdma/hca`; each pod gets as many of it as GPUs."""
+    """An extended resource for network devices, such as `rdma/hca`. Each pod requests as many devices as GPUs. Empty: no
+    devices are requested."""
 
 
 class Condition(Resource, frozen=True):
@@ -112,7 +116,7 @@ class Condition(Resource, frozen=True):
     """The subject of the condition, such as `Ready`. `kubectl wait --for=condition=Ready` waits for it."""
 
     status: Annotated[str, Meta(pattern="^(True|False|Unknown)$", max_length=7)]
-    """The answer: True, False, or Unknown."""
+    """True, False, or Unknown."""
 
     reason: Annotated[str, Meta(max_length=1024)]
     """Reason of the status, as one word for programs."""
@@ -124,7 +128,7 @@ class Condition(Resource, frozen=True):
     """The `metadata.generation` of the specification that the condition is about."""
 
     last_transition_time: Annotated[str, Meta(extra_json_schema={"format": "date-time"}, max_length=40)] = ""
-    """The time since which the status has been the same."""
+    """The time at which `status` last changed."""
 
 
 Conditions = Annotated[
@@ -143,4 +147,4 @@ class ServingObjective(Resource, frozen=True):
     """Maximum time between two output tokens of a request, in milliseconds."""
 
     percentile: Annotated[int, Meta(ge=50, le=99)] = 90
-    """Percentage of the requests that must keep both times."""
+    """Percentage of the requests that must keep both limits, `ttft_ms` and `tpot_ms`."""

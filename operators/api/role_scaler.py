@@ -1,4 +1,4 @@
-"""RoleScaler: the number of replicas of a role whose deployment does not set it. `kubectl scale`, an HPA, KEDA or the planner changes it.
+"""RoleScaler: holds the number of replicas of one role, which `kubectl scale`, an HPA, KEDA or the planner changes.
 
 `operators.controller.reconcile` (rule 4) makes RoleScalers and obeys them; `operators.status.scaler` writes their status.
 """
@@ -27,7 +27,8 @@ class RoleScalerSpec(Resource, frozen=True):
     """The role that is scaled. It cannot be changed."""
 
     replicas: Count = 1
-    """Requested replicas of the role. The bounds in the role's `scaling` and the deployment's `balance` limit them."""
+    """Requested number of replicas of the role. The bounds in the role's `scaling` and in the deployment's `balance` limit
+    this number."""
 
 
 class RoleScalerStatus(Resource, frozen=True):
@@ -40,10 +41,10 @@ class RoleScalerStatus(Resource, frozen=True):
     """Existing replicas of the role."""
 
     selector: Annotated[str, Meta(max_length=1024)] = ""
-    """Selector of the role's pods, for an HPA."""
+    """Label selector of the role's pods. An HPA finds the pods by it."""
 
     last_scale_time: Annotated[str, Meta(extra_json_schema={"format": "date-time"}, max_length=40)] = ""
-    """The time at which `replicas` was last changed."""
+    """The time at which somebody last changed `spec.replicas`; empty: nobody has changed it since the creation."""
 
     conditions: Conditions = ()
     """The condition `Bound` is True if the role exists and this object scales it. `WithinBounds` is True if the

@@ -20,7 +20,7 @@ from operators.api.fields import (
 
 class PlanMode(StrEnum):
     OFF = "Off"
-    """Nothing is decided."""
+    """No plans are made."""
 
     SHADOW = "Shadow"
     """Plans are made, rehearsed, shown and scored, but not applied."""
@@ -43,34 +43,36 @@ class RoleBounds(Resource, frozen=True):
     """Maximum number of replicas; `scaling.most` of the role may be lower."""
 
     gpu: Annotated[str, Meta(max_length=63)] = ""
-    """The GPU type, by its name in `fleet hardware list`. Empty: the one that `gpus.product` of the role names."""
+    """The GPU type, by its name in `fleet hardware list`. Empty: the GPU type that `gpus.product` of the role names."""
 
     cents_per_hour: Annotated[int, Meta(ge=0, le=10_000_000)] = 0
-    """Price of one GPU, or of one replica if it has no GPU, in cents per hour. 0: the list price of the GPU type; a
-    replica without a GPU then costs nothing."""
+    """Price of one GPU in cents per hour. For a role without GPUs it is the price of one replica. 0: the list price of
+    the GPU type, and no cost for a replica without a GPU."""
 
     start_seconds: Seconds = 120
-    """Time from asking for a replica until it serves; the observed time replaces it."""
+    """Expected time from the request for a replica until the replica serves. The planner uses this value until it has
+    observed a start."""
 
 
 _BOUNDS = rules(("self.least <= self.most", "least is more than most"))
 
 
 class PlannedBudget(Resource, frozen=True):
-    """Limits that hold at every instant, including replicas that start or drain."""
+    """Limits that hold at every instant. Replicas that start or drain count too."""
 
     gpus: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
-    """GPUs of all worker roles together; 0: no limit but `balance.gpuBudget` of the deployment."""
+    """Maximum number of GPUs of all worker roles together. 0: only `balance.gpuBudget` of the deployment limits it."""
 
     cents_per_hour: Annotated[int, Meta(ge=0, le=1_000_000_000)] = 0
-    """Price of all replicas; 0: no limit."""
+    """Maximum price of all replicas together, in cents per hour; 0: no limit."""
 
 
 class ServingPlanSpec(Resource, frozen=True):
     """The planner's task."""
 
     deployment: Annotated[str, Meta(min_length=1, max_length=253), rules(UNCHANGED)]
-    """The DisaggDeployment, in the plan's namespace. Of several plans for one deployment, the first by name is obeyed."""
+    """Name of the planned DisaggDeployment, in the plan's namespace. If several plans name one deployment, only the plan
+    whose name sorts first is obeyed."""
 
     mode: PlanMode = PlanMode.SHADOW
     """Mode of the planner: it makes no plans, only shows its plans, or applies them."""
@@ -83,12 +85,13 @@ class ServingPlanSpec(Resource, frozen=True):
     """Time between two decisions."""
 
     cool_down_seconds: Seconds = 300
-    """A role shrinks only if the load has been lower for this time, and if the last growth is at least this time
-    ago."""
+    """A role shrinks only if the load has needed fewer replicas for this whole time, and if the role has not grown within
+    it."""
 
     requests_per_replica: Annotated[int, Meta(ge=0, le=100_000)] = 0
-    """Running and waiting requests that one replica should have: the rule `load`, which needs no model of the engines. 0: the
-    rule `fleet`, which sizes all roles by the models of their engines."""
+    """Target number of running and waiting requests on one replica. With a value above 0, the planner sizes roles by the
+    rule `load`, which needs no step model of the engines. 0: the planner sizes all roles by the rule `fleet`, which uses
+    the step models of their engines."""
 
     roles: Annotated[
         tuple[Annotated[RoleBounds, _BOUNDS], ...],
@@ -136,19 +139,21 @@ class ServingPlanStatus(Resource, frozen=True):
     """The `metadata.generation` of the specification that the status is about."""
 
     planner: Annotated[str, Meta(max_length=253)] = ""
-    """The planner that carries out the plan: the pod that leads; `none` if no planner is installed."""
+    """Name of the planner's pod that leads and so carries out the plan; `none` if no planner is installed."""
 
     recommendations: Annotated[tuple[Recommendation, ...], Meta(max_length=16)] = ()
-    """Replicas that the last decision wants, by role."""
+    """The replicas of each role by the planner's last decision."""
 
     plans: Annotated[tuple[MadePlan, ...], Meta(max_length=5)] = ()
-    """The last plans of this planner, the newest first."""
+    """The last plans for the deployment, the newest first."""
 
     ttft_ms: int = 0
-    """Time to first token at the percentile of the objective, as measured last; 0: nothing was served."""
+    """Time to first token in milliseconds at the percentile of the objective, as measured last. 0: no request was served
+    in the measured time."""
 
     tpot_ms: int = 0
-    """Time between output tokens at the percentile of the objective, as measured last; 0: nothing was served."""
+    """Time between output tokens in milliseconds at the percentile of the objective, as measured last. 0: no request was
+    served in the measured time."""
 
     conditions: Conditions = ()
     """The conditions `TargetFound` and `Settled`, and conditions that name what hinders the planner."""

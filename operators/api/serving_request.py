@@ -31,7 +31,7 @@ class Hardware(Resource, frozen=True):
     """Maximum number of GPUs that the deployment may use at any time, also during a rollout."""
 
     per_node: Annotated[int, Meta(ge=1, le=72)] = 8
-    """GPUs in a node; an engine never spans nodes."""
+    """Number of GPUs in a node. The proposal never spreads an engine over several nodes, so it is the limit for one engine."""
 
     product: Annotated[str, Meta(max_length=63)] = ""
     """The value of the node's label `nvidia.com/gpu.product` or `amd.com/gpu.product-name`; empty: any GPU of the vendor.
@@ -56,13 +56,15 @@ class Workload(Resource, frozen=True):
     """Output tokens of a request, on average."""
 
     cached_percent: Annotated[int, Meta(ge=0, le=99)] = 0
-    """Share of the prompt tokens that a worker has cached already, because prompts begin alike."""
+    """Percentage of the prompt tokens that a worker has cached already, because prompts begin alike."""
 
     requests_per_minute: Annotated[int, Meta(ge=0, le=100_000_000)] = 0
-    """Requests that arrive at random, independent of earlier answers."""
+    """Mean number of requests per minute. They arrive at random, independent of earlier answers. 0: `concurrency` sets
+    the load."""
 
     concurrency: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
-    """Number of clients. Each client waits for its answer before it sends the next request."""
+    """Number of clients. Each client waits for its answer before it sends the next request. 0: `requests_per_minute` sets
+    the load."""
 
 
 REQUEST_RULES = rules(
@@ -93,7 +95,7 @@ class ServingRequestSpec(Resource, frozen=True):
     """Latency goals, and the percentage of requests that must keep them."""
 
     model_config: OpenObject = field(default_factory=dict)
-    """Content of the model's config.json, if its repository is not a known one."""
+    """Content of the model's config.json. It is needed only if the model's repository is not one that Fleet knows."""
 
     image: Text = ""
     """Image of the workers; empty: the chart's image for the vendor."""
@@ -120,23 +122,23 @@ class GoalName(StrEnum):
 
 
 class ProposalFigure(Resource, frozen=True):
-    """A figure of a proposal, or of the best possible one."""
+    """One predicted value of a proposal. If no proposal keeps the goals, it is a value of the best possible deployment."""
 
     goal: GoalName
     """The field of the request that the figure is about."""
 
     asked: int
-    """The highest allowed value; for requestsPerMinute and concurrency the lowest."""
+    """The requested limit: the highest allowed value; for requestsPerMinute and concurrency the lowest allowed value."""
 
     predicted: int
-    """Times at the objective's percentile, rounded up; for requestsPerMinute and concurrency the most that these GPUs
-    sustain."""
+    """The predicted value. For ttftMs and tpotMs it is the time at the objective's percentile, rounded up. For
+    requestsPerMinute and concurrency it is the highest load that the GPUs sustain within the goals."""
 
     error_percent: int = 0
-    """Median relative error of such predictions in percent. Half of the predictions have a larger error."""
+    """Median relative error of predictions of this kind, in percent. Half of these predictions had a larger error."""
 
     met: bool = False
-    """True if the prediction keeps what is requested."""
+    """True if the predicted value is within the requested limit."""
 
 
 class ServingRequestStatus(Resource, frozen=True):

@@ -6,10 +6,10 @@ Rules:
 
 1. The settings of a process are under `settings`, with the names that they have in its settings file. The settings in
    `OWNED` are left out, because they follow from other values of the chart, or are secret.
-2. Helm itself refuses an unknown key, with its path. Only the parts that Kubernetes checks are open: resources,
-   tolerations, affinities and similar.
-3. No value is secret, because values end up in ConfigMaps and in Helm's own records. Secrets are named by Secret and
-   key.
+2. Helm itself refuses an unknown key and names its path. Only fields that Kubernetes itself checks may have any content:
+   resources, tolerations, affinities and similar.
+3. No value is secret, because Helm writes values into ConfigMaps and into its own records. A secret is given by the name
+   of a Secret and a key in it.
 """
 
 from collections.abc import Mapping
@@ -68,11 +68,12 @@ OWNED: Mapping[str, tuple[str, ...]] = {
     "PlannerLeaseSettings": ("name", "namespace", "owner"),
     "ProbeSettings": ("keys",),
 }
-"""Settings, by type, that follow from the chart's values or are secret."""
+"""Names of the settings that users cannot set under `settings`, by the settings type. The chart computes these settings
+from other values, or they are secret."""
 
 
 class _Values(Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
-    """Base of all values. It spells their names as Helm charts do: `pull_policy` is `pullPolicy`."""
+    """Base of all types of values. Names are spelled as in Helm charts: the field `pull_policy` is the value `pullPolicy`."""
 
 
 Texts = dict[str, str]
@@ -123,7 +124,7 @@ class ChartImages(_Values, frozen=True):
     """Prefix of the repositories below, with a path if needed: `registry.example.org/team`."""
 
     tag: Tag = ""
-    """Tag of images without their own; empty: the chart's `appVersion`."""
+    """Tag of the images that have no tag of their own; empty: the chart's `appVersion`."""
 
     pull_policy: PullPolicy = PullPolicy.IF_NOT_PRESENT
     """When nodes pull images: `Always`, `IfNotPresent` or `Never`."""
@@ -152,7 +153,7 @@ class ServiceAccount(_Values, frozen=True):
 
 
 class Pods(_Values, frozen=True):
-    """Kubernetes' own fields, which go into pods unchanged."""
+    """Kubernetes' own fields, which the chart copies unchanged into the pods of a component."""
 
     labels: Texts = {}
     """Further labels of the pods."""
@@ -219,7 +220,8 @@ class Ingress(_Values, frozen=True):
     """Host name of the Ingress. Empty: every host."""
 
     tls_secret: Name = ""
-    """The Secret with the host's certificate; cert-manager, if annotated, writes it there. Empty: no TLS."""
+    """The Secret with the certificate of the host. If `annotations` ask for it, cert-manager writes this Secret. Empty: the
+    Ingress has no TLS."""
 
     annotations: Texts = {}
     """Annotations of the Ingress."""
@@ -230,16 +232,17 @@ class ChartClientTls(_Values, frozen=True):
 
     secret: Name = ""
     """A Secret with the keys tls.crt and tls.key, as cert-manager writes it. Routers read a renewed Secret within about a minute, without a
-    restart. Its certificate holds the names that clients use; for `helm test` also `fleet-routers.NAMESPACE.svc`, and the
-    key ca.crt if its authority is your own. Empty: these ports have no TLS."""
+    restart. The certificate must be valid for the names that clients use. For `helm test`, it must also be valid for
+    `fleet-routers.NAMESPACE.svc`, and if your own authority has signed it, the Secret needs the certificate of this authority
+    under the key ca.crt. Empty: these ports have no TLS."""
 
     client_authority: Annotated[str, Meta(pattern=r"^([-._a-zA-Z0-9]{1,253})?$")] = ""
     """The key in the Secret that holds the authority of clients' certificates (mTLS): `ca.crt`. Empty: clients need no
     certificate."""
 
     health: bool = False
-    """Use TLS at the port for health and metrics too, 8080; probes and the PodMonitor then use HTTPS. Not with `clientAuthority`, because
-    probes of Kubernetes have no certificate."""
+    """Use TLS at the port 8080 for health and metrics too; probes and the PodMonitor then use HTTPS. It cannot be combined with
+    `clientAuthority`, because probes of Kubernetes have no certificate."""
 
     endpoint_picker: bool = False
     """Use TLS at the port of the endpoint picker too, 9002, for gateways that call pickers over TLS."""
@@ -250,7 +253,7 @@ class Autoscaling(_Values, frozen=True):
     """Create a HorizontalPodAutoscaler for the routers."""
 
     least: Annotated[int, Meta(ge=1, le=1000)] = 2
-    """Fewest replicas."""
+    """Minimum number of replicas."""
 
     most: Annotated[int, Meta(ge=1, le=1000)] = 8
     """Maximum number of replicas."""
@@ -272,10 +275,11 @@ class Routers(_Values, frozen=True):
     """Run routers. Off: only DisaggDeployments have routers."""
 
     replicas: Replicas = 2
-    """Number of replicas. If the autoscaler is enabled, the autoscaler sets it."""
+    """Number of replicas. If `autoscaling` is enabled, the autoscaler sets this number instead."""
 
     processes: Annotated[int, Meta(ge=1, le=64)] = 1
-    """Processes of each replica, behind one port. With more than one, the processes of a pod know each other, but pods do not."""
+    """Number of router processes in each pod, which listen on the same ports. With more than one, the processes of a pod share
+    their state with each other, but not with other pods."""
 
     settings: RouterSettings = RouterSettings()
     """Settings of a router's settings file (docs/router.md), such as `openai_workers` and `tenants`. With
@@ -292,10 +296,11 @@ class Routers(_Values, frozen=True):
     in `.json` holds JSON, such as `tenants` with their API keys; any other holds a text."""
 
     control_secret: Name = ""
-    """Secret whose key `secret` (`openssl rand -hex 32`) workers and operators prove to the routers' control port, 50052, and
-    routers to each other at port 50054: with it and one process for each pod they share their state (docs/router.md).
-    With `tls` they show certificates as well. Without both, the control port is a Unix socket in the pod: workers are
-    found in `discovery`, and `kubectl exec` runs `fleet status`."""
+    """Name of a Secret whose key `secret` holds a secret such as the output of `openssl rand -hex 32`. Workers and operators prove
+    this secret at the routers' control port, 50052, and routers prove it to each other at port 50054. With the secret and one
+    process in each pod, routers share their state (docs/router.md). With `tls`, all of them show certificates as well. With
+    neither, the control port is a Unix socket in the pod: routers find workers in `discovery`, and `kubectl exec` runs
+    `fleet status`."""
 
     models_claim: Name = ""
     """A PersistentVolumeClaim with tokenizers, mounted read-only at /models, for folders in `settings.models`."""
@@ -305,13 +310,13 @@ class Routers(_Values, frozen=True):
     """Serve the Open Inference Protocol over gRPC, on port 8001."""
 
     readiness: Readiness = Readiness.AUTO
-    """When a router gets requests. `Serving`: when it knows a worker. `Listening`: when it answers, even if it only
-    rejects. `Auto`: Serving if `settings` name models or servers; otherwise Listening, because there may be no worker
-    yet, and an install that waits would wait for ever."""
+    """When a router is ready and so gets requests. `Serving`: when it knows a worker. `Listening`: when it answers, even if it
+    rejects all requests. `Auto`: `Serving` if `settings` name models or servers; otherwise `Listening`, because there may be
+    no worker yet, and `helm install --wait` would wait for ever."""
 
     termination_seconds: Annotated[int, Meta(ge=20, le=3600)] = 60
-    """The time from the decision to end a pod to its end: 5 s until all senders know, 5 s to close, and in between the
-    answers that are being streamed are finished."""
+    """Seconds from the deletion of a router's pod until the pod is killed. In the first 5 s, clients learn that the pod ends.
+    The last 5 s are for closing connections. In the time between, the router finishes the answers that it streams."""
 
     service: ServiceValues = ServiceValues()
     ingress: Ingress = Ingress()
@@ -335,12 +340,12 @@ class OperatorValues(_Values, frozen=True):
     """Run the operator."""
 
     replicas: Replicas = 2
-    """Number of replicas. One of them leads (a Lease decides which one), and the others wait."""
+    """Number of replicas. One replica leads (a Lease decides which one), and the other replicas wait."""
 
     scope: Scope = Scope.NAMESPACE
-    """Which DisaggDeployments the operator manages: those in the release's namespace, with the rights of a Role, or
-    all, with those of a ClusterRole. Only with a ClusterRole can the operator list nodes, to choose domains for
-    worker groups."""
+    """Which DisaggDeployments the operator manages. `Namespace`: those in the release's namespace; the operator then has the
+    rights of a Role. `Cluster`: all of the cluster; the operator then has the rights of a ClusterRole. Only with a
+    ClusterRole can the operator list nodes, to choose domains for worker groups."""
 
     create_roles: bool = True
     """Create the Roles of the operator. Off: its rights are granted separately."""
@@ -350,8 +355,8 @@ class OperatorValues(_Values, frozen=True):
 
     secrets: tuple[SecretSetting, ...] = ()
     """Settings whose values are in Secrets, like those of routers: `{setting: probe.keys, name: fleet-probes, key:
-    keys.json}`, with the file `{"namespace/name": "API key"}` for DisaggDeployments whose routers require a key. These
-    keys need `settings.probe.insecure`, because probes have no TLS."""
+    keys.json}`, with the file `{"namespace/name": "API key"}` for DisaggDeployments whose routers require a key. The
+    operator sends these keys only with `settings.probe.insecure`, because probes do not verify the routers' certificates."""
 
     disruption_budget: DisruptionBudget = DisruptionBudget()
     service_account: ServiceAccount = ServiceAccount()
@@ -377,8 +382,9 @@ class PlannerValues(_Values, frozen=True):
     """Settings of a planner's settings file: `operators.planner.settings.KubePlannerSettings`."""
 
     control_secret: Name = ""
-    """Secret whose key `secret` (`openssl rand -hex 32`) callers of the planner's control port, 50053, prove (`fleet plan
-    --planner`). Without it, the control port is a Unix socket in the pod, and `kubectl exec` runs `fleet plan`."""
+    """Name of a Secret whose key `secret` holds a secret such as the output of `openssl rand -hex 32`. Callers of the planner's
+    control port, 50053, prove this secret (`fleet plan --planner`). Empty: the control port is a Unix socket in the pod, and
+    `kubectl exec` runs `fleet plan`."""
 
     disruption_budget: DisruptionBudget = DisruptionBudget()
     service_account: ServiceAccount = ServiceAccount()
@@ -465,7 +471,7 @@ class MetricsKey(_Values, frozen=True):
     the planner have none."""
 
     key: str = "key"
-    """Key in the Secret."""
+    """Key in the Secret whose value is the metrics key."""
 
 
 class MetricsReaders(_Values, frozen=True):
@@ -505,7 +511,7 @@ class Dashboards(_Values, frozen=True):
     """Create ConfigMaps with dashboards, which the sidecar of Grafana loads."""
 
     labels: Texts = field(default_factory=lambda: {"grafana_dashboard": "1"})
-    """Labels by which the sidecar selects the ConfigMaps."""
+    """Labels by which the sidecar of Grafana selects the ConfigMaps."""
 
     annotations: Texts = {}
     """Annotations of the ConfigMaps, such as the folder of the dashboards."""
@@ -564,7 +570,7 @@ class DiscoveryOfWorkers(_Values, frozen=True):
 
 class Etcd(_Values, frozen=True):
     endpoints: tuple[Annotated[str, Meta(pattern=r"^[^\s/]+:[0-9]{1,5}$")], ...] = ()
-    """An existing etcd, each endpoint as `host:port`."""
+    """Endpoints of an existing etcd, each as `host:port`; empty: no existing etcd is used."""
 
     tls: bool = False
     """Use TLS with the certificate that `tls` names."""
@@ -573,7 +579,7 @@ class Etcd(_Values, frozen=True):
     """Install a small etcd for trials. For production, use one with backups and monitoring."""
 
     replicas: Literal[1, 3, 5] = 1
-    """Members of the installed etcd."""
+    """Number of members of the installed etcd."""
 
     image: Image = Image(repository="quay.io/coreos/etcd", tag="v3.5.21")
     """Image of the installed etcd."""
@@ -596,20 +602,21 @@ class Redis(_Values, frozen=True):
     """Image of the installed Redis."""
 
     memory_mib: Annotated[int, Meta(ge=16, le=1 << 20)] = 256
-    """Memory for its content; the pod may use twice as much."""
+    """Memory in MiB for the content of the installed Redis. The pod may use twice as much."""
 
     pods: Pods = Pods()
 
 
 class ApiKey(_Values, frozen=True):
     name: Name = ""
-    """Name of a Secret; empty: no key is sent."""
+    """Name of a Secret with the API key that `helm test` sends to the routers; empty: no API key is sent."""
 
     key: str = "api-key"
-    """Key in the Secret."""
+    """Key in the Secret whose value is the API key."""
 
     insecure: bool = False
-    """Send the key without TLS, on a network that nobody else is on. Needed if `routers.tls.secret` is empty."""
+    """Send the key unencrypted. Use it only on a network that nobody else can read. It is needed if `routers.tls.secret` is
+    empty."""
 
 
 class Test(_Values, frozen=True):

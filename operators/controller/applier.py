@@ -4,14 +4,14 @@ Rules:
 
 1. A process that does not lead writes nothing. If it loses the Lease in the middle of a reconcile, it does not perform
    the remaining actions.
-2. The object that the API server returns for a write goes into the cache at once (`fleet.net.kubernetes.cache`, rule
-   1).
+2. The object that the API server returns for a write is put into the cache at once, so that the next reconcile sees it
+   (`fleet.net.kubernetes.cache`, rule 1).
 3. A write that was sent before the Lease was lost, and that arrives late, is harmless. Replicas change only if their
-   number is still the observed one, and a removal names the uid. After a late apply, the next leader finds a wrong
-   digest and applies its own manifest.
+   number is still the observed one, and a removal names the uid of the object, so it never removes a later object of the
+   same name. After a late apply, the next leader finds a wrong digest and applies its own manifest.
 4. A new object is created only if its name is free, and an object is changed only if it has the uid that the cache
-   knows. So an outdated cache never overwrites an object of somebody else. If the name of a new object is taken, the
-   existing object is read into the cache, and the next reconcile handles it like any other.
+   knows. So an operator with an outdated cache never overwrites an object of somebody else. If the name of a new object
+   is taken, the existing object is read into the cache, and the next reconcile decides with this knowledge.
 5. If the API server refuses an action, the refusal is recorded, and the other actions are still performed. Any other
    failure ends the reconcile.
 """
@@ -36,8 +36,8 @@ from operators.observed.observe import DELETION_COST
 from operators.observed.state import ApiRefusal
 from operators.telemetry import OperatorMetrics
 
-# maximum number of Secrets that are remembered; a forgotten Secret is sent again, and the API server refuses it because
-# its name is taken
+# The maximum number of created Secrets that are remembered. A forgotten Secret does no harm: it is sent again, and the API
+# server refuses it, because its name is taken.
 MOST_SECRETS = 100_000
 
 
@@ -71,7 +71,7 @@ class Applier:
 
         Raises:
             KubernetesError: The API server failed.
-            NotLeading: This process must not write.
+            NotLeading: This process does not lead, so it must not write.
         """
         refusals = []
         for action in actions:
@@ -92,7 +92,7 @@ class Applier:
 
         Raises:
             KubernetesError: The API server failed.
-            NotLeading: This process must not write.
+            NotLeading: This process does not lead, so it must not write.
         """
         metadata = manifest["metadata"]
         key = (metadata["namespace"], metadata["name"], metadata["ownerReferences"][0]["uid"])
@@ -101,7 +101,8 @@ class Applier:
         self._permit("create")
         try:
             await self._cluster.create(kinds.SECRET, NamedObject, metadata["namespace"], manifest)
-        # The Secret may belong to a deleted deployment of this name and be deleted soon, so it is not remembered.
+        # The existing Secret may belong to a deleted deployment of the same name, and may itself be deleted soon. So it is
+        # not remembered, and the next reconcile sends the Secret again.
         except NameTaken:
             return ()
         except RequestDenied as error:
@@ -112,11 +113,11 @@ class Applier:
         return ()
 
     async def write_status(self, kind: ApiKind, custom: CustomObject, status: Mapping[str, Any]) -> None:
-        """Write a status, which replaces the one that the operator wrote before.
+        """Write a status, which replaces the status that the operator wrote before.
 
         Raises:
             KubernetesError: The status was not written.
-            NotLeading: This process must not write.
+            NotLeading: This process does not lead, so it must not write.
         """
         metadata = {"name": custom.metadata.name, "namespace": custom.metadata.namespace, "uid": custom.metadata.uid}
         manifest = {"apiVersion": kind.api_version, "kind": kind.name, "metadata": metadata, "status": dict(status)}
@@ -130,7 +131,7 @@ class Applier:
 
         Raises:
             KubernetesError: The API server failed.
-            NotLeading: This process must not write.
+            NotLeading: This process does not lead, so it must not write.
         """
         for each in recorded:
             made = event_manifest(each, kind, about.metadata, now, controller=CONTROLLER, identity=self._identity)
@@ -182,8 +183,8 @@ class Applier:
     async def _make(self, kind: ApiKind, view: type[NamedObject], manifest: Manifest) -> None:
         """Create an object.
 
-        A RoleScaler is created by a plain create, and not by a server-side apply. Others write it afterwards, so the
-        operator must not own any of its fields.
+        A RoleScaler is created by a plain create, and not by a server-side apply. Autoscalers and the planner write it
+        afterwards, so the operator must not own any of its fields.
         """
         namespace, name = manifest["metadata"]["namespace"], manifest["metadata"]["name"]
         cache = self._store.of(kind, view)

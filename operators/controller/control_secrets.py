@@ -1,4 +1,4 @@
-"""Control secrets: derives the secrets that workers and the operator have to prove at the control ports of routers.
+"""Control secrets: derives the secrets that callers of routers' control ports, such as workers, have to prove.
 
 Rules:
 
@@ -40,8 +40,8 @@ class ControlSecrets:
             cluster: API server with the operator's Secret.
             namespace: The operator's namespace.
             name: Name of the Secret, or an empty text if deployments have no control secrets.
-            owner: The Deployment to which the operator's pods belong. Kubernetes removes the Secret together with this
-                Deployment. If it is empty, the Secret has no owner and is never removed.
+            owner: Name of the Deployment to which the operator's pods belong. Kubernetes removes the Secret together with
+                this Deployment. If the name is empty, the Secret has no owner, and Kubernetes never removes it.
         """
         self._cluster = cluster
         self._namespace = namespace

@@ -2,10 +2,10 @@
 
 Rules:
 
-1. A change gives only one Event, even if an operator is killed and the next one records the same change again
+1. A change leads to only one Event, even if an operator is killed and the next operator records the same change again
    (`fleet.net.kubernetes.events`).
-2. The note of an Event is the message of a condition. Such messages contain no secrets. The note is cut at the API's
-   limit.
+2. The note of an Event about a condition contains the message of the condition. Messages of conditions contain no
+   secrets. A note that is longer than the API server allows is cut.
 """
 
 from collections.abc import Iterator, Sequence
@@ -73,7 +73,7 @@ def steps(actions: Sequence[Action], generation: int) -> Iterator[KubernetesEven
 
 
 def restored(kind: str, name: str, managers: Sequence[str], generation: int) -> KubernetesEvent:
-    """Return the event that somebody has edited a child object, and that the operator has restored it."""
+    """Return the event which says that somebody has edited a child object, and that the operator has restored it."""
     who = ", ".join(managers) or "somebody"
     note = f"{kind} {name} was edited by {who}, and is set back; change the DisaggDeployment instead"
     return KubernetesEvent(reason="DriftReverted", note=note, warning=True, generation=generation)

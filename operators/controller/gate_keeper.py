@@ -2,24 +2,24 @@
 
 Rules:
 
-1. All pods of a group are made with a scheduling gate. The scheduler ignores pods with a gate, so these pods hold no
-   GPUs.
-2. Only one group at a time passes the scheduler. Its gates are opened when all of its pods exist, and no other group of
-   this operator has pods without a gate that still wait for a node. So two groups cannot each hold half of a domain and
-   wait for the other half.
-3. The operator's gate is the last one to open. A group whose pods also have gates of other controllers is not in the
+1. All pods of a group are created with a scheduling gate. The scheduler ignores pods with a gate, so these pods hold no
+   GPUs. To open a gate means to remove it from the pod.
+2. The scheduler places only one group at a time. The gates of a group are opened when all of its pods exist, and no other
+   group of this operator has pods without a gate that still wait for a node. So two groups cannot each hold half of a
+   domain and wait for the other half.
+3. The operator's gate is the last gate to open. A group whose pods also have gates of other controllers is not in the
    queue: the scheduler would not look at its pods, and all other groups would wait until the other controller removes
    its gate.
-4. Groups pass in the order in which they entered the queue. A group keeps its place until the informer's cache shows that its
-   gates are open, so that no other group overtakes it between the decision and the write. A group that no reconcile has
-   named for STALE is forgotten.
+4. Groups get their turn in the order in which they entered the queue. A group keeps its place until the informer's cache
+   shows that its gates are open, so that no other group overtakes it between the decision and the write. A group that no
+   reconcile has named for the time STALE is removed from the queue.
 5. The turn of a group is limited. If its gates are not open after OPENING, for example because the API server refuses
-   the write, the group goes to the end of the queue. Pods that have no gate any more may still wait for a node.
-   They make other groups wait for TURN at most, even if no scheduler reports on these pods.
-6. If some pods of a group are open already, its other gates are opened at once, because the group may hold GPUs. This
-   also covers a pod that was replaced later, and an operator that was killed between two writes.
-7. A group for which no node was found gives its turn back if others wait: it is removed, made again, and waits behind them.
-   If no other group waits, it is not removed, because a new node may be starting.
+   the write, the group is moved to the end of the queue. Pods that have no gate any more may still wait for a node.
+   These pods make other groups wait for TURN at most, even if no scheduler reports on them.
+6. If the gates of some pods of a group are open already, its other gates are opened at once, because the group may hold
+   GPUs. This also covers a pod that was replaced later, and an operator that was killed between two writes.
+7. A group for which no node was found loses its turn if other groups wait: it is removed, created again, and queued behind
+   them. If no other group waits, the group is not removed, because a new node may be starting.
 """
 
 from collections.abc import Iterable, Sequence
@@ -37,8 +37,9 @@ OPENING = Nanos(30 * SECOND)
 gets the turn."""
 
 TURN = Nanos(180 * SECOND)
-"""The maximum time that an open pod without a node makes other groups wait. In this time, a group that the scheduler
-has examined has got nodes for all of its pods, or was removed (`operators.observed.observe.PARTIAL_GROUP_SECONDS`)."""
+"""The maximum time that a pod without a gate and without a node makes other groups wait. It is long enough for a group that
+the scheduler has examined: in this time, all pods of the group have got nodes, or the group was removed
+(`operators.observed.observe.PARTIAL_GROUP_SECONDS`)."""
 
 Place = tuple[ReconcileKey, str]
 
@@ -57,7 +58,7 @@ class GateKeeper:
     def decide(
         self, key: ReconcileKey, groups: Sequence[GatedGroup], pods: Iterable[Pod], now: Nanos
     ) -> tuple[Action, ...]:
-        """Return actions that open gates, and one that removes a group if it found no node and other groups wait.
+        """Return actions that open gates, and an action that removes a group without nodes while other groups wait.
 
         Args:
             key: The key of the deployment.
@@ -88,7 +89,10 @@ class GateKeeper:
         self._queue(key, (), Nanos(0))
 
     def _is_occupied(self, pods: Iterable[Pod], now: Nanos) -> bool:
-        """Return whether any open pod has waited for a node for less than TURN, so that other groups still have to wait."""
+        """Return whether a pod without a gate has waited for a node for less than TURN.
+
+        In this case, all groups in the queue still have to wait (rule 2).
+        """
         uids = [each.metadata.uid for each in pods if is_passing(each)]
         self._passing = {uid: self._passing.get(uid, now) for uid in uids}
         return any(now < since + TURN for since in self._passing.values())

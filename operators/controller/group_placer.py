@@ -9,9 +9,9 @@ Rules:
 2. A group is created only when a domain has room for all of its pods. So a group that does not fit never holds GPUs
    that other groups need.
 3. If the operator may not read nodes, the scheduler chooses the domain. Pods of groups are then created with a
-   scheduling gate, if the cluster supports scheduling gates, and `operators.controller.gate_keeper` lets one group at a
-   time pass. If only a part of a group's pods found nodes, the group is removed and created again. The new group may
-   not use the nodes that the old one had found.
+   scheduling gate, if the cluster supports scheduling gates, and `operators.controller.gate_keeper` opens the gates of one
+   group at a time. If only a part of a group's pods found nodes, the group is removed and created again. The pods of the
+   new group may not use the nodes that pods of the removed group had found.
 4. A domain in which the scheduler found no nodes for a group's pods is remembered for a time (`FailedDomains`). Later
    groups of the role get it only if no other domain has room.
 """
@@ -32,8 +32,8 @@ from operators.observed.state import ObservedState
 MOST_TOLD = 4
 
 FAILED = Nanos(1800 * SECOND)
-"""The time for which a failed domain is remembered. A group without nodes is removed after at most 120 s, so in this
-time the groups of a role can try about 15 domains."""
+"""The time for which a failed domain is remembered. A group without nodes is removed after at most 120 s, so the groups of
+a role can try about 15 domains before the first failed domain is forgotten."""
 
 MOST_FAILED = 64
 """The maximum number of failed domains that are remembered for one role."""

@@ -41,13 +41,14 @@ from operators.status.scaler import plan_status, scaler_status
 from operators.telemetry import ReconcileOutcome
 
 WRITES_BEFORE_PAUSE = 20
-"""After this many reconciles of a key in a row that wrote something, the controller pauses after each reconcile that
-writes, because another program may be undoing the writes.
+"""If this number of reconciles of a key in a row have written something, the controller pauses for a second after each
+further one that writes. In this case, another program may be undoing the operator's writes, and both would write
+without end.
 """
 
 TROUBLE_RECHECK = Nanos(15 * SECOND)
-"""The time between two reconciles of a deployment whose pods do not start. A reconcile checks time limits, for which no
-watch event comes."""
+"""The time between two reconciles of a deployment whose pods do not start. The deployment is reconciled without a change,
+because no watch event tells the controller that a time limit has passed."""
 
 TURN_RECHECK = SECOND
 """The time between two reconciles of a deployment with groups that wait for their turn (`operators.controller.gate_keeper`)."""
@@ -56,12 +57,12 @@ MOST_AVOIDED = 64
 """The maximum number of nodes that the controller remembers as too full for the groups of one role."""
 
 DERIVED_CONDITIONS = frozenset({"Available", "Progressing", "RolesRegistered", "Rebalancing"})
-"""Conditions that follow from the requested replicas and from Ready. Their changes are not urgent to write. The only
-exception is Available when it becomes False."""
+"""Types of the conditions that follow from the requested replicas and from Ready. A change of such a condition need not be
+written at once. The only exception is the condition Available when it stops being True."""
 
 PROGRESS_REASONS = frozenset({"RolesNotReady", "RollingOut", "Suspending", "RegistrationUnknown", "NotRegistered"})
-"""Reasons of the condition Ready that follow one another during a start or a rollout. A change from one of them to
-another is not urgent to write."""
+"""Reasons of the condition Ready that follow one another during a start or a rollout. A change from one of these reasons
+to another one need not be written at once."""
 
 NOTHING = Condition(type="Ready", status="Unknown", reason="")
 AFTER_LEASE_END = Nanos(SECOND // 10)
@@ -84,8 +85,8 @@ class Controller:
     ) -> None:
         """Create the controller.
 
-        `enqueue` takes a key and a delay. If `prober` is None, no probes are sent. If `plans_obeyed` is true, a planner
-        writes the statuses of ServingPlans, and the controller does not.
+        `enqueue` is called with a key and the delay after which the key is due. If `prober` is None, no probes are sent.
+        If `plans_obeyed` is true, a planner writes the statuses of ServingPlans, and the controller does not.
         """
         self._plans_obeyed = plans_obeyed
         self._secrets = secrets
@@ -124,7 +125,7 @@ class Controller:
 
         Raises:
             KubernetesError: The API server failed.
-            NotLeading: This process must not write.
+            NotLeading: This process does not hold the Lease, so it must not write.
         """
         if key.kind == kinds.SERVING_REQUEST.name:
             return await self._reconcile_request(key, afresh=afresh)
@@ -149,7 +150,7 @@ class Controller:
             return ReconcileOutcome.SETTLED
         try:
             await self._secrets.load()
-        # Pods without a control secret would have to accept calls from anybody. So the deployment stays unchanged.
+        # Without a control secret, new pods would accept calls from anybody. So the deployment stays unchanged.
         except UnusableSecret as error:
             await self._report_missing_secret(key, custom, str(error))
             return ReconcileOutcome.REFUSED
@@ -184,11 +185,12 @@ class Controller:
             # The Secret is written last, because no cache shows whether it exists. Pods do not start before it exists.
             denied = await self._applier.make_secret(secret.manifest(desired), again=afresh)
             refusals = (*refusals, *denied)
-            # Reconcile again soon, because an existing Secret of a deleted deployment may still be deleted.
+            # Reconcile again soon: an existing Secret of this name may belong to a deleted deployment. Kubernetes then deletes
+            # it soon, and it has to be created again.
             if not _is_ready(decided.status):
                 self._enqueue(key, TROUBLE_RECHECK)
         status, wanted = decided.status, decided.wanted
-        if passed or decided.actions or denied:  # these writes may have changed whether the deployment is Ready
+        if passed or decided.actions or denied:  # the writes may have changed whether the deployment is Ready
             observed = observe(self._store, custom, spec, reports, self._wall(), served, evidence)
             observed = msgspec.structs.replace(observed, refusals=refusals, room=room, sizes=sizes)
             after = reconcile(desired, observed, self._images, self._now(), self._renderings)
@@ -215,9 +217,10 @@ class Controller:
     def _last_sizes(
         self, key: ReconcileKey, desired: DesiredDeployment, scalers: Mapping[str, int]
     ) -> Mapping[str, int]:
-        """Return the number of replicas that the RoleScaler of each role had last, by role.
+        """Return the number of replicas that the RoleScaler of each role requested last, by role.
 
-        The numbers may be newer than those in the deployment's status.
+        This process remembers these numbers, also for RoleScalers that were deleted since. They may be newer than the
+        numbers in the deployment's status, which is written later.
         """
         uid, before = self._sizes.get(key, ("", {}))
         now = {**(before if uid == desired.uid else {}), **scalers}
@@ -227,10 +230,10 @@ class Controller:
         return sizes
 
     def _avoid_nodes(self, key: ReconcileKey, observed: ObservedState) -> None:
-        """Remember the nodes that had room for only a part of a group, so that the next group of the role avoids them.
+        """Remember the nodes on which only a part of a group found room, so that the next group of the role avoids them.
 
-        Remember also the domain that was chosen for the group. If the group found no node at all, forget the nodes that
-        the role has avoided so far.
+        Remember also the domain that was chosen for the group. If no pod of the group found a node, the avoided nodes may
+        be the obstacle, so forget the nodes that the role has avoided so far.
         """
         for child in observed.children:
             for name in child.half_scheduled[-1:]:
@@ -258,7 +261,7 @@ class Controller:
         there = deployments.get(key.namespace, key.name)
         actions = serving_request.actions(custom, asked, reply, there, afresh=afresh)
         refusals = await self._applier.perform(actions, key.namespace)
-        # The cache has the results of our writes already, so no watch event would enqueue the deployment.
+        # The results of the operator's own writes are in the cache already, so no watch event enqueues the deployment.
         if actions and not refusals:
             self._enqueue(deployment_key(key.namespace, key.name), IMMEDIATELY)
         there = deployments.get(key.namespace, key.name)
@@ -338,7 +341,7 @@ class Controller:
         self._limiter.wrote(written, now)
         await self._applier.record(kind, custom, tuple(events.turns(before, said.conditions)), self._wall())
         if kind == kinds.DISAGG_DEPLOYMENT and self._store.any(kinds.SERVING_REQUEST).get(key.namespace, key.name):
-            # The ServingRequest's status depends on the written status, and our own writes enqueue no key.
+            # The status of the ServingRequest depends on the written status, and the operator's own writes enqueue no key.
             self._enqueue(ReconcileKey(kinds.SERVING_REQUEST.name, key.namespace, key.name), IMMEDIATELY)
 
     def _schedule_next(self, key: ReconcileKey, acted: bool, *, troubled: bool) -> None:
@@ -376,7 +379,7 @@ def _sorted(status: Any) -> Any:
 
 
 def _urgent(there: Any, said: Any) -> bool:
-    """Return whether a new status is urgent to write: it shows more than the progress of a start or rollout."""
+    """Return whether a new status should be written at once, because it shows more than progress of a start or rollout."""
     if there is None or there.observed_generation != said.observed_generation:
         return True
     if isinstance(said, DisaggDeploymentStatus):
@@ -385,7 +388,7 @@ def _urgent(there: Any, said: Any) -> bool:
 
 
 def _lost(there: DisaggDeploymentStatus, said: DisaggDeploymentStatus) -> bool:
-    """Return whether a deployment was Available in the last status, and is not in the new one."""
+    """Return whether a deployment was Available in the last written status `there`, and is not Available in `said`."""
     was, now = _condition(there, "Available"), _condition(said, "Available")
     return was.status == TRUE != now.status
 

@@ -6,20 +6,20 @@ Rules:
 
 1. It is level-triggered: every action follows from the desired and the observed state. Nothing is remembered between
    calls, so an operator that is killed after any write continues where it was.
-2. An object is applied if its digest, kept in an annotation, differs from the observed one. An object of somebody else
-   under one of our names stays unchanged, and the deployment is Degraded until one of the two gets another name. An
-   object that somebody has edited, or that has lost its owner, is applied again at once. From time to time all objects
-   are applied again.
+2. A manifest is applied if its digest differs from the digest in the annotation of the observed object. If somebody else
+   owns an object whose name a child object needs, this object stays unchanged, and the deployment is Degraded until the
+   name is free. A child object that somebody has edited, or that has lost its owner, is applied again at once. From time
+   to time all objects are applied again.
 3. Children of workers are scaled by `operators.replica_steps`, one step in each call. A child that should have no replicas is
-   removed when its last pod has gone: the child of an old revision, of a suspended deployment, or of a removed role.
-   Other objects of the deployment are removed when they are not desired any more.
-4. Replicas have one writer: for a Static role the specification, else the role's RoleScaler, which is created with the
-   specification's number and never written afterwards. If somebody deletes the RoleScaler, a new one is created with
-   the present number.
-5. Before a Deployment loses replicas, each pod whose deletion cost is known gets it as an annotation, because the
-   controllers of Kubernetes remove the pods with the lowest cost first. Among groups that are StatefulSets, the
-   operator removes those with the fewest warm blocks. A LeaderWorkerSet always removes its last groups. How a pod
-   drains is set in `operators.manifests.pods` and decided in `workers.machine`.
+   removed when its last pod has gone. This applies to the child of an old revision, of a suspended deployment, and of a
+   removed role. Other objects of the deployment are removed when they are not desired any more.
+4. Only one source sets the number of replicas of a role: for a Static role the specification, and for other roles the
+   RoleScaler. The operator creates a RoleScaler with the number in the specification, and never changes this number
+   afterwards. If somebody deletes the RoleScaler, the operator creates a new one with the present number.
+5. Before the replicas of a Deployment are reduced, each pod whose deletion cost is known is annotated with this cost,
+   because the controllers of Kubernetes remove the pods with the lowest cost first. If groups are StatefulSets, the
+   operator itself removes the groups with the fewest warm blocks. A LeaderWorkerSet always removes its last groups. How a
+   pod drains is set in `operators.manifests.pods` and decided in `workers.machine`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -52,7 +52,10 @@ class Apply(Struct, frozen=True, tag=True):
 
 
 class Scale(Struct, frozen=True, tag=True):
-    """Change a number of replicas only if it still has the observed value, so that a late write of a former leader changes nothing."""
+    """Change a number of replicas, but only if the number still is `was`.
+
+    So a write of a former leader that arrives late changes nothing.
+    """
 
     kind: str
     name: str
@@ -91,7 +94,7 @@ class Reconciled(Struct, frozen=True, kw_only=True):
     actions: tuple[Action, ...]
     status: DisaggDeploymentStatus
     wanted: PendingProbes | None = None
-    """The probes that are needed; None: probes are not sent yet."""
+    """The probes that are needed, or None if no probes are sent now."""
 
     placed: tuple[PlacedGroup, ...] = ()
     """New worker groups with the domains that were chosen for them."""
@@ -113,9 +116,10 @@ def reconcile(
         desired: The desired deployment.
         observed: The observed state.
         images: Images for deployments that name none.
-        now: The present time as RFC 3339, which conditions get when they change.
+        now: The present time as RFC 3339. A condition whose status changes gets it as its transition time.
         renderings: Manifests and revisions that earlier steps have made from the specifications, with the same
-            `images`. If it is None, all of them are made again, which takes a large part of the time of a step.
+            `images`. If it is None, all manifests and revisions are made again, which takes a large part of the time of
+            a step.
     """
     renderings = renderings or Renderings(images)
     worker_revision = renderings.revision(desired)
@@ -249,7 +253,7 @@ def _key(manifest: Manifest) -> tuple[str, str]:
 
 
 def _faulty(observed: ObservedState) -> frozenset[tuple[str, str]]:
-    """Return kind and name of the objects that have to be applied although their digest is right.
+    """Return kind and name of the objects that have to be applied even if their digest is up to date.
 
     Somebody has edited these objects, or they have no owner.
     """
@@ -333,14 +337,16 @@ def _ratio(text: str) -> tuple[int, int]:
 def _pruned(
     desired: DesiredDeployment, observed: ObservedState, pools: Sequence[ScaledRole], wanted: Sequence[Manifest]
 ) -> list[Action]:
-    """Return actions that remove children that are not needed any more, and other objects of the deployment that are not desired.
+    """Return actions that remove the deployment's unneeded children and all its other objects that are not desired.
 
-    Examples are objects of a removed role, or settings without a child because the operator was killed between two
-    writes.
+    Examples are the objects of a removed role, and a ConfigMap whose child does not exist because the operator was killed
+    between two writes. Also return actions that remove half-scheduled groups, and pods of a user's command that were
+    left behind by a restart of their group (`ObservedChild.half_scheduled`, `ObservedChild.left_behind`).
     """
     targets_of = {pool.name: (pool.revision, pool.target) for pool in pools}
     used = {_key(each) for each in wanted}
-    # Pods of Fleet's own processes restart together by themselves (`workers.rank_rendezvous`), and are not deleted.
+    # The operator does not delete left-behind pods that run Fleet's own process: such processes notice the restart of
+    # another rank, and restart by themselves (`workers.rank_rendezvous`).
     foreign = {role.name for role in desired.workers if is_foreign(role)}
     actions: list[Action] = []
     for each in observed.children:
@@ -357,7 +363,7 @@ def _pruned(
         actions += [DeletePod(pod) for pod in each.left_behind if each.role in foreign]
         used.add(("ConfigMap", child_name(desired, each.role, each.replicas.revision)))
     actions += [Remove(kinds.DEPLOYMENT.name, name) for name in observed.old_routers]
-    # Orphans are not removed: an orphan may be a copy of our object that somebody has made.
+    # Orphans are not removed: an orphan may be a copy of a child object that a user has made.
     used |= observed.orphans
     own = [key for key in observed.digests if key[0] not in {*CONTROLLERS, "RoleScaler"} and key not in used]
     scaled = {f"{desired.name}-{role.name}" for role in _scaled(desired)}

@@ -1,7 +1,7 @@
 """Refusals: describes a write that the API server has refused, and names the field that is probably wrong. Pure.
 
-Often a field of the user's `podTemplate` is wrong, so the description contains the path of that field.
-`operators.status.deployment` shows refusals in conditions.
+Often the wrong field is in the user's `podTemplate`. The path of the field helps the user to find it, because the API
+server does not always name the field. `operators.status.deployment` shows refusals in conditions.
 """
 
 import re
@@ -30,7 +30,7 @@ TIMES = {"metadata": frozenset({"creationTimestamp", "deletionTimestamp"}), "man
 """Names of the fields whose values are times, by the name of the field that contains them."""
 
 TIME = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}([.,][0-9]+)?(Z|[+-][0-9]{2}:[0-9]{2})")
-"""The syntax of a time (RFC 3339). The API server takes no other form of ISO 8601."""
+"""The syntax of a time (RFC 3339). The API server accepts no other form of ISO 8601."""
 
 
 def refusal(action: Action, error: RequestDenied) -> ApiRefusal:
@@ -67,10 +67,11 @@ def _bad_quantities(manifest: Manifest) -> Iterator[str]:
 
 
 def _misfits(manifest_part: Any, at: str) -> Iterator[str]:
-    """Yield the fields that the API server does not name although it cannot convert their values, with the requirements.
+    """Yield each field whose value the API server cannot convert and that its message does not name.
 
-    These are numbers that are not integers (quantities may be fractions), ports, and times. The API server checks the
-    types of all other fields by the schema.
+    Each result is the path of the field, and what its value must be. These fields are numbers that are not integers
+    (quantities may be fractions), ports, and times. The API server checks the types of all other fields by the schema,
+    and then its message names the field.
     """
     for name, node, path in _fields(manifest_part, at):
         parent = path.removesuffix(f".{name}").rpartition(".")[2]
@@ -83,7 +84,10 @@ def _misfits(manifest_part: Any, at: str) -> Iterator[str]:
 
 
 def _fields(node: Any, path: str) -> Iterator[tuple[str, Any, str]]:
-    """Yield name, value and path of all fields below a node; paths name items of lists in the way of the API server."""
+    """Yield name, value and path of all fields below a node.
+
+    A path names an item of a list as the API server does: by the item's `name`, or else by its index.
+    """
     if isinstance(node, list):
         for index, each in enumerate(node):
             named = isinstance(each, dict) and isinstance(each.get("name"), str)

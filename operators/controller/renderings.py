@@ -18,8 +18,8 @@ from operators.manifests.shared import shared
 from operators.manifests.workloads import revision
 
 MOST_SHARED = 64
-"""The maximum number of deployments whose shared objects are remembered, because their manifests are large: those of a
-deployment of four roles take about 48 kB."""
+"""The maximum number of deployments whose shared objects are remembered. It limits the memory: the manifests of a
+deployment with four roles take about 48 kB."""
 
 DEFAULT_REPLICAS = 1
 
@@ -28,7 +28,7 @@ class Renderings:
     """Remembers the revision of each deployment's workers, and the shared objects of the latest deployments."""
 
     def __init__(self, images: Images) -> None:
-        """Create the memory; `images` are the images for deployments that name none."""
+        """Create the object without any remembered results; `images` are the images for deployments that name none."""
         self._images = images
         self._revisions: dict[tuple[str, str], tuple[bytes, str]] = {}
         self._shared: dict[tuple[str, str], tuple[tuple[bytes, OptionalKinds, int], list[Manifest]]] = {}
@@ -64,9 +64,10 @@ class Renderings:
 
 
 def _without_replicas(desired: DesiredDeployment) -> DesiredDeployment:
-    """Return the deployment with one fixed number of replicas in all roles.
+    """Return the deployment with the same fixed number of replicas in each role.
 
-    No manifest depends on these numbers, so the digest must not depend on them either.
+    No remembered result depends on the numbers of replicas in the specification. So a changed number must not change the
+    digest by which results are found again.
     """
     roles = tuple(structs.replace(role, replicas=DEFAULT_REPLICAS) for role in desired.spec.roles)
     return structs.replace(desired, spec=structs.replace(desired.spec, roles=roles))

@@ -1,9 +1,9 @@
-"""Room reader: computes the room of nodes for worker groups, less the room that was promised to groups without pods.
+"""Room reader: computes the free resources (room) of nodes, from which domains for worker groups are chosen.
 
 Rules:
 
 1. Nodes and pods of the whole cluster are listed only when a group is about to be created, and at most once in the time
-   FRESH.
+   FRESH, because these lists may be long.
 2. The room of a new group counts as taken (promised) until the group's pods exist, so that two groups do not get the
    same room.
 3. If the operator has no right to list nodes and pods, `read` returns an unknown room (`nodes` is None), and asks the

@@ -3,9 +3,9 @@
 Rules:
 
 1. The deployment has the request's name and is owned by it, so that it is deleted together with the request. A
-   deployment of that name that the request does not own stays unchanged. The deployment is written if its digest
-   differs. Like every child object, it is also written from time to time without a difference
-   (`operators.controller.reconcile`, rule 2).
+   deployment of that name that the request does not own stays unchanged. The deployment is written if the digest of its
+   manifest differs from the digest in its annotation. Like every child object, it is also written from time to time
+   without a difference (`operators.controller.reconcile`, rule 2).
 2. If the goals of a request cannot be reached any more, or if its field `apply` is set back to false, its deployment
    stays unchanged.
 3. A role that the present proposal does not contain any more is scaled to 0 first. It is removed when the deployment
@@ -189,7 +189,8 @@ def _applied(
 def _ready(applied: ConditionUpdate, there: CustomObject | None) -> ConditionUpdate:
     """Return the condition Ready of the request.
 
-    It is the condition Ready of its deployment, or False if the deployment is not as proposed.
+    It is the condition Ready of the request's deployment. It is False if the proposal was not applied to the deployment,
+    with the reason of the condition Applied, or if the deployment's status is older than its specification.
     """
     _, holds, reason, message = applied
     if holds != TRUE or there is None:

@@ -4,9 +4,9 @@ Rules:
 
 1. Only one reconcile of a key runs at a time. If a key is enqueued while its reconcile runs, the key is due again after
    that reconcile has ended.
-2. A key whose reconcile failed is due again after a pause that doubles each time, up to LONGEST. One success resets the
-   pause. Enqueuing the key during the pause does not shorten the pause. Otherwise a broken deployment, whose pods start
-   and end all the time, would be reconciled all the time.
+2. A key whose reconcile failed is due again after a pause that doubles with each failure, up to LONGEST. One success
+   resets the pause. If the key is enqueued during the pause, the pause does not become shorter. Otherwise a broken
+   deployment, whose pods start and end all the time, would be reconciled all the time.
 3. The queue holds at most `most` keys. If it is full, a new key is dropped and `overflown` is set, and the caller
    enqueues all keys when there is room again. So no key is lost, and the memory of the queue is bounded.
 """
@@ -33,9 +33,11 @@ class WorkQueue(Generic[Key]):
 
         self._most = most
         self._due: dict[Key, Nanos] = {}
-        # heap ordered by due instant; entries whose instant is not that in `_due` are outdated, and are skipped
+        # A heap, ordered by the instant at which a key is due. An entry is outdated, and is skipped, if `_due` has another
+        # instant for its key.
         self._order: list[tuple[Nanos, int, Key]] = []
-        # keys whose reconcile runs, each with the instant at which it is due again (None: it was not enqueued again)
+        # The keys whose reconcile runs now, each with the instant at which the key is due again. None: the key was not
+        # enqueued during its reconcile.
         self._in_progress: dict[Key, Nanos | None] = {}
         self._failures: dict[Key, int] = {}
         self._not_before: dict[Key, Nanos] = {}
@@ -45,7 +47,11 @@ class WorkQueue(Generic[Key]):
         return len(self._due) + len(self._in_progress)
 
     def add(self, key: Key, now: Nanos, after: Nanos = IMMEDIATELY) -> None:
-        """Enqueue a key, so that it is due after the time `after` or earlier, but not in its pause after a failure."""
+        """Enqueue a key, so that it is due when the time `after` has passed.
+
+        If the key is queued already, the earlier of the two instants counts. A key that pauses after a failure becomes due
+        only after the pause (rule 2).
+        """
         at = max(Nanos(now + after), self._not_before.get(key, now))
         if key in self._in_progress:
             asked = self._in_progress[key]
@@ -89,7 +95,10 @@ class WorkQueue(Generic[Key]):
             self._put(key, again)
 
     def failed(self, key: Key, now: Nanos, pause: Nanos | None = None) -> None:
-        """Record that the reconcile of a key has failed; the key is due again after a pause of at least `pause`."""
+        """Record that the reconcile of a key has failed; the key is due again after a pause (rule 2).
+
+        `pause` is the shortest pause that the API server has demanded, or None if it has demanded none.
+        """
         failures = self._failures[key] = self._failures.get(key, 0) + 1
         doubled = Nanos(min(LONGEST, SHORTEST << min(failures - 1, MOST_DOUBLINGS)))
         at = Nanos(now + max(doubled, pause or 0))

@@ -38,7 +38,7 @@ class Imported(Struct, frozen=True):
 
 
 class Names:
-    """Makes valid Kubernetes names, and gives each of them only once."""
+    """Makes valid Kubernetes names, and never returns the same name twice."""
 
     def __init__(self, otherwise: str) -> None:
         self._otherwise = otherwise
@@ -46,7 +46,7 @@ class Names:
 
     def give(self, text: str) -> str:
         """Return a valid name that resembles `text` and that this object has not returned before."""
-        parted = re.sub(r"([a-z])([A-Z])", r"\1-\2", text)  # VllmDecodeWorker becomes Vllm-Decode-Worker
+        parted = re.sub(r"([a-z])([A-Z])", r"\1-\2", text)  # splits VllmDecodeWorker into Vllm-Decode-Worker
         base = re.sub(r"[^a-z0-9]+", "-", parted.lower()).strip("-")
         base = re.sub(r"^[^a-z]+", "", base)[:LONGEST_NAME].rstrip("-") or self._otherwise
         name, number = base, 1
@@ -84,7 +84,7 @@ def spread(
 
 
 def paired(roles: Sequence[RoleSpec], path: str, notes: list[Note]) -> tuple[RoleSpec, ...]:
-    """Return the roles, in which prefill and decode roles can work together.
+    """Return the roles so that a prefill role never exists without a decode role, nor a decode role without a prefill role.
 
     If there are prefill roles and no decode role, or the other way round, these roles become aggregated roles.
     """
@@ -110,7 +110,8 @@ def transferred(
         path: Path of the object with the roles in the imported document, for notes.
         notes: Receives notes about changes.
     """
-    # The store can hold a block only if ranks split it by heads alone (`workers.engines.vllm.launch.UNSHARED`).
+    # The store can hold the blocks of an engine only if its ranks split each block by attention heads alone
+    # (`workers.engines.vllm.launch.UNSHARED`).
     unshared = any(role.nodes_per_replica > 1 or not role.parallelism.by_heads for role in roles)
     if KvPath.STORE not in transfer.paths or engine is not EngineKind.VLLM or not unshared:
         return transfer

@@ -151,8 +151,8 @@ class DocumentReader:
         """Add a note for each field that was not read, in this object and in its inner objects.
 
         Args:
-            but: Other notes by the name of the field, instead of the usual note. For a field with an empty text, add no
-                note.
+            but: Texts of notes, by the name of the field, that replace the usual note. A field whose text is empty here
+                gets no note.
         """
         said = but or {}
         for name in list(self._unread):

@@ -5,10 +5,11 @@ Rules:
 1. Two versions are supported. v1alpha1 has the field `services`, an object. v1beta1 has the field `components`, a list
    of objects with a pod template each. Objects of both versions are read into the same records, and then converted by
    the same code.
-2. The type of a service decides its role. If the type is only `worker`, the flags of its command decide; if it has no
-   type, also its name.
-3. A frontend becomes the router, because Fleet's router does its work. An endpoint picker becomes the endpoint picker
-   of the router. Planners are left out with a note, because a ServingPlan takes their place. Encoders are left out too.
+2. The type of a service decides which role it becomes. If the type is only `worker`, the flags of its command decide. If
+   it has no type, the flags decide first, and then its name.
+3. A frontend becomes the router, because Fleet's router does the work of Dynamo's frontend. An endpoint picker becomes
+   the endpoint picker of the router. Planners are left out with a note, because a ServingPlan takes their place. Encoders
+   are left out with a note too, because Fleet has no separate workers for images.
 """
 
 import json
@@ -423,9 +424,9 @@ def _shared_memory(reader: DocumentReader, template: PodTemplate) -> None:
 
 
 def _merged(service: Any, main: Any) -> dict[str, Any]:
-    """Merge the resource requests and limits of a service with those of its container.
+    """Merge the resource requests and limits of a service with the requests and limits of its container.
 
-    The container's values take precedence.
+    If both set a resource, the container's value is used.
     """
     merged: dict[str, Any] = {}
     for each in (service, main):

@@ -2,12 +2,13 @@
 
 Rules:
 
-1. Fields about the place of a pod and its resources (affinity, tolerations, volumes, variables, memory) are copied
-   unchanged. Fields about its program (image, command, probes, ports) are not copied, because Fleet's pods run Fleet's
-   own programs.
-2. GPUs become fields of a role, and are removed from the resources.
-3. An environment variable is left out in all containers if its name looks like that of a secret and its value is
-   written in the document. Such a value belongs into a Secret.
+1. Fields about the scheduling and the resources of a pod (affinity, tolerations, volumes, environment variables, memory)
+   are copied unchanged. Fields about its program (image, command, probes, ports) are not copied, because Fleet's pods run
+   Fleet's own programs.
+2. Requests for GPUs become fields of a role, and are removed from the pod's resources.
+3. An environment variable is left out in all containers if its name looks like the name of a secret and its value is
+   written in the document. Secret values must be in a Secret, because everybody who may read a DisaggDeployment could
+   read them.
 """
 
 from typing import Any
@@ -124,7 +125,7 @@ def without_secrets(container: dict[str, Any], path: str, notes: list[Note]) -> 
 
 
 def variables_of(*lists: list[Any]) -> dict[str, str]:
-    """Return the environment variables of a container that have a literal value, by name, except secrets."""
+    """Return the environment variables in the lists that have a literal value, by name. Secrets are left out (rule 3)."""
     return {
         name: value
         for variables in lists

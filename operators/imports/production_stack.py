@@ -34,7 +34,7 @@ from operators.imports.engine_flags import Flags, flags_of, parallelism_of, pass
 from operators.imports.pod_templates import PodTemplate, gpus_called, gpus_of
 
 SIGN = "servingEngineSpec"
-"""A field by which a values file of the production stack is recognised."""
+"""Name of the field by which a values file of the production stack is recognised."""
 
 POLICIES = {
     "roundrobin": "round_robin",
@@ -137,7 +137,7 @@ def imported(values: Mapping[str, Any], name: str = "", namespace: str = "") -> 
     suspend = not engines.flag("enableEngine", default=True)
     if suspend:
         engines.note("enableEngine", "is false: the deployment is suspended, its router too")
-    # `_pod` has used these fields already, as defaults for entries that do not set them
+    # `_pod` has already used these two fields as defaults for the entries that do not set them.
     engines.skip("runtimeClassName", "schedulerName")
     keys = "keys of clients are a setting of the router (`tenants`)"
     engines.rest(OWN_OF_ENGINES | {"serviceMonitor": MONITORED, "vllmApiKey": keys})

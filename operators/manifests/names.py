@@ -20,7 +20,7 @@ METRICS, STORE_METRICS = 9400, 9401
 """The ports at which a worker and its embedded store serve Prometheus metrics, if the specification asks for them."""
 
 PICKER = 9002
-"""The port at which gateways usually call an endpoint picker."""
+"""The port at which gateways call the endpoint picker of a router; most gateways use this number by default."""
 
 CONTROL_SECRET_KEY = "secret"  # noqa: S105 - a name, no secret
 """The key of a Secret's `data` whose value is the control secret. In pods, the mounted file has this name."""
@@ -136,7 +136,7 @@ def control_host(deployment: DesiredDeployment) -> str:
 
 
 def pod_selector(deployment: DesiredDeployment, role: str) -> str:
-    """Return the label selector of a role's pods, in the form that `kubectl get -l` takes."""
+    """Return the label selector of a role's pods, in the syntax of `kubectl get -l`."""
     return ",".join(f"{key}={value}" for key, value in {INSTANCE: deployment.name, ROLE: role}.items())
 
 
@@ -147,8 +147,8 @@ def base_name(deployment: DesiredDeployment, role: RoleSpec) -> str:
 def config_name(deployment: DesiredDeployment, role: RoleSpec, of_revision: str) -> str:
     """Return the name of a role's ConfigMap.
 
-    The ConfigMap of routers has the same name in all revisions. A label of the router pods, with the digest of the
-    settings, replaces the pods after a change.
+    The ConfigMap of routers has the same name in all revisions. The router pods have a label with a digest of the settings.
+    If the settings change, this label changes, so Kubernetes replaces the pods.
     """
     base = base_name(deployment, role)
     return base if role.type is RoleType.ROUTER or not of_revision else f"{base}-{of_revision}"

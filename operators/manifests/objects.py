@@ -1,6 +1,6 @@
-"""Objects: makes the common part (metadata, labels, owner) of each child object's manifest.
+"""Objects: builds the common part (metadata, labels, owner) of each child object's manifest.
 
-Which child objects a deployment has: `operators.manifests.shared` and `operators.manifests.workloads`.
+`operators.manifests.shared` and `operators.manifests.workloads` say which child objects a deployment has.
 """
 
 import hashlib

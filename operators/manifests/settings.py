@@ -41,14 +41,14 @@ CONTROL_FOLDER = "/etc/fleet-control"
 _CONTROL_FILE = f"{CONTROL_FOLDER}/{CONTROL_SECRET_KEY}"
 
 CONNECTION_SECONDS = 4
-"""Seconds after which a router closes a client's connection; the time varies by up to a tenth. It is less than
-`operators.manifests.pods.PRE_STOP_SECONDS`. So when a pod gets SIGTERM, all connections that were opened before its
-deletion have been closed."""
+"""Seconds after which a router asks a client to open a new connection, by closing the old one; the time varies by up to a
+tenth. It is less than `operators.manifests.pods.PRE_STOP_SECONDS`. So when a pod gets SIGTERM, the connections that were
+opened before its deletion have been closed."""
 
 PATIENCE_SECONDS = 120.0
 """Seconds without data after which a router stops fetching a tokenizer, which has only a few megabytes. The router then
-ends, and its last output line tells the operator the reason (`operators.observed.pod_troubles`). Workers, which fetch
-large weights, have the default limit of the hub's client."""
+ends, and its last output line tells the operator the reason (`operators.observed.pod_troubles`). Workers fetch large
+weights, so they use the longer default limit of the hub's client."""
 
 ROLES = {RoleType.PREFILL: "prefill", RoleType.DECODE: "decode", RoleType.AGGREGATED: "both"}
 

@@ -1,7 +1,7 @@
 """Workloads: builds the child objects that create pods.
 
-Each role of workers has one workload for each revision, or, if it is `grouped`, one StatefulSet for each replica. The
-routers have one Deployment.
+Each role of workers has one workload for each revision. If the role is `grouped`, it has one StatefulSet for each replica
+instead. The routers have one Deployment.
 """
 
 import hashlib

@@ -44,7 +44,8 @@ def deployment_of(item: NamedObject) -> str:
 def affected_keys(kind: ApiKind, view: NamedObject, store: InformerCaches) -> Iterator[ReconcileKey]:
     """Yield the keys that have to be reconciled because an object has changed.
 
-    The caller passes the object as it was before the change, or as it is after the change.
+    `view` is the object as it was before the change, or as it is after the change. The caller calls this function for
+    both, because a change may move the object from one deployment to another.
     """
     metadata = view.metadata
     if kind == kinds.SERVING_REQUEST:

@@ -5,11 +5,12 @@ Rules:
 1. A domain is all nodes with the same value of one label (`topology.domain`). A group fits into a domain if the nodes
    of the domain have room for all pods of the group. The room of a node is its allocatable resources, less the requests
    of all pods on the node, whoever owns these pods. A pod requests the resources of its containers and init containers,
-   and its overhead. It also takes up one of the limited number of pods that a node may run (`PODS`).
-2. As soon as a domain was chosen for a group, the room of the group counts as taken, even before its pods exist.
-3. Of the domains with enough room, the one with the least room is chosen, so that the others stay free for larger
-   groups. Domains in which pods of the role found no nodes a short time ago are chosen last: the scheduler may know
-   obstacles that are not counted here.
+   and its overhead. It also counts as one of the limited number of pods that a node may run (`PODS`).
+2. As soon as a domain was chosen for a group, the room that the group needs there counts as taken, even before its pods
+   exist.
+3. Among the domains with enough room, the domain with the least room is chosen, so that the other domains stay free for
+   larger groups. Domains in which pods of the role found no nodes a short time ago are chosen last: the scheduler may
+   know obstacles that this module does not know.
 4. Nodes that a pod cannot use do not count: nodes that are unschedulable or not ready, nodes that the pod's
    nodeSelector or its required nodeAffinity excludes, and nodes with taints that the pod does not tolerate.
 """
@@ -38,7 +39,7 @@ FACTORS = {
     **{f"{letter}i": Decimal(1024) ** power for power, letter in enumerate("KMGTPE", 1)},
 }
 PODS = "pods"
-"""Resource of a node: the number of pods that it may run."""
+"""Name of the resource of a node that is the number of pods which the node may run."""
 
 REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 
@@ -94,7 +95,7 @@ class PlacedPod(NamedObject, frozen=True, kw_only=True, rename="camel"):
 
 
 class GroupDemand(Struct, frozen=True):
-    """Describes what a worker group needs: the number of pods, the resources of each, and the nodes that fit."""
+    """Describes what a worker group needs: the number of pods, the resources of each pod, and the nodes that fit."""
 
     label: str
     """Name of the node label whose values are the domains."""
@@ -162,10 +163,10 @@ def cluster_room(
 
 
 def choose(room: ClusterRoom, demand: GroupDemand, avoided: Sequence[str] = ()) -> tuple[str, ClusterRoom]:
-    """Return the domain for a group, and the room without the group's share; the domain is empty if none has room.
+    """Return the domain for a group, and the room that is left after the group has taken its share.
 
-    The room must be known: `room.nodes` is not None. An avoided domain is chosen only if no other one has room, the
-    first of `avoided` first.
+    The domain is an empty text if no domain has enough room. The room must be known: `room.nodes` is not None. A domain
+    in `avoided` is chosen only if no other domain has room. Among the avoided domains, the first in the list is chosen.
     """
     slots = {value: count for value, count in slots_by_domain(room, demand).items() if count >= demand.pods}
     if not slots:
@@ -276,7 +277,8 @@ def _usable(node: NodeRoom, demand: GroupDemand) -> bool:
 def _matches(node: NodeRoom, term: Mapping[str, Any]) -> bool:
     """Return whether a node matches a term of a required nodeAffinity.
 
-    A term without conditions matches every node, because the operator adds the domain to each term.
+    In Kubernetes, a term without conditions matches no node. Here it matches every node, because the operator adds a
+    condition for the domain to each term before the pods are created.
     """
     fields = {"metadata.name": node.name}
     return all(_holds(node.labels, each) for each in _objects(term.get("matchExpressions"))) and all(

@@ -7,14 +7,15 @@ Rules:
    field that it has applied.
 2. A child that has drifted is applied again, once for each change of the owners of its fields. This apply restores the
    fields that the operator sets. Fields that others have added stay, because the operator has no value for them.
-3. Only the memory of this process holds the owners of the fields. So a new leader applies each child once if another
-   writer owns a part of it. If a field was removed while no operator ran, the next resync restores it.
+3. The owners that were seen last are only in the memory of this process. So a new leader cannot compare: it applies a
+   child once if another writer owns a part of it. A field that was removed while no operator ran is not noticed, and the
+   next resync restores it.
 """
 
 from fleet.net.kubernetes.views import FieldOwnership, NamedObject
 
 MOST = 100_000
-"""The maximum number of children that are remembered. A forgotten child counts as unchanged."""
+"""The maximum number of children that are remembered. A forgotten child counts as not seen before."""
 
 
 class DriftDetector:

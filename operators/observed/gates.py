@@ -3,8 +3,8 @@
 Pure.
 
 The operator creates the pods of a group with a gate if the scheduler has to choose the domain
-(`operators.controller.group_placer`). A user's podTemplate may name further gates, which other controllers remove; they
-are called foreign gates.
+(`operators.controller.group_placer`). A user's podTemplate may name further gates, which other controllers remove. Such
+gates are called foreign gates here.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,14 +32,14 @@ class GatedGroup(Struct, frozen=True):
     """True if the operator's gate has been removed from some of the pods."""
 
     unplaced: bool = False
-    """True if no pod has the operator's gate any more, and the scheduler has not found a node for any pod for a
-    while."""
+    """True if no pod has the operator's gate any more, and all pods have waited for a node for longer than the time limit
+    (`operators.observed.observe.PARTIAL_GROUP_SECONDS`)."""
 
 
 def gated_group(name: str, pods: Sequence[Pod], *, unplaced: bool) -> GatedGroup:
     """Return the state of the gates of a group's pods.
 
-    `unplaced` is true if the scheduler has not found a node for any pod for a while.
+    `unplaced` is true if all pods have waited for a node for longer than the time limit.
     """
     closed = tuple(sorted(pod.metadata.name for pod in pods if _is_closed(pod)))
     held = any(True for pod in pods for _ in foreign_gates(pod))

@@ -4,8 +4,8 @@ Rules:
 
 1. A deployment owns the objects whose owner reference has its uid. An object with another owner does not belong to the
    deployment, even if its name and labels match: a deployment that was deleted and created again does not own the
-   objects of the deleted one. An object without any owner that carries the operator's labels is an orphan (`kubectl
-   delete --cascade=orphan`), and belongs to the deployment that the labels name.
+   objects of the deleted deployment. An object that has no owner and carries the operator's labels is an orphan; it is
+   left over by `kubectl delete --cascade=orphan`. It belongs to the deployment that its labels name.
 2. A replica is one pod, or a group of pods that start and end together. A group is ready when all of its pods are
    ready, and it is registered when its first pod is registered.
 3. A group needs nodes for all of its pods. A scheduler that does not know groups may find nodes for only some of the
@@ -67,9 +67,9 @@ from operators.replica_steps import RevisionReplicas
 DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
 LEADER_GROUP = "leaderworkerset.sigs.k8s.io/group-index"
 PARTIAL_GROUP_SECONDS = 60
-"""A group that has nodes for only a part of its pods is removed after one to two times this number of seconds, and
-created again. The time differs between groups. Otherwise, two groups that each hold nodes which the other one needs
-could be removed and created at the same moments, and block each other for ever."""
+"""A group that has nodes for only a part of its pods is removed after one to two times this number of seconds, and then
+created again. The time differs between groups, because two groups may each hold nodes that the other group needs. With
+equal times they would be removed and created at the same moments, and could block each other for ever."""
 
 GROUP_REJOIN_SECONDS = 60
 """Seconds within which a group has to become ready again after one of its pods has restarted."""
@@ -78,9 +78,9 @@ Kept = TypeVar("Kept", bound=NamedObject)
 
 
 class ForeignObjects(Struct, frozen=True):
-    """Answers, for a kind and a name, whether such an object exists and does not belong to the deployment.
+    """The objects that exist and do not belong to the deployment, as a container of pairs (kind, name).
 
-    It works with the operator `in` only, and cannot be iterated.
+    It supports only the operator `in`, and cannot be iterated.
     """
 
     store: InformerCaches
@@ -188,8 +188,8 @@ def conditions_of(custom: CustomObject) -> tuple[Condition, ...]:
 def scalers_of(store: InformerCaches, namespace: str, deployment: str) -> dict[str, CustomObject]:
     """Return the RoleScalers of a deployment by role.
 
-    If a role has several RoleScalers, use the one that has the name which the operator gives, or else the first by
-    name.
+    If a role has several RoleScalers, use the RoleScaler whose name is `<deployment>-<role>`, which the operator creates,
+    or else the RoleScaler whose name sorts first.
     """
     found: dict[str, CustomObject] = {}
     for name, each in sorted(store.of(kinds.ROLE_SCALER, CustomObject).of(namespace, deployment).items(), reverse=True):
@@ -227,13 +227,14 @@ def _is_owned(item: NamedObject, deployment: str, uid: str) -> bool:
 
 
 def _has_our_name(item: NamedObject, deployment: str) -> bool:
-    """Return whether the operator may have made an object that has no owner.
+    """Return whether the operator may have created an object that has no owner.
 
     A workload must have the name that the operator would give it. Its labels alone prove nothing, because a user's copy of
-    the workload has them too. All other kinds count as the operator's.
+    the workload has the same labels. For objects of all other kinds, return True.
     """
     if not isinstance(item, WorkloadResource):
-        # The operator applies other kinds only under its own names, and never removes them.
+        # The operator applies objects of other kinds only under its own names, and never removes orphans of these kinds. So
+        # it does no harm to another object that has its labels.
         return True
     labels = item.metadata.labels
     parts = (deployment, labels.get(ROLE), labels.get(REVISION), labels.get(GROUP_LABEL))
@@ -273,8 +274,8 @@ def _router(
                 name=each.metadata.name,
                 asked=each.spec.replicas,
                 replicas=each.status.replicas,
-                # The status and the pods come from two watches, and one of them may be older than the other. So the
-                # smaller number counts.
+                # The status and the pods come from two watches, so one of the two may be outdated. So the smaller number
+                # counts.
                 ready=min(each.status.ready_replicas, len(ready)) if current else 0,
                 updated=each.status.updated_replicas if current else 0,
                 pods=_running(ready),
@@ -381,9 +382,10 @@ def _placement(controller: WorkloadResource) -> GroupPlacement:
 
 
 def _left_behind(pods: Sequence[Pod], before: datetime) -> list[str]:
-    """Return the names of pods that have not restarted, although another pod of their group has.
+    """Return the names of pods that have not restarted, although another pod of their group has restarted.
 
-    The list is empty if the other pod ended after the instant `before`, or if all pods of the group are ready again.
+    The list is empty if the last restart of the group was after the instant `before`, because the group still has time to
+    become ready. It is also empty if all pods of the group are ready again.
     """
     most = max((pod.restarts for pod in pods), default=0)
     ended = [
@@ -453,7 +455,7 @@ def _group_ready(pods: Iterable[Pod], size: int | None) -> bool:
 def _deletion_costs(
     pods: Iterable[Pod], known: Mapping[str, WorkerRegistration]
 ) -> dict[tuple[str, str], tuple[PodDeletionCost, ...]]:
-    """Return the deletion costs, by role and revision, of all pods that are not part of a worker group."""
+    """Return the deletion costs of all worker pods that are not part of a worker group, by role and revision."""
     found: dict[tuple[str, str], list[PodDeletionCost]] = {}
     for pod in pods:
         labels = pod.metadata.labels

@@ -7,10 +7,10 @@ Pure.
 Rules:
 
 1. Pods that are being deleted are not considered.
-2. The last output of a container is shown only if it is a line of Fleet's own command (`fleet: …`, which never contains
-   secrets). Other output is not shown, because it may contain anything.
-3. A trouble has one of the reasons in `TroubleReason`. A reason that can cause another one comes before it: a pod
-   without a node, for example, cannot pull its image.
+2. The last output of a container is shown only if it is a line of Fleet's own command. Such a line begins with `fleet: `
+   and never contains secrets. Other output is not shown, because it may contain secrets.
+3. A trouble has one of the reasons in `TroubleReason`. A reason that can cause another reason precedes it in the order:
+   a pod without a node, for example, cannot pull its image.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -35,7 +35,8 @@ class TroubleReason(IntEnum):
 
     QuotaExceeded = 1
     PodsRefused = 2
-    """Admission control or validation refused the pods; the condition of the ReplicaSet states the reason."""
+    """Admission control or validation refused the pods. The message comes from the condition of the workload object that
+    could not create them."""
 
     NoDomainFits = 3
     """No domain has room for a worker group. Its pods were not created, or the scheduler has found no node for any of
@@ -117,7 +118,11 @@ def _refused_pods(controller: WorkloadResource) -> PodTrouble | None:
 
 
 def _unfit_groups(pods: Iterable[Pod], domains: Mapping[str, str]) -> Iterator[PodTrouble]:
-    """Yield a trouble for each group that waits with all of its pods until the scheduler finds a domain for it."""
+    """Yield a trouble for each group without nodes.
+
+    Only groups whose domain the scheduler chooses are examined. The scheduler has reported for all pods of such a group
+    that it finds no node for them.
+    """
     groups: dict[tuple[str, str], list[Pod]] = {}
     for pod in pods:
         labels = pod.metadata.labels
@@ -132,7 +137,7 @@ def _unfit_groups(pods: Iterable[Pod], domains: Mapping[str, str]) -> Iterator[P
 
 
 def _unplaced_words(pod: Pod) -> str:
-    """Return the scheduler's message why it finds no node for a pod; empty if it has not reported such a problem."""
+    """Return the scheduler's message that says why it finds no node for a pod; empty if it reports no such problem."""
     for each in pod.status.conditions or ():
         if each.type == "PodScheduled" and each.status == "False" and each.reason == "Unschedulable":
             return _short(each.message) or each.reason
@@ -151,7 +156,10 @@ def _of_pod(pod: Pod, products: Sequence[str]) -> PodTrouble | None:
 
 
 def _unplaced(message: str, products: Sequence[str]) -> TroubleReason:
-    """Return the reason for a message of kube-scheduler, such as `0/3 nodes are available: 2 Insufficient …`."""
+    """Return the trouble reason that a message of kube-scheduler shows.
+
+    An example of a message is `0/3 nodes are available: 2 Insufficient …`.
+    """
     if "Insufficient " in message:
         return TroubleReason.InsufficientCapacity
     if products and "didn't match Pod's node affinity/selector" in message:
@@ -171,7 +179,7 @@ def _of_container(pod: str, container: ContainerStatus, *, ready: bool) -> PodTr
     said = next((line for line in reversed(ended.message.splitlines()) if line.startswith(OURS)), "")
     said = said.removeprefix(OURS)
     runs = waiting is None and container.state.terminated is None
-    # A restarted container tries again to reach the hub, so the trouble holds until the pod is ready.
+    # A restarted container first tries again to reach the hub, so the trouble stays until the pod is ready.
     if said.startswith("hub.endpoint:") and not (runs and ready):
         return PodTrouble(TroubleReason.HubUnreachable, pod, _short(said))
     if runs:  # the container runs again

@@ -12,9 +12,9 @@ Rules:
 2. Routers also report their workers, at their control ports. A worker counts as known if it has a Lease, or if a router
    reports it. A worker that only some routers know gets requests, but does not count as registered (`partly_unknown`).
 3. A Lease that was not renewed for its duration does not count. The operator measures the age of a renewal by its own
-   clock, from the moment at which it learned of the renewal. For Leases that existed before the operator started, the
-   time that is written in the Lease counts until the next renewal; for this time, the clocks of worker and operator may
-   differ by SKEW_SECONDS.
+   clock, from the moment at which it learned of the renewal. For a Lease that existed before the operator started, the
+   renewal time that the worker has written counts until the next renewal. So each Lease is valid for SKEW_SECONDS longer,
+   because the clocks of worker and operator may differ by this time.
 4. If there is neither a Lease nor a report, the registrations are unknown. If a router reports that it knows no worker,
    the registrations are known, and empty.
 """
@@ -27,7 +27,7 @@ from msgspec import Struct
 from fleet.net.kubernetes.kinds import GROUP
 
 REGISTRATION = f"{GROUP}/registration"
-"""Label of a worker's Lease, with the value `worker`; the operator watches it."""
+"""Label of a worker's Lease, with the value `worker`. The operator watches only Leases that have this label."""
 
 WORKER = "worker"
 SELECTOR = f"{REGISTRATION}={WORKER}"

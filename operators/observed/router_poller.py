@@ -33,10 +33,13 @@ class RouterReports(Protocol):
 
 
 class RouterAnswer(Struct, frozen=True):
-    """Holds a router's last report (None: no valid one), and the number of polls that it has not answered since."""
+    """Holds the last report of one router."""
 
     workers: tuple[WorkerRegistration, ...] | None = None
+    """The workers in the last report, or None if the router has no valid report."""
+
     missed: int = 0
+    """The number of polls in a row that the router has not answered since its last report."""
 
 
 class RouterPoller:

@@ -27,7 +27,7 @@ class ObservedChild(Struct, frozen=True, kw_only=True):
     """Number of replicas whose pods are all ready, whether routers know them or not."""
 
     registered: int = 0
-    """Number of replicas that all routers know, whether they are ready or not."""
+    """Number of replicas that all routers know, whether the replicas are ready or not."""
 
     serving: tuple[RunningPod, ...] = ()
     """Pods of ready replicas to which routers send requests, sorted by name."""
@@ -36,18 +36,18 @@ class ObservedChild(Struct, frozen=True, kw_only=True):
     """Sorted names of the StatefulSets if each replica is a StatefulSet of its own; otherwise empty."""
 
     ready_members: tuple[str, ...] = ()
-    """Names of those StatefulSets whose pods are ready and known to a router."""
+    """Names of those StatefulSets in `members` whose pods are ready and known to a router."""
 
     warm: Mapping[str, int] = {}
-    """Number of warm blocks in all pods of each StatefulSet, by its name. StatefulSets for which it is unknown are left
-    out."""
+    """Number of warm blocks in all pods of each StatefulSet together, by the name of the StatefulSet. A StatefulSet whose
+    number is unknown is left out."""
 
     half_scheduled: tuple[str, ...] = ()
     """Names of the StatefulSets that have waited too long for nodes: either only some of their pods have a node, or no
     pod has found a node in the domain that was chosen."""
 
     placements: Mapping[str, GroupPlacement] = {}
-    """The domain and the nodes on which the pods of each StatefulSet may run, by its name."""
+    """The domain and the nodes on which the pods of each StatefulSet may run, by the name of the StatefulSet."""
 
     nodes: Mapping[str, tuple[str, ...]] = {}
     """Names of the nodes on which the pods of each StatefulSet run, by the name of the StatefulSet."""
@@ -80,12 +80,12 @@ class ObservedRouter(Struct, frozen=True, kw_only=True):
     """IP addresses of the ready router pods, as their nodes report them."""
 
     tls: bool = False
-    """True if a ready router speaks TLS to clients. During a change, this may differ from the specification, in
-    which a certificate was just added or removed."""
+    """True if a ready router speaks TLS to clients. While the routers are replaced after `tlsSecret` was added or removed,
+    this may differ from the specification."""
 
 
 class PodDeletionCost(Struct, frozen=True, kw_only=True):
-    """Holds the deletion cost that a pod should have (its number of warm blocks), and the one that it has."""
+    """Holds the deletion cost that a pod should have (its number of warm blocks), and the cost in its annotation."""
 
     pod: str
     blocks: int | None
@@ -109,7 +109,7 @@ class ObservedState(Struct, frozen=True, kw_only=True):
 
     children: tuple[ObservedChild, ...] = ()
     digests: Mapping[tuple[str, str], str] = {}
-    """Digests of the deployment's objects, by kind and name."""
+    """Digests of the manifests from which the deployment's objects were last applied, by kind and name of the object."""
 
     drifted: frozenset[tuple[str, str]] = frozenset()
     """Kinds and names of the deployment's objects that somebody else has changed."""
@@ -132,8 +132,8 @@ class ObservedState(Struct, frozen=True, kw_only=True):
     """Names of the RoleScalers that the deployment owns."""
 
     conditions: tuple[Condition, ...] = ()
-    """The conditions as they were last written. A condition keeps its transition time as long as its status is the
-    same."""
+    """The conditions in the deployment's status as they were last written. Their transition times are kept as long as the
+    statuses of the conditions stay the same."""
 
     generation: int = 0
     router: ObservedRouter | None = None
@@ -143,7 +143,7 @@ class ObservedState(Struct, frozen=True, kw_only=True):
     """Names of router Deployments that are left over, because the role of routers was renamed."""
 
     registrations_known: bool = False
-    """True if there is a Lease of a worker, or a report of a router about its workers."""
+    """True if it is known which workers are registered: a worker has a Lease, or a router has reported its workers."""
 
     partly_known: Mapping[str, tuple[str, ...]] = {}
     """The workers that only some routers know: the name of each worker's pod, with the routers that do not know it."""
@@ -164,7 +164,7 @@ class ObservedState(Struct, frozen=True, kw_only=True):
     """Deletion costs of pods, by role and revision."""
 
     room: ClusterRoom | None = None
-    """The room on all nodes, or None if it was not read, because no worker group has to be placed."""
+    """The room on all nodes. It is None if the room was not read, because no worker group has to be placed."""
 
     avoided: Mapping[str, tuple[str, ...]] = {}
     """Nodes, by role, that had too little room for a group of the role. It is filled only if the operator may not list

@@ -6,8 +6,8 @@ Rules:
    leader. Only the leader applies plans (the loops check the election) and writes statuses.
 2. A planner is replaced if its settings or its control secret have changed. If only the routers have changed, the
    planner goes on and reads the reports of the new routers.
-3. If several ServingPlans name one deployment, the first by name is carried out. The statuses of the other plans say
-   so.
+3. If several ServingPlans name one deployment, the plan whose name sorts first is carried out. The statuses of the other
+   plans say that they are not carried out.
 4. If the deployment of a plan is deleted, the planner of the plan ends without changing the number of any replicas.
 """
 
@@ -95,9 +95,10 @@ class KubePlanner:
         self._changed = asyncio.Event()
         self._running: dict[Place, _RunningPlanner] = {}
         self._refused: dict[Place, PlanNotObeyed] = {}
-        # plans for whose inputs no planner can be created, with these inputs and the reason
+        # The plans for which no planner can be created, each with its unusable inputs and the reason. A plan is tried
+        # again only with other inputs.
         self._unusable: dict[Place, tuple[PlannerTask, PlanNotObeyed]] = {}
-        self._written: dict[Place, Nanos] = {}  # instant at which each status was last written
+        self._written: dict[Place, Nanos] = {}  # the instant at which the status of each plan was last written
         self._secret_trouble = "not read yet" if settings.control_secret else ""
         for kind in FOLLOWED:
             for namespace in settings.namespaces or ("",):
@@ -295,7 +296,7 @@ class KubePlanner:
     # Statuses of ServingPlans.
 
     async def _tell(self, plan: CustomObject) -> None:
-        """Write the status of a plan if it has news.
+        """Write the status of a plan if it has changed (`operators.planner.status`, rule 4).
 
         If only numbers in the status have changed, write it at most once in `status_seconds`.
         """

@@ -15,7 +15,7 @@ Seconds = Annotated[float, Meta(gt=0, le=3600)]
 
 
 class PlannerLeaseSettings(LeaseSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of the Lease that elects the acting planner. It must not be the operator's."""
+    """Settings of the Lease that elects the acting planner. The operator must use another Lease."""
 
     name: Annotated[str, Meta(min_length=1, max_length=63)] = "fleet-planner"
     """The name of the Lease."""
@@ -31,37 +31,38 @@ class KubePlannerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """The namespaces whose ServingPlans are obeyed; empty: all namespaces."""
 
     lease: PlannerLeaseSettings = PlannerLeaseSettings()
-    """The Lease that elects the planner that applies plans and writes statuses. The other planners make decisions
-    too, so that one of them can continue at once."""
+    """The Lease that elects the planner process that applies plans and writes statuses. The other planner processes make
+    decisions too, so that one of them can continue at once if the elected process ends."""
 
     listen: str = "0.0.0.0:8080"
     """host:port of /healthz, /readyz and /metrics."""
 
     metrics_access: MetricsAccess = MetricsAccess()
-    """Access to /metrics."""
+    """Rules that say who may read /metrics."""
 
     metrics_tls: MetricsTls = MetricsTls()
-    """TLS of `listen`, also for /healthz and /readyz. Without `client_authority`, because probes of Kubernetes have no certificate."""
+    """TLS of `listen`, also for /healthz and /readyz. `client_authority` must stay empty, because the probes that Kubernetes
+    sends to this port have no certificate."""
 
     control_listen: str = ""
     """Address of the control port for `fleet plan`: host:port, or unix:/path; empty: a socket of this user on this machine."""
 
     control_credentials: Credentials = Credentials()
-    """Proofs that callers of a control port over TCP must give."""
+    """Credentials that callers must prove at a control port over TCP."""
 
     kubeconfig: str = ""
     """A file that says how to reach the API server; empty: the pod's service account."""
 
     control_secret: Annotated[str, Meta(max_length=253)] = OWN_SECRET
-    """The operator's Secret, from which the control secrets of all deployments are derived. The planner proves these to
-    routers. Empty: control ports of deployments demand nothing."""
+    """The operator's Secret, from which the control secrets of all deployments are derived. The planner proves to routers
+    that it knows the control secret of their deployment. Empty: control ports of deployments demand no proof."""
 
     control_secret_namespace: Annotated[str, Meta(max_length=63)] = ""
-    """Namespace of that Secret; empty: the namespace of the Lease."""
+    """Namespace of the Secret in `control_secret`; empty: the namespace of the Lease."""
 
     stale_seconds: Seconds = 5.0
-    """Maximum time without a report of a router. After it, the planner of the deployment keeps all numbers of
-    replicas."""
+    """Maximum time without a report of a router. If a router is silent for longer, the demand is incomplete, and the planner
+    of the deployment changes no number of replicas."""
 
     status_seconds: Seconds = 60.0
     """Maximum time after which changed numbers in the messages of a ServingPlan's status are written. Changes of state are written at once."""
@@ -70,7 +71,7 @@ class KubePlannerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Rehearsal of plans in the simulator."""
 
     score_seconds: Seconds = 60.0
-    """Time after a plan over which its prediction is compared with what happened."""
+    """Length of the period after a plan in which the predicted latencies are compared with the measured ones."""
 
     most_plans: Annotated[int, Meta(ge=1, le=10_000)] = 200
     """Maximum number of ServingPlans that this process obeys. If there are more, the first ones by name are obeyed,

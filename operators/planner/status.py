@@ -10,7 +10,7 @@ Rules:
    because the specification already says that they are not planned.
 3. While the planner cannot decide, the conditions about goals, budget and model drift (`ABOUT_DECISIONS`) are Unknown.
 4. A status is written at once if the state or the text of a condition has changed. If only numbers in texts have
-   changed, it is written after a while, or with the next such change.
+   changed, the status is written after a while (`status_seconds`), or together with the next change of a condition.
 """
 
 import re

@@ -4,8 +4,8 @@ Rules:
 
 1. All worker roles become pools of the planner, because prefill and decode are sized together. For roles that are not
    in scaling mode Planner, the connector reports that the planner must not change them (pinned).
-2. If two limits apply, the stricter one counts. This is so for the bounds in the plan and in the role's `scaling`, and
-   for the plan's budget and `balance.gpuBudget`.
+2. If two limits apply, the stricter limit counts. This is so for the bounds of replicas in the plan and in the role's
+   `scaling`, and for the plan's GPU budget and the deployment's `balance.gpuBudget`.
 3. If a plan cannot be carried out, the message names the field that is wrong. It contains no text from the user's
    objects.
 """
@@ -56,7 +56,7 @@ SIMULATED = {
     "simulated.bytes_per_token": "bytes_per_token",
     "max_running": "max_running",
 }
-"""Settings of a worker with the simulated engine, each with the setting of the planner's engine that it becomes."""
+"""Settings of a worker with the simulated engine, each with the corresponding field of `LinearEngineSettings`."""
 
 KV_BLOCKS, BLOCK_TOKENS = 4096, 32
 """Defaults of `workers.settings`: the number of blocks in the simulated engine's cache, and the tokens of a block."""

@@ -5,21 +5,22 @@ Pure.
 Rules:
 
 1. Every worker that generates answers has to answer one probe that names this worker. If the deployment has prefill
-   workers, one of them has to compute the prompt of the probe, and the answering worker has to report that it took over
-   the prompt's blocks.
+   workers, one prefill worker has to compute the prompt of the probe, and the answering worker has to report that it
+   loaded the prompt's blocks from the prefill worker.
 2. A pod whose container has restarted counts as another pod. So does a pod that a StatefulSet has created again with
    the same name. If the routers or the prefill workers have changed since the last answer, one worker of each role that
    generates answers is probed again.
 3. The status of the deployment keeps the evidence as a digest of the pods. As long as the pods stay the same, no
    further probe is sent, not even by the next leader.
-4. There are two kinds of failures: the router was busy (`ProbeFailure.busy`), and all others. A single failure may only
-   mean that the Service does not know its pods yet. So a failure is reported only after two failures of the same kind
-   in a row. The report stays until a probe is answered, or until there are two failures of the other kind in a row.
-5. If a router demands an API key that the operator does not have, it is unknown whether the deployment serves. This
-   does not count as a failure.
-6. If a router rejects a probe because it has no room (`ProbeFailure.busy`), this is no failure either: the router
-   works, but is busy with other requests. If all workers have already answered through other routers, the deployment
-   counts as serving. A worker that has never answered still needs a probe.
+4. There are two kinds of failed probes: a busy router rejected the probe (`ProbeFailure.busy`), or anything else went
+   wrong. A single failure may only mean that the Service does not know its pods yet. So a failure is reported only after
+   two failures of the same kind in a row. The report stays until a probe is answered, or until there are two failures of
+   the other kind in a row.
+5. If a router demands an API key that the operator does not have, it is unknown whether the deployment serves. So the
+   status reports Unknown, and not that the deployment fails.
+6. If a busy router rejects a probe, the status does not report that the deployment fails either, because the router
+   works. If all workers have already answered through other routers, the deployment counts as serving. A worker that has
+   never answered still needs a probe.
 """
 
 import hashlib
@@ -29,7 +30,7 @@ import msgspec
 from msgspec import Struct
 
 TOLD_AFTER = 2
-"""Number of failures of one kind in a row from which on the failure is reported."""
+"""A failure is reported after this number of failures of the same kind in a row (rule 4)."""
 
 HALF = 8
 """Number of characters of each half of a digest. The first half covers the workers behind the routers, and the second
@@ -45,7 +46,7 @@ class RunningPod(Struct, frozen=True, order=True):
 
 
 class ProbeTarget(Struct, frozen=True, order=True):
-    """Describes one probe that has to be answered: by which worker, and whether a prefill worker takes part."""
+    """Describes one probe that a worker has to answer, with or without a prefill worker."""
 
     role: str
     worker: RunningPod
@@ -77,7 +78,7 @@ class ProbeSubject(Struct, frozen=True, kw_only=True):
 
     @property
     def around(self) -> str:
-        """Digest of the routers and the prefill workers, without the answering workers."""
+        """Digest of the routers and the prefill workers. It does not cover the answering workers."""
         return _digest([self.model, self.routers, self.prefills])
 
     @property
@@ -120,8 +121,8 @@ class ProbeCompletion(Struct, frozen=True):
     """Holds the result of a probe that was answered by a completion or a vector."""
 
     handed: bool | None = None
-    """True if the answering worker took the prompt's blocks from a prefill worker, and False if it computed them. None:
-    this is unknown, or no prefill worker had to take part."""
+    """True if the answering worker loaded the prompt's blocks from a prefill worker, and False if it computed them itself.
+    None if this is unknown, or if no prefill worker had to take part."""
 
 
 class ProbeFailure(Struct, frozen=True):
@@ -148,8 +149,8 @@ class ProbeEvidence(Struct, frozen=True, kw_only=True):
     """Holds the results of the probes of one deployment."""
 
     through: frozenset[tuple[str, str, str]] = frozenset()
-    """The roles that have answered: name, `ProbeSubject.around` and `ProbeSubject.pools` at the last answer of each
-    role."""
+    """One entry for each role of which a worker has answered: the name of the role, and the digests `ProbeSubject.around`
+    and `ProbeSubject.pools` at the last answer."""
 
     answered: frozenset[ProbeTarget] = frozenset()
     unhanded: frozenset[ProbeTarget] = frozenset()
@@ -157,7 +158,8 @@ class ProbeEvidence(Struct, frozen=True, kw_only=True):
     worker."""
 
     unclear: frozenset[ProbeTarget] = frozenset()
-    """Targets that have answered, and for which it is unknown whether they took over the prompt's blocks."""
+    """Targets that have answered, and for which it is unknown whether they loaded the prompt's blocks from a prefill
+    worker."""
 
     failure: ProbeFailure | None = None
     """The failure of the last probe, or None if it was answered."""
@@ -202,8 +204,8 @@ def unanswered(subject: ProbeSubject, evidence: ProbeEvidence) -> tuple[ProbeTar
 def missing_only_routers(subject: ProbeSubject, evidence: ProbeEvidence) -> bool:
     """Return whether only an answer through the present routers is missing.
 
-    This is so if all workers have answered, and each role has answered through other routers with the present prefill
-    workers.
+    In this case, all workers have answered through earlier routers, and a worker of each role has answered since the
+    prefill workers last changed.
     """
     before = {(role, pools) for role, _, pools in evidence.through}
     return all(
@@ -213,7 +215,7 @@ def missing_only_routers(subject: ProbeSubject, evidence: ProbeEvidence) -> bool
 
 
 def wanted(subject: ProbeSubject, evidence: ProbeEvidence) -> tuple[ProbeTarget, ...]:
-    """Return the targets to probe: first those that have not answered, then those that did not take over blocks."""
+    """Return the targets to probe: first targets that have not answered, then targets that computed the prompt themselves."""
     missing = unanswered(subject, evidence)
     return missing + tuple(
         target for target in subject.targets if target in evidence.unhanded and target not in missing

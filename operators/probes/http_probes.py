@@ -1,4 +1,4 @@
-"""HTTP probes: sends requests for one token or one vector through the routers of a deployment, in the way of its clients.
+"""HTTP probes: sends requests for one token or one vector to the routers of a deployment, as its clients do.
 
 Rules:
 
@@ -9,16 +9,16 @@ Rules:
    enough to fill at least one block in most engines. The text for a vector is short, because many embedding models take
    only short texts.
 3. The deployment's status shows the HTTP status of a failure, and the text of a rejection by a router of Fleet. The
-   texts of other servers are not shown, because they may contain anything. API keys are never shown.
+   texts of other servers are not shown, because they may contain secrets. API keys are never shown.
 4. An API key is never sent to a Service, because everybody who may write Services or EndpointSlices could redirect the
    request and read the key. So the operator first sends the request to the Service without a key. If the answer is 401,
    it sends the request with the key to the IP address of a router's pod. Only the node of the pod can set this address.
-   The key crosses the network in the clear, so it is sent only if a setting (`probe.insecure`) allows it. Routers with
-   TLS need the setting too, because the operator does not verify their certificates: it does not know their authority,
-   and the certificates do not contain the addresses of pods.
-5. A probe has the normal priority, because priority counts only among requests of one tenant, and a tenant with few
-   waiting requests is admitted first anyway (`fleet.router.queueing.admission_queue`, rule 4). The probe states a time
-   limit, so that a router that cannot place it in time rejects it.
+   The key crosses the network unencrypted, so it is sent only if the setting `probe.insecure` allows it. Routers with
+   TLS need the setting too, because the operator does not verify their certificates: it does not know the authority that
+   signed them, and the certificates do not contain the addresses of pods.
+5. A probe has the normal priority. A higher one would not help, because priority counts only among requests of one
+   tenant, and a tenant with few waiting requests is admitted first anyway (`fleet.router.queueing.admission_queue`, rule
+   4). The probe states a time limit, so that a router that cannot place it in time rejects it.
 """
 
 import asyncio
@@ -40,7 +40,8 @@ from operators.manifests.names import HTTP, host_of
 from operators.probes.evidence import Probe, ProbeCompletion, ProbeFailure
 
 BUSY = frozenset({Reason.QUEUE_FULL, Reason.RATE_LIMITED})
-"""Reasons of a rejection that show only that a router is busy, and that do not count as failures."""
+"""Reasons of a rejection that show only that a router is busy. With such a reason, the deployment does not count as
+failing."""
 
 PATIENCE = 0.9
 """The deadline that a probe's request states to the router, as a share of the time limit of the probe. Because the
@@ -141,7 +142,7 @@ class HttpProbeSender:
         Args:
             keys: API key of each deployment that needs one, by the deployment's `namespace/name`.
             deadline_seconds: Time limit of one probe in seconds.
-            insecure: If true, keys may cross the network in the clear; if false, none is sent.
+            insecure: If true, keys may cross the network unencrypted; if false, no key is sent.
             service: Returns the host:port of a Service; its arguments are namespace and name.
             router: Returns the host:port of a router for the IP address of its pod.
         """
@@ -152,7 +153,7 @@ class HttpProbeSender:
         self._router = router
 
     async def ask(self, probe: Probe) -> ProbeCompletion | ProbeFailure:
-        """Send a probe, and again with the API key if the routers demand one; return the result and raise no errors."""
+        """Send a probe, and send it again with the API key if the routers demand a key. Return the result; raise no errors."""
         key = self._keys.get(f"{probe.namespace}/{probe.deployment}", "")
         try:
             async with asyncio.timeout(self._deadline_seconds):

@@ -5,10 +5,10 @@
 Rules:
 
 1. At most one probe of a deployment runs at a time, and at most `at_once` probes of all deployments. At most half of
-   these are for deployments whose last probe failed, because such a probe may run until its time limit and would make
-   other deployments wait. No reconcile waits for a probe.
-2. After each failure, the prober pauses. The pause doubles each time, up to `longest_seconds`, and starts from the
-   shortest one again when the pods of the deployment change.
+   these probes are for deployments whose last probe failed. A probe of such a deployment may run until its time limit,
+   and without this rule it could make other deployments wait. No reconcile waits for a probe.
+2. After each failure, the prober sends no probe to the deployment for a while. This pause doubles with each failure, up
+   to `longest_seconds`. It is reset to the shortest pause when the pods of the deployment change.
 3. Only the leader sends probes.
 """
 
@@ -69,7 +69,7 @@ class Prober:
         return self._shown.get(key, ProbeEvidence())
 
     def want(self, key: ReconcileKey, wanted: PendingProbes | None) -> None:
-        """Start to send the probes that a deployment needs; stop probing it if `wanted` is None."""
+        """Start to send the probes that a deployment needs, or stop probing the deployment if `wanted` is None."""
         if wanted is None:
             self._end(key)
             return
@@ -110,7 +110,7 @@ class Prober:
         while targets := probing.wanted(subject, self.of(key)):
             async with self._asking_again if self.of(key).failures else nullcontext(), self._asking:
                 if not self._leads():
-                    # this process does not lead any more, and the next leader sends its own probes
+                    # This process does not lead any more, so it stops; the next leader sends its own probes.
                     self._subjects.pop(key, None)
                     return
                 answer = await self._clients.ask(_probe(key, subject, targets[0], asked))

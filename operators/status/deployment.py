@@ -2,15 +2,17 @@
 
 Rules:
 
-1. A deployment is Ready when every role has its replicas of the present revision, all ready and known to all routers,
-   no old replica is left, the routers are ready, and every worker that generates answers has answered a probe
-   (`operators.probes.evidence`). If it is unknown whether a requirement is fulfilled, the deployment is not Ready.
+1. A deployment is Ready when all of the following is true. Every role has its replicas of the present revision, and all
+   of them are ready and known to all routers. No old replica is left. The routers are ready. Every worker that generates
+   answers has answered a probe (`operators.probes.evidence`). If it is unknown whether a requirement is fulfilled, the
+   deployment is not Ready.
 2. The reason of Ready names the most informative obstacle, in this order: a taken name, a refusal of the API server, a
    problem of a pod, a missing replica, a worker that routers do not know, a worker that does not answer. A mistake in a
-   `podTemplate` appears as a refusal of the API server (`operators.controller.refusals`). If Kubernetes finds it only
-   when it creates or starts pods, it appears as a problem of a pod (`operators.observed.pod_troubles`).
+   `podTemplate` usually appears as a refusal of the API server (`operators.controller.refusals`). If Kubernetes notices
+   the mistake only when it creates or starts pods, it appears as a problem of a pod (`operators.observed.pod_troubles`).
 3. The transition time of a condition changes only if its status changes.
-4. Only probes show whether KV blocks reach the decode workers. Until the next probe, the last result counts.
+4. Only probes show whether KV blocks reach the decode workers. Until the next probe is answered, the condition KVPathReady
+   keeps its last value.
 5. A deployment is Available while requests are served, also during a rollout or while replicas are missing: a router is
    ready, it sends requests to a ready worker, and the last probes did not all fail. The results of the last probes
    count until another probe is answered, because no probes are sent during a rollout.
@@ -44,7 +46,8 @@ PASSING = frozenset({"ServedProbePending", "RouterSilent"})
 not written at once."""
 
 UNANSWERED = frozenset({"ServedProbePending", "ServedProbeFailed", "Saturated", "ServedProbeNeedsKey"})
-"""Reasons of Available that stay until a probe is answered."""
+"""Reasons of the condition Available. A condition with such a reason stays as it is while no probes are sent, because only
+the answer to a probe can show that requests are served."""
 
 BUSY = "the routers live and let in no more; the probe has no right of way, and is sent again"
 NOT_TOLD = "neither a router nor a Lease says which workers are registered"
@@ -74,7 +77,7 @@ def status(
         taken: Descriptions of objects that belong to somebody else and have names which the deployment needs.
         present: The revision that the specification gives.
         routers: The desired number of router replicas.
-        at_rest: True if no change of replicas is under way, and no further step is possible.
+        at_rest: True if no change of replicas is under way, and `next_changes` has returned no further step.
         now: The present time as RFC 3339.
     """
     workers = [_role(pool, observed, present) for pool in possible]
@@ -172,8 +175,8 @@ def _router(desired: DesiredDeployment, observed: ObservedState, replicas: int) 
         ready=there.ready,
         updated=there.updated,
         registered=there.ready,
-        # Pods that the Deployment no longer counts are about to end, and count as draining. Probes wait until they have
-        # ended.
+        # Router pods that the Deployment no longer counts are about to end. They count as draining here, so that no probes
+        # are sent until these pods have ended.
         draining=max(0, len(there.pods) - there.replicas),
     )
 
@@ -256,8 +259,8 @@ def _served(desired: DesiredDeployment, observed: ObservedState, wanted: Pending
         return "Ready", TRUE, "AllRolesReady", ""
     failure, was = evidence.reported, _former_condition(observed, "Ready")
     what = f"{len(subject.targets) - len(missing)} of {len(subject.targets)} workers have answered a request"
-    # A new leader reports a failure only after two failed probes. Until then, the condition that the former leader has
-    # written stays.
+    # A new leader has no failed probes yet, and reports a failure only after two. Until then, the reason Saturated that the
+    # former leader has written stays.
     saturated = failure.busy if failure is not None else was[2] == "Saturated"
     if saturated:
         words = was[3] if failure is None else f"{what}; {evidence.failed}: {failure}; {BUSY}"

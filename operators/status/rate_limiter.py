@@ -3,8 +3,8 @@
 Rules:
 
 1. A change is urgent if there is a new specification, if a start or rollout has ended, or if there is a problem. An
-   urgent change is written at once if the last write is at least SHORT ago. So a rollout causes one write at its start
-   and one at its end.
+   urgent change is written as soon as the last write is at least SHORT ago. So a rollout causes one urgent write at its
+   start and one at its end.
 2. All other changes are progress, such as the counts of pods that start one by one. Progress is written only when the
    last write is at least LONG ago. The more deployments have progress to write, the longer each of them waits, so that
    together they cause at most MOST_PER_SECOND writes per second. So urgent changes are written in time, even if a
@@ -33,8 +33,8 @@ MOST = 4096
 class StatusRateLimiter(Generic[Key]):
     def __init__(self) -> None:
         self._written: dict[Key, Nanos] = {}
-        self._brief: dict[Key, Nanos] = {}  # start of the present short state (rule 3), by key
-        self._passing: set[Key] = set()  # keys with progress that is not written yet
+        self._brief: dict[Key, Nanos] = {}  # by key, the instant at which its present short-lived state began (rule 3)
+        self._passing: set[Key] = set()  # the keys that have progress which is not written yet (rule 2)
 
     def due(self, key: Key, now: Nanos, *, urgent: bool, brief: bool = False) -> Nanos:
         """Return the instant from which a changed status may be written.

@@ -23,7 +23,7 @@ def scaler_status(
     status: DisaggDeploymentStatus | None,
     now: str,
 ) -> RoleScalerStatus:
-    """Return the status of a RoleScaler; HPAs and `kubectl scale` read its replicas and its selector.
+    """Return the status of a RoleScaler. HPAs and `kubectl scale` read the replicas and the selector in this status.
 
     Args:
         before: The status that was written last.

@@ -2,14 +2,14 @@
 
 Rules:
 
-1. A key belongs to the etcd lease under which it was last written. If a successor has written the key, the key stays
-   when the lease of the older process ends, or when that process deregisters (which only ends its lease).
+1. A key belongs to the etcd lease under which it was last written. A process deregisters by ending its own lease. So if a
+   newer process has written the key under its lease, the key stays when the lease of the older process ends.
 2. The key belongs to the incarnation that started last. A worker keeps its lease alive and checks each time that the
    key is still under this lease. If the key is missing, the worker writes it again. If the key is under another lease,
    the worker has been replaced.
 3. A router reads all keys, watches changes for a third of a lease, and reads all keys again. Every key that it reads is
    valid, because etcd deletes the keys whose lease has ended. If a watch fails silently, changes are noticed at most a
-   third of a lease later. A compaction of etcd's history does no harm.
+   third of a lease later. A compaction of etcd's history ends the watch, and the router reads all keys again.
 4. An etcd member that is cut off from the others may have old data. Therefore reads are linearizable, and watches
    require that the member has a leader.
 """

@@ -6,8 +6,8 @@ Rules:
    folder needs no locks, no notifications and no synchronised clocks.
 2. Each file contains a number that grows with every renewal. A router starts a lease when it sees that the number has
    changed. It ignores the time stamps of files.
-3. The file belongs to the incarnation that started last. If an incarnation renews and finds the file of another one, it
-   has been replaced.
+3. The file belongs to the incarnation that started last. If an incarnation wants to renew its file and finds the record of
+   another incarnation in it, it has been replaced.
 4. A file that is no valid record is ignored and logged once. A copy of a file under another name is ignored too.
    Otherwise the different numbers in the copy and the original would look like renewals of a dead worker.
 """
@@ -56,7 +56,7 @@ class FileDirectory(StatelessDirectory):
         """
         self._settings = settings
         self._folder = Path(settings.folder)
-        # Number of renewals of each worker that this process has published.
+        # For each worker that this process publishes, the number of renewals that it has published so far.
         self._renewals: dict[tuple[WorkerId, Incarnation], int] = {}
         self._passed_over: set[str] = set()
         if not self._folder.is_dir():

@@ -93,7 +93,8 @@ class KubernetesDirectory:
         Args:
             settings: The cluster and how to reach the API server.
             clock: Measures the durations of Leases; None: the system's clock.
-            now_unix_ms: Gives the times that are written into Leases for people; no decision depends on them.
+            now_unix_ms: Returns the Unix time in milliseconds that is written into Leases. Routers only compare it with
+                the previous value (rule 2).
             warm_blocks: Returns the number of a worker's warm blocks, which is published with each renewal as the cost
                 of ending the worker. None: nothing is published, as in a router.
         """
@@ -153,7 +154,8 @@ class KubernetesDirectory:
                     return
                 name = held["metadata"]["name"]
                 if await self._objects.delete_lease(name, held["metadata"]["resourceVersion"]):
-                    if sliced is not None:  # Kubernetes' garbage collection would delete the EndpointSlice later
+                    # Delete the EndpointSlice now, because Kubernetes' garbage collection would delete it only later.
+                    if sliced is not None:
                         await self._objects.delete_slice(name, sliced["metadata"]["resourceVersion"])
                     return
                 held = await self._objects.lease(name)

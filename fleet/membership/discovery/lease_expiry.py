@@ -4,7 +4,8 @@ Rules:
 
 1. The duration of a Lease counts from the instant at which this process first saw the Lease's present version, by the
    clock of this process. The clocks of two machines are never compared.
-2. The result contains that version. A deletion names the version, so a Lease that was renewed meanwhile is not deleted.
+2. The version in which a Lease was not renewed is part of the result. A deletion names this version, so that a Lease that
+   was renewed meanwhile is not deleted.
 """
 
 from collections.abc import Iterable
@@ -49,7 +50,7 @@ class LeaseExpiry:
             del self._held[name]
 
     def ended(self, now: Nanos) -> list[ExpiredLease]:
-        """Return the Leases that have ended; each version of a Lease is returned once."""
+        """Return the Leases that have ended. A Lease is returned only once, unless a new version of it is seen later."""
         over = [ExpiredLease(name, held.version) for name, held in self._held.items() if held.ends <= now]
         for each in over:
             del self._held[each.name]

@@ -182,7 +182,7 @@ class PackagesProbe(Struct, frozen=True):
     """The probe for the packages of an extra."""
 
     extra: str  # the extra of Fleet that installs them
-    use: str  # what Fleet does with them
+    use: str  # what Fleet uses the packages for
     distributions: Mapping[str, str]  # the name of each distribution by the module that Fleet imports
     # The usual port of the server that the packages connect to; 0: there is no server. The server need not run on this machine.
     port: int = 0

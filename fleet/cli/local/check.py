@@ -297,7 +297,7 @@ def _subfolder(surroundings: LocalClusterOptions, name: str) -> LocalClusterOpti
 def _with_own_ports(topology: Topology) -> Topology:
     """Return the topology with free ports, so that it can run beside another cluster, and with long time limits.
 
-    The store runs in its own process, because the check has two workers.
+    The store runs in its own process, because a store in a worker's process is for a single worker only.
     """
     router = structs.replace(
         topology.router,

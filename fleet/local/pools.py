@@ -218,7 +218,7 @@ class LocalPools:
 
 
 class _PoolWorkers:
-    """The workers of one pool, grouped by what they do now."""
+    """The workers of one pool: those that stay, and those that drain."""
 
     def __init__(self, kind: LocalPool) -> None:
         self.kind = kind

@@ -50,8 +50,8 @@ Seconds = Annotated[float, Meta(ge=1, le=86_400)]
 class SupervisionSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Rules for hung and dead processes of `fleet up`.
 
-    Time does not count while a process waited for a core, was traced by a debugger, or while the whole machine stood
-    still.
+    Time in which a process waits for a core or is traced by a debugger does not count, nor time in which the whole
+    machine stands still.
     """
 
     stopped_seconds: Seconds = 3.0
@@ -90,7 +90,7 @@ class ClusterSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Settings that all processes share."""
 
     model: Annotated[str, Meta(min_length=1)] = TINY
-    """Hugging Face folder, relative to the file; or a repository of the hub, such as Qwen/Qwen3-0.6B, with @revision if
+    """Hugging Face folder, relative to the topology file; or a repository of the hub, such as Qwen/Qwen3-0.6B, with @revision if
     the newest one is not wanted; or "tiny", the model that the project builds itself.
     """
 
@@ -106,7 +106,7 @@ class ClusterSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """
 
     chat_template: str = ""
-    """File with the Jinja template of chats, relative to the file; empty: that of the model."""
+    """File with the Jinja template of chats, relative to the topology file; empty: the template of the model."""
 
     tool_call_parser: str = "auto"
     """The parser of tool calls, by vLLM's name; see `tool_call_parser` of the workers."""
@@ -127,15 +127,15 @@ class ClusterSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     adapters: dict[ModelName, str] = {}
     """LoRA adapters that every worker may load: the name under which clients ask for each, and its folder, relative to
-    the file. The simulated engine does not read the folders.
+    the topology file. The simulated engine does not read the folders.
     """
 
     adapter_slots: Positive = 4
     """LoRA adapters that a worker can have loaded at a time."""
 
     tls: bool = False
-    """Make an authority and a certificate for the ports for clients, for as long as the cluster runs. For certificates of your
-    own, set `router.tls`."""
+    """If true, `fleet up` makes a certificate authority and a certificate for the ports for clients; both are removed with
+    the cluster. For certificates of your own, set `router.tls`."""
 
     most_workers: Positive = 64
     """Maximum number of workers that the machine has room for, such as its number of GPUs. `fleet scale` starts no more; draining
@@ -182,7 +182,7 @@ class PoolSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Number of workers that the cluster starts with."""
 
     max_running: Positive = 16
-    """Requests in one batch."""
+    """Maximum number of requests in one batch of a worker."""
 
     metrics_listen: str = ""
     """host:port of the first worker's /metrics. Each further worker of the pool, `decode-1` and so on, takes the
@@ -222,10 +222,10 @@ class PlannedPoolSection(Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Price of one GPU, or of one worker without a GPU."""
 
     start_seconds: Annotated[float, Meta(ge=0, le=86_400)] = 10.0
-    """Time until a new worker serves, before one was measured."""
+    """Assumed time in seconds until a new worker serves, used until the start of a worker has been measured."""
 
     drain_seconds: Annotated[float, Meta(ge=0, le=86_400)] = 60.0
-    """Time from telling a worker to end until it has ended."""
+    """Assumed time in seconds from the request to end until a worker has ended."""
 
 
 class LocalPlannerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -248,7 +248,7 @@ class LocalPlannerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     Empty: there is none."""
 
     region: str = ""
-    """Region of the price book; empty: its first."""
+    """Region of the price book; empty: the first region in the book."""
 
     engines: dict[PoolName, LinearEngineSettings | GpuEngineSettings] = {}
     """Engine of each pool. With the simulated engine, they may be left out; the settings of the pools are then used."""
@@ -260,13 +260,13 @@ class LocalPlannerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Rehearsal of plans in the simulator."""
 
     score_seconds: Annotated[float, Meta(gt=0, le=1e6)] = 60.0
-    """Time after a plan over which its prediction is compared with what happened."""
+    """Seconds after a plan was carried out in which its prediction is compared with what happens."""
 
     metrics_listen: str = ""
     """host:port of the planner's /metrics; empty: there is none."""
 
     metrics_access: MetricsAccess = MetricsAccess()
-    """Access to these metrics."""
+    """Who may read the planner's metrics."""
 
     history: str = ""
     """File for the records of plans; empty: a file in the runtime folder, which is removed with the cluster."""
@@ -297,7 +297,7 @@ class Topology(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Traces of all processes: the router, the workers and the store node."""
 
     metrics_access: MetricsAccess = MetricsAccess()
-    """Access to the metrics of the workers and of the store node; `router` and `planner` have settings of their own."""
+    """Who may read the metrics of the workers and of the store node; `router` and `planner` have settings of their own."""
 
     metrics_tls: MetricsTls = MetricsTls()
     """TLS of the metrics of the workers, the store node and the planner. `cluster.tls` makes a certificate for them too."""
@@ -384,7 +384,7 @@ def for_task(topology: Topology, model_dir: Path) -> Topology:
     pools = topology.pools
     if any(pool.role is Role.BOTH for pool in pools):
         pools = tuple(pool for pool in pools if pool.role is Role.BOTH or pool.replicas)
-    else:  # the default pools, of which the decode workers answer
+    else:  # the default pools: the decode workers become workers of role both, and there is no prefill pool
         pools = tuple(structs.replace(pool, role=Role.BOTH) for pool in pools if pool.role is Role.DECODE)
     if any(pool.role is not Role.BOTH for pool in pools) or not pools:
         raise ConfigurationRefused(f"pools: a model with the task {task} has workers of role both")

@@ -1,4 +1,4 @@
-"""Measurements as arrays, and the model's predictions for all of them at once.
+"""Measurements as arrays, and the predictions of the latency model for all measurements at once.
 
 `StepModel` and `closed_loop` do not branch on values, so the formulas of the simulator are evaluated here on arrays with one entry per
 measurement.
@@ -37,7 +37,7 @@ class Campaign(Struct, frozen=True, kw_only=True):
 
     phase: MeasuredPhase
     measurements: tuple[Measurement, ...]
-    prefill: StepWork  # its fields are arrays
+    prefill: StepWork  # work of prefill steps; its fields are arrays
     decode: StepWork
     given: dict[str, Floats]  # arguments of `closed_loop` or `closed_loop_disaggregated`
     client: dict[str, Floats]  # known fields of the benchmark client
@@ -61,7 +61,7 @@ class Campaign(Struct, frozen=True, kw_only=True):
 
 
 def campaign(measurements: Sequence[Measurement], models: dict[str, ModelSizes], phase: MeasuredPhase) -> Campaign:
-    """Return the measurements of one phase whose configurations are possible."""
+    """Return those measurements of one phase whose model fits on the stated GPUs."""
     chosen = [each for each in measurements if each.phase is phase and can_be_placed(each, models)]
     prefill = [cut(each, models, each.prefill) for each in chosen]
     decode = [cut(each, models, each.decode) for each in chosen]

@@ -1,4 +1,4 @@
-"""Mock workers: they compute nothing, and answer the OpenAI API with prepared bytes as cheaply as Python can.
+"""Mock workers: answer requests of the OpenAI API with prepared bytes, with as little CPU time as Python allows.
 
     python -m loadtests.router.mock_workers.workers JSON     prints the ports, one JSON line, when it is ready
 
@@ -38,7 +38,7 @@ LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d+)", re.IGNORECASE)
 CHUNKED = re.compile(rb"\r\ntransfer-encoding:[ \t]*chunked", re.IGNORECASE)
 EXPECTS = re.compile(rb"\r\nexpect:[ \t]*100-continue", re.IGNORECASE)
 LAST_CHUNK = b"0\r\n\r\n"
-NEAR = 256  # bytes at both ends of a body in which short fields are searched
+NEAR = 256  # short fields are searched only in this number of bytes at each end of a body
 STREAM = re.compile(rb'"stream":\s*true')
 
 
@@ -75,7 +75,10 @@ PROMPT = msgspec.json.Decoder(MockPrompt)
 
 
 class PrefixCache:
-    """Prefix cache on blocks of text instead of tokens: the last used blocks, each named by the hash of all text up to its end; the end of a prompt is evicted before its beginning."""
+    """Prefix cache with blocks of text instead of tokens. The name of a block is the hash of all text up to its end.
+
+    The least recently used block is evicted first; of one prompt, the last block.
+    """
 
     def __init__(self, capacity: int):
         self._capacity = capacity  # blocks
@@ -142,7 +145,8 @@ class MockWorker:
         self._loop = loop
         self._cache = PrefixCache(settings.cache_blocks)
         self._free_at = 0.0
-        self._streams: dict[MockWorkerConnection, int] = {}  # tokens that are still to be sent
+        # For each connection, the number of tokens that are still to be sent.
+        self._streams: dict[MockWorkerConnection, int] = {}
         self._beating = False
 
     @property
@@ -154,7 +158,7 @@ class MockWorker:
         self._cache = PrefixCache(self.settings.cache_blocks)
 
     def complete(self, connection: "MockWorkerConnection", body: bytes, *, chat: bool) -> None:
-        """Answer a request, or begin its answer."""
+        """Count a request, and begin its answer after the time that its uncached blocks take."""
         counters = self.counters
         counters.requests += 1
         ends = body[:NEAR] + body[-NEAR:]
@@ -215,7 +219,7 @@ class MockWorkerConnection(asyncio.Protocol):
     def __init__(self, worker: MockWorker):
         self._worker = worker
         self._parts: list[bytes] = []
-        self._left: int | None = None  # missing bytes of the body; None: the head is not complete
+        self._left: int | None = None  # missing bytes of the body; None: the head of the request is not complete
         self._chunked = False
         self._transport: asyncio.Transport
 

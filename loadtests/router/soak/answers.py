@@ -17,7 +17,7 @@ SAME = AnswerDifference()
 
 
 def difference(expected: Sequence[object], received: Sequence[object], *, whole: bool) -> AnswerDifference:
-    """Compare an answer; if it need not be `whole`, its end may be missing."""
+    """Compare an answer with the expected one. If `whole` is False, the end of the answer may be missing."""
     if whole and received == expected:
         return SAME
     if not whole and received == expected[: len(received)]:

@@ -1,4 +1,4 @@
-"""Floor of the benchmark: a relay that forwards bytes and sends requests to workers in turn, without parsing anything.
+"""Floor of the benchmark, that is, its lower limit: a relay that sends requests to workers in turn, and parses nothing.
 
     python -m loadtests.router.systems.relay WORKER_PORT... [--tls CERTIFICATE KEY]    prints its port, one JSON line, when it is ready
 

@@ -9,7 +9,7 @@ from fleet.sim.workload.drawn import DrawnWorkload
 from loadtests.studies.runs import capacity, planned_of, read, requests_in, simulated
 
 WANTED = 0.9
-NONE = 0.02  # requests per second, below which a cluster is said to carry nothing
+NONE = 0.02  # a highest rate below this number of requests per second counts as 0
 
 
 class ClusterVariant(Struct, frozen=True, kw_only=True):
@@ -18,7 +18,7 @@ class ClusterVariant(Struct, frozen=True, kw_only=True):
     scenario: str
     pools: tuple[SimulatedPoolSection, ...]
     changes: dict[str, Any] = {}  # changed fields of the scenario
-    requests: int = 0  # most requests; 0: as in the scenario
+    requests: int = 0  # maximum number of requests; 0: as in the scenario
     seed: int = 1
     first: float = 1.0  # requests per second at which the search begins
 
@@ -31,7 +31,7 @@ class CarriedRate(Struct, frozen=True, kw_only=True):
     rate: float  # requests a second
     dollars_per_hour: float  # price of all its GPUs
     gpus: int
-    handed_over: float  # share of the requests that two workers served, at that rate
+    handed_over: float  # share of the requests that were served disaggregated at this rate
 
 
 def carried(cluster: ClusterVariant) -> CarriedRate:

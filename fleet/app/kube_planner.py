@@ -1,4 +1,4 @@
-"""Process of the planner of a Kubernetes cluster."""
+"""kube-planner process: plans all deployments of a Kubernetes cluster that have a ServingPlan, until a stop signal."""
 
 from prometheus_client import CollectorRegistry
 

@@ -167,7 +167,7 @@ def _unit(field: structs.FieldInfo) -> str:
 
 
 def _leaves(of: Any) -> Iterator[Any]:
-    """Yield the types that an annotation consists of."""
+    """Yield the types in an annotation that have no type arguments, such as str and int in `dict[str, int]`."""
     inner = getattr(of, "__args__", ())
     if not inner:
         yield of

@@ -179,7 +179,7 @@ def _gds() -> DoctorVerdict:
 
 
 class PackagesProbe(Struct, frozen=True):
-    """The probe for the packages of an extra."""
+    """The probe for the packages of an extra of Fleet, such as fleet-serving[redis]."""
 
     extra: str  # the extra of Fleet that installs them
     use: str  # what Fleet uses the packages for

@@ -83,7 +83,7 @@ class LocalPools:
         self._say = say
         self._runtime = folder
         self.folder = folder / PLANS
-        """Folder from which plans are read."""
+        """Folder from which plans are read, and to which reports are written."""
 
         self.folder.mkdir()
         self._records = FolderRecords(self.folder)

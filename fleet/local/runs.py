@@ -32,7 +32,7 @@ from kvstore.security.credentials import Credentials
 
 PREFIX = "fleet-"
 PLANS = "plans"
-"""Name of the folder for plans in the runtime folder."""
+"""Name of the folder in the runtime folder from which `fleet up` reads plans for its pools."""
 
 # Maximum number of characters in the path of the runtime folder's parent, because the path of a socket may have at most
 # 107.

@@ -36,10 +36,10 @@ from workers.watchdog import WatchdogSettings
 Positive = Annotated[int, Meta(ge=1)]
 
 TINY = "tiny"
-"""Value of `model` for the model that the project builds itself."""
+"""Value of `cluster.model` that stands for the tiny model, which `fleet up` builds itself."""
 
 SIMULATED = "simulated"
-"""Value of `engine` for the simulated engine, which needs no further package."""
+"""Value of `cluster.engine` that stands for the simulated engine, which needs no further package."""
 
 
 CHAT_TEMPLATE = "chat_template.jinja"
@@ -87,7 +87,7 @@ class SupervisionSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class ClusterSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings that all processes share."""
+    """Settings that all processes of the cluster share, such as the model and the engine."""
 
     model: Annotated[str, Meta(min_length=1)] = TINY
     """Hugging Face folder, relative to the topology file; or a repository of the hub, such as Qwen/Qwen3-0.6B, with @revision if
@@ -98,7 +98,7 @@ class ClusterSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Name under which clients ask for the model; empty: the name of the folder or repository."""
 
     engine: Annotated[str, Meta(min_length=1)] = "vllm"
-    """Name of an entry point in the group `workers.engines`."""
+    """The engine of all workers: "vllm", "simulated", or another installed entry point of the group `workers.engines`."""
 
     task: ModelTask = ModelTask.AUTO
     """The task of the model: generate, embed or classify; see `task` of the workers. auto: by the model's architecture. A
@@ -131,7 +131,7 @@ class ClusterSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """
 
     adapter_slots: Positive = 4
-    """LoRA adapters that a worker can have loaded at a time."""
+    """Maximum number of LoRA adapters that a worker can have loaded at a time."""
 
     tls: bool = False
     """If true, `fleet up` makes a certificate authority and a certificate for the ports for clients; both are removed with
@@ -147,14 +147,14 @@ class StorePlace(StrEnum):
     """Place of the KV store node."""
 
     PROCESS = "process"  # a process of its own: blocks survive the end of a worker
-    WORKER = "worker"  # in the process of the only worker: one process less, but both end together
+    WORKER = "worker"  # in the process of the only worker: one process less, but blocks are lost when it ends
 
 
 class StoreSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The KV store node."""
 
     place: StorePlace = StorePlace.PROCESS
-    """Place of the node. "worker" needs exactly one worker."""
+    """Place of the node: "process" (a process of its own), or "worker" (in the worker's process; needs exactly one worker)."""
 
     capacity_mib: Positive = 256
     """Memory for blocks, allocated at the start. 256 MiB hold 65,000 tokens of the tiny model."""
@@ -216,10 +216,10 @@ class PlannedPoolSection(Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Short name of the GPU type; empty: no GPU."""
 
     gpus: Positive = 1
-    """GPUs of one worker."""
+    """Number of GPUs of one worker."""
 
     dollars_per_hour: Annotated[float, Meta(ge=0)] = 0.0
-    """Price of one GPU, or of one worker without a GPU."""
+    """Price per hour of one GPU; if `gpu` is empty, the price of one worker."""
 
     start_seconds: Annotated[float, Meta(ge=0, le=86_400)] = 10.0
     """Assumed time in seconds until a new worker serves, used until the start of a worker has been measured."""
@@ -257,7 +257,7 @@ class LocalPlannerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """The rule that sizes the pools: `fleet` by models of their engines, or `load` by the number of requests."""
 
     rehearsal: RehearsalSettings = RehearsalSettings()
-    """Rehearsal of plans in the simulator."""
+    """Whether and how plans are tried in the simulator before they are carried out."""
 
     score_seconds: Annotated[float, Meta(gt=0, le=1e6)] = 60.0
     """Seconds after a plan was carried out in which its prediction is compared with what happens."""
@@ -303,7 +303,7 @@ class Topology(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """TLS of the metrics of the workers, the store node and the planner. `cluster.tls` makes a certificate for them too."""
 
     supervision: SupervisionSettings = SupervisionSettings()
-    """How processes that end or hang are started again."""
+    """When processes that hang are killed, and how processes that have ended are started again."""
 
     pools: tuple[PoolSection, ...] = (PoolSection(role=Role.PREFILL), PoolSection(role=Role.DECODE))
     """The pools of workers. Default: a prefill and a decode pool, each with one worker."""

@@ -130,7 +130,7 @@ class ReportRestart(Struct, frozen=True):
     name: str
     status: int
     pause: Nanos
-    deaths: int = 1  # deaths in a row, including this one
+    deaths: int = 1  # number of deaths in a row, including this one
 
 
 class ForgetChild(Struct, frozen=True):

@@ -98,12 +98,12 @@ class LocalPlan(Struct, frozen=True, kw_only=True):
     processes: tuple[LocalProcess, ...]
     model: ModelName
     model_dir: Path
-    http: str  # host:port
-    grpc: str  # host:port
+    http: str  # host:port of the router's OpenAI API
+    grpc: str  # host:port of the router's gRPC API
     health: str  # host:port of the health port
     control: str  # host:port or unix:/path of the control port
     control_credentials: Credentials  # credentials that callers of the control port need, unless it is a Unix socket
-    kserve: str  # host:port; empty: not served
+    kserve: str  # host:port of the Open Inference Protocol; empty: not served
     speaks_tls: bool  # True if the router's ports for clients use TLS
     authority: str  # file with the certificate authority that was made for this cluster; empty: none was made
     pools: tuple[LocalPool, ...]

@@ -99,7 +99,7 @@ StoreCall = MatchCall | ReadCall | ReleaseCall | ReserveCall | WriteCall | Publi
 
 
 class VirtualDisk:
-    """Keeps records with checksums, and simulates the faults of a disk."""
+    """Keeps records with checksums, and simulates the faults of a disk. It outlives the store process."""
 
     def __init__(self) -> None:
         self.records: dict[BlockKey, tuple[bytes, int]] = {}
@@ -119,7 +119,7 @@ class VirtualDisk:
 
 
 class _Place(Struct):
-    """A block in the pool, at one offset, with its bytes."""
+    """The block at one offset of the pool; `content` is None until its bytes are written."""
 
     generation: int
     name: BlockHash

@@ -135,7 +135,7 @@ class VirtualNetwork:
         self._ends: dict[ConnectionEnd, None] = {}
         self._held_calls: dict[frozenset[str], list[Callable[[], None]]] = {}
         self.listeners: dict[str, Listener] = {}
-        """The processes that listen, by address."""
+        """For each address, the functions of the process that listens there."""
 
     # Connections and calls between processes.
 

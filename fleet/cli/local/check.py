@@ -2,7 +2,7 @@
 
 Rules:
 
-1. The reference is one engine that does everything, without a store and without a connector.
+1. The reference is one engine that does everything, without a store and without a KV connector.
 2. Then a cluster of one prefill and one decode worker is started for each KV path, and every prompt is disaggregated.
    The cluster gets the same prompts as the reference, eight at a time. Decoding is greedy, so all tokens must be the
    same.

@@ -47,7 +47,7 @@ PROMPT = "Hello"
 
 MOST_RATIO = 1.2
 LONG_TOKENS, FOLLOW_UP_TOKENS = 4000, 2048
-OTHERS = 4  # long prompts at once; the engine computes the first of them, and the others wait
+OTHERS = 4  # number of long prompts sent at once; the engine computes the first one while the others wait
 WARM_UP_ROUNDS = 2
 CASES = ("idle", "cancelled", "not_cancelled")
 BESIDE = 2  # long prompts that are computed while an answer is generated

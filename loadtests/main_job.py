@@ -58,7 +58,7 @@ class ServedAnswer:
 
 @dataclass
 class ServerUnderTest:
-    """A running system under test with all its processes."""
+    """A running server: plain vLLM, or a cluster of Fleet. `pids` are its main processes; their children are found from these."""
 
     port: int
     pids: list[int]

@@ -35,7 +35,7 @@ class FirstToken(Struct, frozen=True, kw_only=True):
     python: str
     version: str = ""  # empty if the Python is missing
     install_seconds: float = 0.0
-    first_token_seconds: float = 0.0  # from the first of the two commands to the end of the second one
+    first_token_seconds: float = 0.0  # time from the start of the first command to the end of the second one
     why: str = ""  # reason why there was no token; empty: there was one
 
 

@@ -63,7 +63,7 @@ ENDS = {
 
 
 class GroupProcess:
-    """A worker process with its log in the folder."""
+    """Starts the worker process of one rank, with settings and log in a folder, and waits for its end."""
 
     def __init__(self, folder: Path, settings: WorkerSettings) -> None:
         self._config = folder / f"{settings.worker_id}.json"

@@ -1,4 +1,4 @@
-"""Results of client programs against a server."""
+"""Results of client programs that call a server: types, known refusals, and counts."""
 
 from collections.abc import Mapping
 from enum import StrEnum
@@ -24,7 +24,7 @@ SIMULATED_REFUSALS: Mapping[str, str] = {
 
 
 class CallOutcome(StrEnum):
-    """The end of one call."""
+    """How one call ended."""
 
     PASSED = "passed"
     REFUSED = "refused"  # HTTP 400 with the name of a field that the server does not support

@@ -34,9 +34,9 @@ VLLM_ENVIRONMENT = {
 class ServerAddresses(Struct, frozen=True):
     """Addresses of the APIs of a server; the address of an API that the server does not have is empty."""
 
-    http: str  # base URL, ends in /v1
-    grpc: str = ""  # host:port
-    kserve: str = ""  # host:port
+    http: str  # base URL of the OpenAI API; it ends in /v1
+    grpc: str = ""  # host:port of the gRPC API
+    kserve: str = ""  # host:port of the Open Inference Protocol
 
 
 def model_folder(folder: Path) -> Path:

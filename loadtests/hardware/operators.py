@@ -48,7 +48,7 @@ START = {"launch_us": 4.0, "memory": 0.8, "compute": 0.6}
 WIDTHS = {"launch_us": 1.0, "memory": 0.3, "compute": 0.5}
 SCATTER = 0.1
 
-Product = tuple[int, int, int]  # m, n, k
+Product = tuple[int, int, int]  # sizes m, n and k of a product of an m×k and a k×n matrix
 
 
 def wheel_operators(wheel: Path, cache: Path) -> list[OperatorEfficiency]:

@@ -24,16 +24,16 @@ class Level(Struct, frozen=True, kw_only=True):
 
     name: str
     keys: Sequence[Hashable]  # key of each row
-    widths: Mapping[str, float]  # by coefficient; without a width, a coefficient has no deviations
+    widths: Mapping[str, float]  # width of each coefficient; one that is missing has no deviations
 
 
 class FittedCoefficients(Struct, frozen=True, kw_only=True):
-    """Fitted coefficients."""
+    """Result of a fit: the start values, and the fitted deviations of each group."""
 
     names: tuple[str, ...]
-    guess: tuple[float, ...]  # logarithms
-    deviations: dict[tuple[str, Hashable], Floats]  # by level and key
-    rows: dict[tuple[str, Hashable], int]  # rows of each group
+    guess: tuple[float, ...]  # logarithms of the start values, to which deviations are added
+    deviations: dict[tuple[str, Hashable], Floats]  # deviation of each coefficient, by level and key
+    rows: dict[tuple[str, Hashable], int]  # number of fitted rows of each group, by level and key
     loss: float
 
     def values(self, keys: Mapping[str, Hashable]) -> dict[str, float]:

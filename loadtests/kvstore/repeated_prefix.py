@@ -249,7 +249,7 @@ class PrefixBenchmark:
         )
 
     async def _push_out(self, engine: EngineClient) -> None:
-        """Evict everything from an engine's prefix cache."""
+        """Evict everything from an engine's prefix cache, by prompts that fill it."""
         for _ in range(3):
             before = await self._near.stats()
             await engine.ask(self._fresh(PUSHING_TOKENS))

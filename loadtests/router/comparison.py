@@ -120,7 +120,7 @@ def _source(scenario: RouterScenario, vocabulary: Vocabulary, seed: int) -> Call
 
 
 def _limited(sources: Sequence[Callable[[], bytes]], requests: int) -> list[Next]:
-    """Return sources that end when all of them together have given `requests` requests."""
+    """Return sources that return None as soon as all of them together have returned `requests` requests."""
     left = iter(range(requests))
 
     def limited(source: Callable[[], bytes]) -> Next:

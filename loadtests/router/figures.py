@@ -42,7 +42,7 @@ class MeasuredRound(Struct, frozen=True, kw_only=True):
     client_cpu_seconds: float
     worker_cpu_seconds: float | None
     ttft_seconds: float
-    """Median over the requests, in seconds."""
+    """Median TTFT of the requests, in seconds."""
 
     gap_seconds_p99: float | None = None
     """99th percentile of the seconds between tokens at the client; None if answers come in one piece."""
@@ -61,7 +61,7 @@ class MeasuredRound(Struct, frozen=True, kw_only=True):
 
 
 class BenchmarkRow(Struct, frozen=True, kw_only=True):
-    """Medians over the rounds; None if there is nothing to measure."""
+    """Figures of one target in one scenario: medians over the rounds. None: the figure does not exist for this target."""
 
     scenario: str
     target: str
@@ -102,7 +102,7 @@ class BenchmarkRow(Struct, frozen=True, kw_only=True):
 
     version: str = ""
     absent: str = ""
-    """Reason if there are no figures."""
+    """Reason why there are no figures; empty: there are."""
 
     machine: dict[str, Any] = {}
 

@@ -33,7 +33,7 @@ GOLDEN = 0x9E3779B97F4A7C15  # 2⁶⁴ divided by the golden ratio (Knuth): keys
 
 
 class IndexOperation(Struct, frozen=True):
-    """One request: its query and the changes after it."""
+    """One request: the block keys that it looks up, and the blocks that its worker then stores and removes."""
 
     asked: tuple[int, ...]
     holder: Holder

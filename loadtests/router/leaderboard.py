@@ -39,7 +39,7 @@ NOT_COMPARED = ("composed",)  # its placement depends entirely on its settings
 POLICIES = tuple(name for name in BUILT_IN.policies if name not in NOT_COMPARED)
 WORKERS = (4, 16, 64)
 LOADS = (0.5, 0.7, 0.9, 1.1)
-REQUESTS = 250  # per worker
+REQUESTS = 250  # default number of requests per worker
 NEVER = 1e9  # a threshold, as a factor, that is never reached
 LEVEL = 0.01  # two policies count as equal if their shares of requests in time differ by less
 TITLE = "workload         wrk load  policy            goodput in time   hits imbal. TTFT ms      p99   TPOT"
@@ -98,7 +98,7 @@ def fitted(name: str, device: SimulatedDevice) -> dict[str, Any]:
 
 
 class LeaderboardRow(Struct, frozen=True, kw_only=True):
-    """Means of one policy on one workload over the seeds."""
+    """Outcomes of one policy on one workload, one for each seed; `mean` averages them."""
 
     workload: str
     workers: int
@@ -106,7 +106,7 @@ class LeaderboardRow(Struct, frozen=True, kw_only=True):
     policy: str
     seeds: int
     outcomes: tuple[PolicyOutcome, ...]
-    requests_per_cpu_second: float  # simulated requests
+    requests_per_cpu_second: float  # simulated requests per second of CPU time
 
     def mean(self, field: str) -> float:
         return statistics.fmean(getattr(each, field) for each in self.outcomes)
@@ -146,7 +146,7 @@ def contests(
 
 
 def rows(contest: LeaderboardContest, policies: Sequence[str]) -> Iterator[LeaderboardRow]:
-    """Yield a row for each policy."""
+    """Run each policy on all workloads of a comparison, and yield a row for each policy."""
     for name in policies:
         began = time.process_time()
         outcomes = tuple(

@@ -82,13 +82,13 @@ CONTENT_LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
 class LoadedStep:
     """Counts of what happened to the requests that were sent at one rate."""
 
-    rate: float  # requests a second that were sent
+    rate: float  # requests per second; 0: closed clients, which have no fixed rate
     seconds: float = 0.0
     sent: int = 0
     in_time: int = 0
     late: int = 0
     refusal_seconds: list[float] = field(default_factory=list)
-    without_hint: int = 0  # refusals without `retry-after`
+    without_hint: int = 0  # number of refusals without the header `retry-after`
     failed: Counter[str] = field(default_factory=Counter)
 
     @property

@@ -9,9 +9,9 @@ resumable ones. Clients of gRPC keep the tokens of resumable streams themselves.
 the workers keep the tokens of these streams.
 
 The CPU times of the measured router and of its peer are reported separately. They are measured with `STREAMS` requests at a time. The
-time to the first token is measured with one request at a time, whose prompt has `LONG_PROMPT_TOKENS` tokens that no cache holds. Ratios compare figures of the same round.
-With `--most-cpu-percent` or `--most-ttft-percent` the command fails if the median of a ratio
-exceeds 1 by more than this percentage.
+time to the first token is measured with one request at a time, whose prompt has `LONG_PROMPT_TOKENS` tokens that no cache holds. Ratios
+compare figures of the same round. With `--most-cpu-percent` or `--most-ttft-percent` the command fails if the median of a ratio exceeds
+1 by more than this percentage.
 """
 
 import argparse
@@ -63,7 +63,7 @@ Stream = Callable[[Sequence[int], int], Awaitable[float]]
 
 
 class Variant(Struct, frozen=True, kw_only=True):
-    """One way to stream answers."""
+    """One measured case: the protocol, whether streams are resumable, and whether the router has a peer."""
 
     protocol: str
     has_peer: bool
@@ -165,7 +165,7 @@ def routers(folder: Path, cores: Cores) -> Iterator[dict[bool, RouterUnderTest]]
                 "models": {MODEL: model_dir},
                 "discovery": discovery,
                 "prompt_secret": "a secret of all routers",
-                "heartbeat_timeout_seconds": 30.0,  # the cores are busy
+                "heartbeat_timeout_seconds": 30.0,  # long, because the cores are busy
             }
             if own:
                 settings |= {"replicas_listen": own, "replicas": [other], "replicas_credentials": {"insecure": True}}

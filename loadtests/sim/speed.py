@@ -47,7 +47,7 @@ with this one, is unknown."""
 
 
 class SpeedCase(Struct, frozen=True, kw_only=True):
-    """One case of the benchmark."""
+    """One case of the benchmark: a scenario, with its number of workers."""
 
     name: str
     workers: int

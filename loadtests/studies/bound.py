@@ -27,7 +27,7 @@ class UpperBound(Struct, frozen=True, kw_only=True):
 
     seconds: float  # seconds from the beginning to the last arrival
     workers: int
-    work: list[float]  # worker seconds of each request that can be good, ascending
+    work: list[float]  # worker seconds of each request that can be good, sorted
     all_work: float  # worker seconds of all requests
     requests: int
     hit_rate: float  # share of prompt tokens that are cached
@@ -100,7 +100,7 @@ class _Costs:
         return tokens * (self._decode + self._context * (prompt + 0.5 * tokens))
 
     def alone(self, tokens: int, had: int) -> float:
-        """Return the TTFT on an idle worker."""
+        """Return the TTFT in seconds of a prompt on an idle worker, if `had` of its tokens are cached."""
         new, seconds = tokens - had, 0.0
         for step in range(ceil(new / self._step)):
             count = min(self._step, new - step * self._step)

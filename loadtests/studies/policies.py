@@ -22,11 +22,11 @@ WANTED = 0.9
 OURS = "fleet"
 
 Held = dict[str, tuple[float, float]]
-"""Ranges of figures by name."""
+"""Lowest and highest expected value of each finding, by the name of the finding."""
 
 
 class StudyTraffic(Struct, frozen=True, kw_only=True):
-    """Requests that were not used for tuning."""
+    """The requests of one case of the study; they were not used for tuning."""
 
     name: str
     scenario: str
@@ -69,7 +69,7 @@ WIDE = StudyTraffic(
 
 
 class AttainmentCurve(Struct, frozen=True, kw_only=True):
-    """One contestant at all loads, averaged over seeds."""
+    """The runs of one contestant at all loads; its figures are means over the seeds."""
 
     contestant: Contestant
     loads: tuple[float, ...]
@@ -260,7 +260,7 @@ WIDE_IMBALANCE = (1.0, 1.3)
 
 
 def wide(effort: Effort) -> StudyReport:
-    """Measure the imbalance of sixty-four workers."""
+    """Measure the imbalance of sixty-four workers with several policies, and return the report of the study `wide`."""
     names = (OURS, "dynamo", "mooncake", "llm_d", "smg", "aibrix")
     curves = contest(WIDE, [each for each in contestants_of(WIDE) if each.policy in names], effort)
     ours = next(each for each in curves if each.contestant.name == OURS).mean(0, "imbalance")

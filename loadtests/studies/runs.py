@@ -50,7 +50,7 @@ class WorkloadPart(StrEnum):
 
 
 class StudyCase(Struct, frozen=True, kw_only=True):
-    """One run of a study."""
+    """One run of a study: the scenario, and what is changed in it."""
 
     scenario: str
     """Name of a scenario file in this folder, without its suffix."""
@@ -65,11 +65,11 @@ class StudyCase(Struct, frozen=True, kw_only=True):
 
 
 class StudyRun(Struct, frozen=True, kw_only=True):
-    """Results of a run."""
+    """Results of one run, and the upper bound of its attainment."""
 
     case: StudyCase
     outcome: RunOutcome
-    rate: float  # arrivals per second
+    rate: float  # mean number of arrivals per second
     bound: float  # upper bound of the attainment
 
 

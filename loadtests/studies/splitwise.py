@@ -28,7 +28,7 @@ STEP = 10  # step of the grid, requests per second
 HANDED_OVER = 16  # a step with fewer prompt tokens is a decode step; the tokens then come from handoffs
 MIXED = 1.1  # a step of prompts and decodes takes this many times as long in Splitwise as a step of prompts alone
 KV_BYTES = 2 * 70 * 14336 * 2
-MEMORY = 8 * 85_899_345_920 - 329_000_000_000  # bytes for KV of a machine in Splitwise
+MEMORY = 8 * 85_899_345_920 - 329_000_000_000  # bytes that a machine has for KV in Splitwise
 BANDWIDTH = 200 * 2.0**30
 
 LIMITS = {"TTFT": (2.0, 3.0, 6.0), "TBT": (1.25, 1.5, 5.0), "E2E": (1.25, 1.5, 5.0)}
@@ -37,7 +37,7 @@ SHARES = (0.5, 0.9, 0.99)
 
 class Machines(Struct, frozen=True):
     role: Role
-    times: str  # name of the times in the profile
+    times: str  # name of the step times in profiles/splitwise.toml
     count: int
 
 
@@ -168,7 +168,7 @@ def in_limits(found: dict[str, tuple[float, float, float]]) -> bool:
 class Searched(Struct, frozen=True):
     design: str
     rate: float
-    closest: str  # the figure that was nearest to its limit, or beyond it, at the next rate
+    closest: str  # the figure that exceeded its limit most at the next higher rate, as text
 
 
 def highest(task: tuple[str, int, int]) -> Searched:

@@ -110,7 +110,7 @@ PROGRAMS: Mapping[str, ClientProgram] = {
         distribution=_pinned("aiperf", "0.13.0", "aiperf==0.13.0"), script="aiperf_calls.py", slow=True
     ),
 }
-"""Programs by name, those that install quickly first."""
+"""The client programs by name. Programs that install quickly come first."""
 
 
 def run_program(

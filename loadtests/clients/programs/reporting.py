@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 
 MAX_WHY_CHARACTERS = 300
-"""Number of characters of an error that a line keeps."""
+"""Maximum number of characters of an error in a line; the rest is cut off."""
 
 COMMAND_SECONDS = 280.0
 """Time limit of one command of a program. Three commands end before the limit of the whole program (`registry.SECONDS`)."""

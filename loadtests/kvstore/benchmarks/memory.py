@@ -42,7 +42,7 @@ def lines(plan: BenchmarkPlan, peers: ComparedSystems) -> Iterator[list[Benchmar
     # The blocks of the gets and one put fill the pool. So every measured put evicts blocks, as in a node that has run for a while.
     capacity = 2 * plan.moved_bytes
     with ExitStack() as held:
-        node = cache(lambda: held.enter_context(running(capacity_bytes=capacity)))  # started by the first line
+        node = cache(lambda: held.enter_context(running(capacity_bytes=capacity)))  # starts when it is first needed
         for block_bytes in plan.block_sizes:
             found += _lines_of(plan, peers, node, block_bytes)
         yield found

@@ -15,10 +15,10 @@ class BenchmarkPlan(Struct, frozen=True, kw_only=True):
     disk_bytes: int = 512 * MIB  # bytes that are written to disk, or read from it, in one round
     disk_sizes: tuple[int, ...] = (256 * KIB, MIB, 4 * MIB)  # block sizes on disk
     crossing_bytes: int = 256 * MIB  # bytes that move between two processes in one round
-    keys: int = 1_000_000  # keys whose memory is measured
+    keys: int = 1_000_000  # number of block hashes whose memory is measured
     disk_threads: int = 4
     folder: Path = Path("/tmp")  # folder on the measured disk
-    traces: Path | None = None  # folder of the public traces; None: the short cuts in tests/data
+    traces: Path | None = None  # folder of the public traces; None: the beginnings of traces in tests/data
 
     def blocks(self, block_bytes: int) -> int:
         return max(1, self.moved_bytes // block_bytes)

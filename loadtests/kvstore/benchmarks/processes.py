@@ -38,7 +38,7 @@ def lines(plan: BenchmarkPlan, peers: ComparedSystems) -> Iterator[list[Benchmar
     size = f"{plan.crossing_bytes // MIB} MiB"
     with ExitStack() as held:
         settings = {"capacity_bytes": 2 * plan.crossing_bytes, **_nixl_settings()}
-        node = cache(lambda: held.enter_context(running(**settings)))  # started by the first line
+        node = cache(lambda: held.enter_context(running(**settings)))  # starts when it is first needed
         room = np.ones((blocks, BLOCK_BYTES), dtype=np.uint8)
         source = content(BLOCK_BYTES, blocks)
         fetched = peers.get(BLOCK_BYTES, blocks, fresh=False)

@@ -30,7 +30,7 @@ from loadtests.kvstore.torture.redis_server import RedisServer
 
 CLIENTS = 4
 CAPACITY_BYTES = 16 << 20
-BLOCK_BYTES = (8192, 65536, 20008)  # whole pages, many pages, and a part of a page
+BLOCK_BYTES = (8192, 65536, 20008)  # two pages, many pages, and a size that is no multiple of a page
 CHAINS = 40
 CHAIN_BLOCKS = 24
 LEASE_SECONDS = 2.0
@@ -55,8 +55,8 @@ STOP_SECONDS = (LONG_STOP_SECONDS, 0.2, 3.0)  # durations of stops, used in turn
 PATIENCE = 4  # a run lasts at most so many times `--seconds`; on busy machines, restarts of the node take long
 END_SECONDS = 30.0  # time limit for clients to finish their calls
 SETTLE_SECONDS = 8.0  # time limit for leases, reservations and stalled connections (5 s) to end
-SHOWN = 10  # findings of one kind that are shown in full
-LOOK_SECONDS = 0.5  # between two checks of disk and memory
+SHOWN = 10  # maximum number of findings of each kind that are shown
+LOOK_SECONDS = 0.5  # seconds between two checks of disk and memory
 
 NODE_SETTINGS: dict[str, Any] = {
     "capacity_bytes": CAPACITY_BYTES,
@@ -77,7 +77,7 @@ class TortureFindings:
     wrong_bytes: int = 0
     leaks: list[str] = field(default_factory=list)
     hangs: list[str] = field(default_factory=list)
-    errors: list[str] = field(default_factory=list)  # unexpected exceptions
+    errors: list[str] = field(default_factory=list)  # unexpected exceptions, as text
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -86,7 +86,7 @@ class TortureFindings:
 
 
 class TortureClient:
-    """One client process and its reports."""
+    """Starts one client process, and collects its reports as findings."""
 
     def __init__(self, orders: TortureOrders, findings: TortureFindings, log_file: Path):
         self._findings = findings
@@ -118,7 +118,7 @@ class TortureClient:
         self.process.stdin.close()
 
     def wait(self, timeout_seconds: float) -> None:
-        """Wait for a process that was asked to end."""
+        """Wait for the client that was asked to end. If it does not end in time, note a hang and kill it."""
         try:
             self.process.wait(timeout_seconds)
         except subprocess.TimeoutExpired:
@@ -157,7 +157,7 @@ class TortureClient:
 
 
 class Torture:
-    """One run of the torture test."""
+    """Runs the torture test once: starts the processes, harms them, and collects the findings."""
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], rng: random.Random, redis: RedisServer | None):
         self.findings = TortureFindings()

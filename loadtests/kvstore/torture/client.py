@@ -76,7 +76,7 @@ def namespaces(block_bytes: Sequence[int]) -> list[KvNamespace]:
 
 
 class TortureReport:
-    """Reports to the supervisor; thread-safe."""
+    """Prints reports for the supervisor to standard output. All threads of the client may use it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -188,7 +188,7 @@ class TortureThread:
         self._release(client, match)
 
     def _read_patiently(self, place: TortureNamespace, client: StoreClient) -> None:
-        """Read blocks and wait for slower tiers."""
+        """Read blocks after a match that waits until they are promoted from lower tiers."""
         names, max_wait = self._names(), self._rng.choice([0.05, 0.3, 1.0])
         with self._call("patient match", max_wait + 4 * CALL_SECONDS):
             match = client.match_and_wait(names, lease_seconds=2.0, max_wait_seconds=max_wait)

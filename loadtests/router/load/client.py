@@ -23,7 +23,7 @@ WAIT_SECONDS = 60.0  # time limit for the answers that are missing when the roun
 FAILURES = 20  # a source of requests is given up after this number of failed connections
 
 Next = Callable[[], bytes | None]
-"""Returns the next request, or None if there is none left."""
+"""Function that returns the bytes of the next request, or None if there is none left."""
 
 
 class CpuMeter(Protocol):
@@ -35,7 +35,7 @@ class CpuMeter(Protocol):
 
 
 class LoadWindow(Struct, frozen=True, kw_only=True):
-    """Results of a round."""
+    """Results of one round, as the client measured them."""
 
     requests: int
     failures: int
@@ -61,8 +61,8 @@ class LoadConnection(asyncio.Protocol):
         self.following = following
         self._until = until
         self._tail = b""
-        self._fresh = True  # no byte of the answer has arrived
-        self._begun = False  # the first token has arrived
+        self._fresh = True  # True until the first byte of the answer has arrived
+        self._begun = False  # True after the first token has arrived
         self._sent_at = 0.0
         self._transport: asyncio.Transport
         self.completed = 0
@@ -81,7 +81,7 @@ class LoadConnection(asyncio.Protocol):
             self.ended.set_result(None)
 
     def send(self) -> None:
-        """Send the next request, or end."""
+        """Send the next request. If there is none, or the time is over, end this connection's part of the round."""
         now = time.perf_counter()
         request = self.following() if now < self._until.at else None
         if request is None:

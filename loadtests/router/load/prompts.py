@@ -22,7 +22,7 @@ MODEL = "tiny"
 PATH = "/v1/completions"
 CONTEXT_TOKENS = 1 << 17
 WORDS = 3000  # number of the most frequent words that are used
-TEXTS = 32  # different texts after the unique beginnings of prompts
+TEXTS = 32  # number of different texts that follow the unique beginnings of prompts
 STAMP_TOKENS = 16  # approximate length of the unique beginning: 16 hexadecimal digits and the start token
 MIX = 0x9E3779B97F4A7C15  # odd, so that its multiples are distinct 64-bit numbers
 
@@ -38,7 +38,7 @@ def model_with_long_context(tiny: Path, folder: Path) -> Path:
 
 
 class Vocabulary:
-    """Words with their token counts."""
+    """The words of which prompts are made, with the number of tokens of each word."""
 
     def __init__(self, model_dir: Path):
         """Read the words of the tiny model in a folder."""
@@ -65,7 +65,7 @@ class Vocabulary:
 
 
 def request(prompt: str, answer_tokens: int) -> bytes:
-    """Return a request for a streamed completion."""
+    """Return the bytes of an HTTP request for a streamed completion."""
     fields = {"model": MODEL, "stream": True, "max_tokens": answer_tokens, "temperature": 0, "prompt": prompt}
     body = json.dumps(fields, separators=(",", ":")).encode()
     head = f"POST {PATH} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"

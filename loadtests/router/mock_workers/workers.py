@@ -32,7 +32,7 @@ from msgspec import Struct
 from fleet.local.process_group import die_with_parent
 from loadtests.router.load.prompts import CONTEXT_TOKENS, MODEL
 
-BLOCK_BYTES = 256  # about 64 tokens
+BLOCK_BYTES = 256  # bytes of text in a block, which are about 64 tokens
 END_OF_HEAD = b"\r\n\r\n"
 LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d+)", re.IGNORECASE)
 CHUNKED = re.compile(rb"\r\ntransfer-encoding:[ \t]*chunked", re.IGNORECASE)
@@ -45,7 +45,7 @@ STREAM = re.compile(rb'"stream":\s*true')
 class MockWorkerSettings(Struct, frozen=True, kw_only=True):
     workers: int
     tokens: int = 1
-    """Tokens of each answer."""
+    """Number of tokens of each answer."""
 
     gap_seconds: float = 0.0
     cache_blocks: int = 0
@@ -58,7 +58,7 @@ class MockWorkerCounters(Struct):
     blocks: int = 0
     hits: int = 0
     probes: int = 0
-    """Requests that are no completions."""
+    """Number of requests other than completions, such as health checks."""
 
 
 class MockPrompt(Struct):
@@ -81,7 +81,7 @@ class PrefixCache:
     """
 
     def __init__(self, capacity: int):
-        self._capacity = capacity  # blocks
+        self._capacity = capacity  # maximum number of blocks
         self._blocks: dict[int, None] = {}  # least recently used first
 
     def __len__(self) -> int:
@@ -196,7 +196,7 @@ class MockWorker:
                 self._loop.call_at(at, self._beat, at)
 
     def _beat(self, at: float) -> None:
-        """Send the next token of all answers."""
+        """Send the next token of all running answers, and call this method again after `gap_seconds` while any is left."""
         answers = self.answers
         self.counters.tokens += len(self._streams)
         for connection, left in list(self._streams.items()):
@@ -281,7 +281,7 @@ class MockWorkerConnection(asyncio.Protocol):
 
 
 def _joined(body: bytes) -> bytes:
-    """Return the content of a chunked body."""
+    """Return the content of a body in chunked transfer encoding."""
     content = b""
     while True:
         size, _, body = body.partition(b"\r\n")
@@ -293,7 +293,7 @@ def _joined(body: bytes) -> bytes:
 
 
 def _token(chat: bool, *, finished: bool) -> dict[str, Any]:
-    """Return one event in vLLM's form."""
+    """Return the content of an event with one token, as vLLM writes it."""
     reason = {"finish_reason": "length" if finished else None}
     text: dict[str, Any] = {"delta": {"content": " a"}} if chat else {"text": " a", "stop_reason": None}
     return {
@@ -349,7 +349,7 @@ async def _serve(settings: MockWorkerSettings) -> None:
         ports.append(server.sockets[0].getsockname()[1])
     gc.freeze()
     print(json.dumps({"ports": ports}), flush=True)
-    await loop.create_future()  # until it is killed
+    await loop.create_future()  # serve until the process is killed
 
 
 def main() -> None:

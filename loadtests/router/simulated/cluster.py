@@ -79,7 +79,7 @@ class PolicyOutcome(Struct, frozen=True, kw_only=True):
     ttft_p50: float
     ttft_p99: float
     tpot_mean: float
-    seconds: float  # from the first arrival to the last answer
+    seconds: float  # time from the first arrival to the last answer
     busy: float  # share of the time that engines spent in steps
 
 

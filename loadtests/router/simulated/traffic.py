@@ -19,7 +19,7 @@ class RouterTraffic(Struct, frozen=True, kw_only=True):
 
     name: str
     block_tokens: int
-    sessions: Sequence[TraceSession]  # in the order of their beginnings
+    sessions: Sequence[TraceSession]  # sorted by the beginning
 
     @property
     def requests(self) -> int:
@@ -68,7 +68,7 @@ def recorded(name: str, requests: Sequence[TraceRequest], block_tokens: int) -> 
 
 
 def unique(requests: int, seed: int) -> RouterTraffic:
-    """Return prompts without common blocks."""
+    """Return requests whose prompts have no common blocks."""
     keys = count(1)
     return _made("unique", seed, requests, lambda chance: [_turn(_new(keys, chance.randint(8, 56)), chance)])
 

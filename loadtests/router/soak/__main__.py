@@ -51,14 +51,14 @@ END_SECONDS = 240.0  # time limit for running requests to end
 REST_SECONDS = 20.0  # time limit for the router to close the connections of clients that have left
 SAMPLES = 900
 LEAST_PAUSE_SECONDS = 0.5  # minimum seconds between two samples
-SHOWN = 20  # broken promises that are shown in full
+SHOWN = 20  # maximum number of broken promises that are shown
 
 log = logging.getLogger("soak")
 
 
 @dataclass
 class SoakFindings:
-    """Findings of a run."""
+    """What a run has measured of the router, and its complaints."""
 
     capacity_rps: float = 0.0
     load: float = 0.0
@@ -71,7 +71,7 @@ class SoakFindings:
 
 
 class Soak:
-    """One run of the soak test."""
+    """Runs the soak test once: starts the processes, sends the requests, and collects the findings."""
 
     def __init__(self, folder: Path, seconds: float, load: float, harm_every: float, seed: int):
         self.findings = SoakFindings()

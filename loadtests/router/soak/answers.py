@@ -9,8 +9,8 @@ from msgspec import Struct
 class AnswerDifference(Struct, frozen=True):
     """Difference between a received and an expected answer."""
 
-    lost: int = 0  # expected tokens that did not come
-    repeated: int = 0  # tokens that came and were not expected
+    lost: int = 0  # number of expected tokens that did not come
+    repeated: int = 0  # number of tokens that came although they were not expected
 
 
 SAME = AnswerDifference()

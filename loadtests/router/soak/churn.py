@@ -47,7 +47,7 @@ class ChurningWorkers:
         return len(self._workers)
 
     async def gather(self) -> None:
-        """Start the normal set of workers."""
+        """Start `WHOLE_WORKERS` workers with role both, and `PROMPT_WORKERS` prefill workers."""
         for role in (Role.BOTH,) * WHOLE_WORKERS + (Role.PREFILL,) * PROMPT_WORKERS:
             self._workers.append(await self._born_as(role))
 

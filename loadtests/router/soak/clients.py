@@ -38,23 +38,23 @@ class AnswerFailed(Exception):
 
 @dataclass
 class SoakTally:
-    """Statistics of all requests."""
+    """Counts of all requests of a run and of their results."""
 
     requests: int = 0
     tokens: int = 0
-    """Tokens that clients received."""
+    """Number of tokens that clients received."""
 
     lost: int = 0
     repeated: int = 0
     completed: int = 0
     left: int = 0
-    """Clients that cancelled."""
+    """Number of clients that cancelled their request."""
 
     errors: Counter[str] = field(default_factory=Counter)
     """Requests that ended with an error that permits a retry, by reason."""
 
     broken: list[str] = field(default_factory=list)
-    """Broken promises."""
+    """A text for each promise that the router broke (rule 4 of the package)."""
 
     first_token_seconds: list[float] = field(default_factory=list)
 
@@ -69,11 +69,11 @@ class SoakTally:
 
 
 class ReceivedAnswer(Struct):
-    """Answer of one client so far."""
+    """The part of an answer that a client has received so far."""
 
     tokens: list[int] = []  # over gRPC they come one by one, over HTTP all with the last event
     text: str = ""
-    pieces: int = 0  # received tokens, or events with text
+    pieces: int = 0  # number of received tokens (gRPC) or events with text (HTTP)
     ended: bool = False
 
 

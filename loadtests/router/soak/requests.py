@@ -9,7 +9,7 @@ from fleet.client.requests import Options
 from fleet.core.requests import TOKEN_BYTES, Sampling
 from workers.engines.simulated.answer_oracle import AnswerOracle
 
-WORDS = range(64, 4000)  # ordinary token ids of prompts
+WORDS = range(64, 4000)  # token ids of which prompts are made; none of them is a special token
 OPENINGS = 24
 OPENING_TOKENS = (64, 768)
 OWN_TOKENS = (8, 320)
@@ -28,7 +28,7 @@ class SoakRequest(Struct, frozen=True, kw_only=True):
     expected: tuple[int, ...]
     over_http: bool
     session: str
-    leaves_after: int | None = None  # tokens after which the client cancels, or None
+    leaves_after: int | None = None  # number of tokens after which the client cancels; None: it does not
     options: Options = {}  # more options of the gRPC client
 
 

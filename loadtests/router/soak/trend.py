@@ -19,7 +19,7 @@ MORE_TASKS = 16
 
 
 class TrendSample(Struct, frozen=True, kw_only=True):
-    seconds: float  # since the start
+    seconds: float  # seconds since the first sample
     rss_bytes: int
     files: int
     threads: int

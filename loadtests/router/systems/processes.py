@@ -100,7 +100,7 @@ def cpu_seconds(pid: int) -> float:
         with suppress(psutil.NoSuchProcess, OSError):
             total += time.clock_gettime(_clock_of(process.pid))
             ended = process.cpu_times()
-            total += ended.children_user + ended.children_system  # children that ended and were waited for
+            total += ended.children_user + ended.children_system  # time of children that have ended
     return total
 
 

@@ -35,8 +35,8 @@ DYNAMO_PACED = 0.007  # seconds per token of Dynamo's simulated engine without a
 class ServerCertificate(Struct, frozen=True, kw_only=True):
     """A certificate for 127.0.0.1."""
 
-    certificate: Path  # PEM
-    key: Path  # PEM
+    certificate: Path  # PEM file with the certificate
+    key: Path  # PEM file with the private key
     trusted: ssl.SSLContext
     """TLS context of a client that trusts the certificate's authority."""
 
@@ -72,7 +72,7 @@ class BenchmarkSetting(Struct, frozen=True, kw_only=True):
 
 
 class RunningRouter(Struct, frozen=True, kw_only=True):
-    """A router that is ready."""
+    """A router that is ready, and how the client connects to it."""
 
     ports: tuple[int, ...]
     """Ports among which the client's connections are distributed."""
@@ -96,7 +96,7 @@ The function may raise `SystemUnavailable`.
 
 class RouterTarget(Struct, frozen=True, kw_only=True):
     name: str
-    """Name as on the command line, with `+tls` and the policy."""
+    """Name as on the command line, including `+tls` and the policy if they are given there."""
 
     policy: str
     version: str

@@ -66,7 +66,7 @@ class BehaviourCase(Struct, frozen=True, kw_only=True):
 
 
 class BehaviourRun(Struct, frozen=True, kw_only=True):
-    """Figures of one case."""
+    """Measured figures of one case."""
 
     case: BehaviourCase
     attainment: float
@@ -117,7 +117,7 @@ def study(effort: Effort) -> tuple[list[StudyTable], list[StudyFinding]]:
 
 
 def report(runs: Sequence[BehaviourRun]) -> tuple[list[StudyTable], list[StudyFinding]]:
-    """Return the tables and findings of runs."""
+    """Make the tables and the findings from the figures of all runs."""
     constant, steps, ends, lengths, mixes = (
         [each for each in runs if each.case.kind == kind] for kind in ("constant", "step", "end", "lengths", "mix")
     )

@@ -16,7 +16,7 @@ LOADS: dict[str, dict[str, Any]] = {
     "conversation": {"workload.part": [0.0, 0.5]},
     "agentic": {**SAMPLED, "workload.file": "traces/agentic_first.jsonl.gz"},
 }
-"""Changes of the scenarios for the tuning."""
+"""Loads of the tuning: the names of the scenarios `planner-NAME.toml`, each with its changes."""
 
 TRIALS: dict[str, tuple[dict[str, float], ...]] = {
     "fleet": (

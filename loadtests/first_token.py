@@ -10,10 +10,10 @@ program ends with status 1 if the first token takes longer than a minute.
 With `--cancelled`, a vLLM engine gets long prompts. When its first step with these prompts has begun, their requests are cancelled, and
 a new request is sent. Its time to the first token is compared with the time on an idle engine, which is measured in turn. This is the
 worst moment: a step cannot be interrupted, so the new request waits for a whole step. As a check, the new request is also measured
-without the cancellation. `--step-tokens` limits the tokens of a step. With several values, engines with these limits are started in turn, `--starts`
-times each. Three more figures show what a limit costs and gains: the time to the first token of one long prompt, the rate at which
-several long prompts are computed, and the time per token of an answer that is generated meanwhile. The program ends with status 1 if the median after a cancellation is more than
-1.2 times that of the idle engine, with any of the limits.
+without the cancellation. `--step-tokens` limits the tokens of a step. With several values, engines with these limits are started in
+turn, `--starts` times each. Three more figures show what a limit costs and gains: the time to the first token of one long prompt, the rate at which
+several long prompts are computed, and the time per token of an answer that is generated meanwhile. The program ends
+with status 1 if the median after a cancellation is more than 1.2 times that of the idle engine, with any of the limits.
 """
 
 import argparse

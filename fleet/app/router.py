@@ -607,8 +607,8 @@ async def _serve(settings: RouterSettings, parts: _Parts, announce: Announce) ->
     """Open the ports and serve until a stop signal.
 
     A process that does not share its ports opens them first. So if another process has these ports already,
-    this process ends before it contacts workers. Its health port can also report from the beginning whether it is ready. Processes that share ports
-    (`share_ports`) open them last, because clients can connect to a listening port at once.
+    this process ends before it contacts workers. Its health port can also report from the beginning whether it is ready.
+    Processes that share ports (`share_ports`) open them last, because clients can connect to a listening port at once.
     """
     async with _directory(settings) as directory, asyncio.TaskGroup() as tasks, AsyncExitStack() as opened:
         ports = _frontends(settings, parts)

@@ -1,7 +1,8 @@
 """Heartbeats: sends heartbeats from a child's event loop to its supervisor, and samples the state of a child.
 
 Heartbeats go through the readiness pipe. They are needed because a process that is stopped, or whose event loop is
-stuck, keeps its sockets open, so its connections do not show that it hangs. With `socket.SO_REUSEPORT` it also keeps getting its share of new connections.
+stuck, keeps its sockets open, so its connections do not show that it hangs. With `socket.SO_REUSEPORT` it also keeps
+getting its share of new connections.
 `fleet.local.liveness` judges the heartbeats and the samples.
 """
 

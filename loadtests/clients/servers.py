@@ -1,4 +1,4 @@
-"""Servers of a run: `fleet up`, and plain vLLM beside it, both with the built-in model."""
+"""Servers that client programs are run against: `fleet up`, and plain vLLM for comparison, both with the built-in model."""
 
 import importlib.util
 import json

@@ -3,7 +3,8 @@
 Some of these GPUs have no other measurements.
 
 The model of a product of m×k by k×n is a launch time, plus the root of the sum of squares of the times for reading its operands and
-for multiplying. If a table has several kernels for a shape, only the fastest counts. A fifth of the weights' shapes (n, k) is held out of the fit.
+for multiplying. If a table has several kernels for a shape, only the fastest counts. A fifth of the weights' shapes (n, k) is held
+out of the fit.
 
 There are two sources: the parquet tables in the `aiconfigurator-core` wheel (NVIDIA GPUs, Apache-2.0; read in an environment with
 pyarrow), and the CSV files in `aiter/configs` of AMD's repository ROCm/aiter (MI300X, fp8 block-scaled; MIT).

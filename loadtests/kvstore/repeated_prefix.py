@@ -135,7 +135,7 @@ class StoreProbe:
 
 
 class PrefixBenchmark:
-    """The engines and nodes of a run, and their measurements."""
+    """Measures TTFTs with the engines and store nodes of one run, and keeps the figures."""
 
     def __init__(
         self,

@@ -125,7 +125,7 @@ def observed(runs: Sequence[ReuseRun], until: float) -> tuple[Floats, NDArray[np
             while reached < SPANS and STARTS[reached + 1] <= min(gap, until - run.at):
                 asked.append((*run.features, reached))
                 answers.append(False)
-                weights.append(unused**0.7)  # grows less than `unused`, because blocks of one run are no independent samples
+                weights.append(unused**0.7)  # less than `unused`: blocks of one run are no independent samples
                 reached += 1
             if gap == float("inf") or reached == SPANS:
                 break

@@ -2,7 +2,8 @@
 
 The process follows the rules of `fleet.backends.workers.streams`: it has one stream to each member. When a stream has
 ended, the process opens a new one, as long as the worker is a member. Unlike production's router, the process does not
-check the descriptions of workers. It ends a stream if the worker has been silent for too long, if a message is malformed, or if KV events are missing.
+check the descriptions of workers. It ends a stream if the worker has been silent for too long, if a message is malformed,
+or if KV events are missing.
 """
 
 from collections.abc import Callable
@@ -385,7 +386,8 @@ class WorkerLink:
 
         Close the stream if there are too many in a row.
 
-        If the router's process itself was frozen, all of this time counts as one slice, because the worker was not silent.
+        If the router's process itself was frozen, all of this time counts as one slice, because the worker may have sent
+        messages meanwhile.
         """
         if self._over:
             return

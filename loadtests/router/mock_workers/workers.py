@@ -4,12 +4,12 @@
 
 Rules:
 
-1. All workers of a run are one process with one event loop. Each has its own port, counters, prefix cache and prefill, which
-   computes one request after the other.
+1. All workers of a run are one process with one event loop. Each worker has its own port, counters and prefix
+   cache, and computes the prompts of its requests one after the other.
 2. Workers read only the parts of a request that the scenario needs; without a prefix cache, bodies are only counted.
 3. The head of an answer and its first token are sent in one write, and so is a whole answer of one token. The further tokens of all
    answers of a worker are sent together at the worker's pace, like the decode steps of an engine.
-4. Cache hits and requests are counted here (`GET /counters`), so that no router has to be believed.
+4. The workers count cache hits and requests (`GET /counters`), so that figures do not depend on what routers report.
 5. Other requests by which routers check workers (health, models, versions, loads) have prepared answers; unknown paths get a 404.
 """
 

@@ -257,7 +257,7 @@ class LocalPlannerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """The rule that sizes the pools: `fleet` by models of their engines, or `load` by the number of requests."""
 
     rehearsal: RehearsalSettings = RehearsalSettings()
-    """Whether and how plans are tried in the simulator before they are carried out."""
+    """Settings of the rehearsal, which tries plans in the simulator before they are carried out."""
 
     score_seconds: Annotated[float, Meta(gt=0, le=1e6)] = 60.0
     """Seconds after a plan was carried out in which its prediction is compared with what happens."""
@@ -266,7 +266,7 @@ class LocalPlannerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """host:port of the planner's /metrics; empty: there is none."""
 
     metrics_access: MetricsAccess = MetricsAccess()
-    """Who may read the planner's metrics."""
+    """Settings that say who may read the planner's metrics."""
 
     history: str = ""
     """File for the records of plans; empty: a file in the runtime folder, which is removed with the cluster."""
@@ -297,7 +297,7 @@ class Topology(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Traces of all processes: the router, the workers and the store node."""
 
     metrics_access: MetricsAccess = MetricsAccess()
-    """Who may read the metrics of the workers and of the store node; `router` and `planner` have settings of their own."""
+    """Settings that say who may read the metrics of the workers and the store node; `router` and `planner` have settings of their own."""
 
     metrics_tls: MetricsTls = MetricsTls()
     """TLS of the metrics of the workers, the store node and the planner. `cluster.tls` makes a certificate for them too."""

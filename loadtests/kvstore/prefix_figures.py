@@ -56,7 +56,7 @@ def break_even(computed: Mapping[int, float], loaded: Mapping[int, float]) -> fl
 
 
 def break_evens(lines: Sequence[PrefixLine]) -> dict[str, float | None]:
-    """Return the break-even length of each origin."""
+    """Return for each origin the length in tokens from which loading is faster than computing; None as in `break_even`."""
     medians: dict[PrefixOrigin, dict[int, float]] = {origin: {} for origin in PrefixOrigin}
     for line in lines:
         if line.median_ms is not None:

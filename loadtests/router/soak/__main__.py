@@ -58,7 +58,7 @@ log = logging.getLogger("soak")
 
 @dataclass
 class SoakFindings:
-    """What a run has measured of the router, and its complaints."""
+    """Measurements of the router in one run, and complaints about it."""
 
     capacity_rps: float = 0.0
     load: float = 0.0

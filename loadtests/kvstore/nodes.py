@@ -23,7 +23,7 @@ class NodeFailed(Exception):
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of child processes that import this checkout."""
+    """Return environment variables by which child processes import the modules of this checkout."""
     return os.environ | {"PYTHONPATH": str(ROOT)}
 
 

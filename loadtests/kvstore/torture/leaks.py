@@ -1,12 +1,12 @@
 """Leaks: functions by which the torture test finds what processes have left behind.
 
-They are checked after all clients have ended, and after leases and connections had time to end:
+Leaks are looked for after all clients have ended, and after leases and connections had time to end. There is none if:
 
 1. No pin, lease or reservation is open in the node, and all its space can be written again.
 2. The node and the clients that lived to the end have no more open files than at their start.
 3. No child process lives, and a stopped node removes its sockets.
 4. No process maps memory with a name in /dev/shm, which a killed process would leave there, and the folder of the SSD tier never
-   exceeds its limit. (Both are sampled during the run.)
+   exceeds its limit. (These two are sampled during the run.)
 """
 
 import hashlib

@@ -13,7 +13,7 @@ INSTALL_SECONDS = 900
 
 
 class SystemUnavailable(Exception):
-    """A contestant cannot take part; the message gives the reason and a remedy."""
+    """A compared system or another server cannot be installed or started; the message gives the reason."""
 
 
 class SystemDistribution(Struct, frozen=True, kw_only=True):
@@ -22,15 +22,15 @@ class SystemDistribution(Struct, frozen=True, kw_only=True):
     name: str
     version: str
     steps: tuple[tuple[tuple[str, ...], ...], ...]
-    constraints: Path | None = None  # file of the versions of all packages, for pip
-    system: str = ""  # command that must exist besides
+    constraints: Path | None = None  # pip constraints file with the versions of all packages; None: none
+    system: str = ""  # command that installs the system packages it needs; empty: none
 
 
 def python_of(distribution: SystemDistribution, cache: Path) -> Path:
-    """Return the interpreter of a system's environment, which is made if it is missing or was made of other versions; this takes minutes.
+    """Return the Python of a system's environment. Make the environment if it is missing or has other versions; this takes minutes.
 
     Raises:
-        SystemUnavailable: It cannot be made; the message says what failed.
+        SystemUnavailable: The environment cannot be made; the message says what failed.
     """
     folder = cache / f"{distribution.name.lower()}-{distribution.version}"
     python = folder / "bin" / "python"
@@ -39,7 +39,7 @@ def python_of(distribution: SystemDistribution, cache: Path) -> Path:
     recipe = hashlib.sha256(json.dumps(distribution.steps).encode() + versions).hexdigest()
     if python.exists() and stamp.exists() and stamp.read_text() == recipe:
         return python
-    stamp.unlink(missing_ok=True)  # before the folder is emptied, so that half an environment has none
+    stamp.unlink(missing_ok=True)  # first, so that an interrupted installation has no stamp
     print(f"installing {distribution.name} {distribution.version} into {folder}", file=sys.stderr)
     _run([sys.executable, "-m", "venv", "--clear", str(folder)], distribution)
     for step in distribution.steps:

@@ -7,13 +7,13 @@ The first one tests an installation. The checkout is installed into an empty env
 dependencies. Then, with an empty home folder, one command starts a whole cluster with the simulated engine and sends a request. The
 program ends with status 1 if the first token takes longer than a minute.
 
-With `--cancelled`, a vLLM engine gets long prompts, and when its first step with them has begun, their requests are cancelled. The time
-to the first token of a request that is sent in the same moment is compared with the time on an idle engine, in turn. This is the worst
-moment: a step cannot be interrupted, so the request waits for a whole one. As a check of the measurement, it is also taken without the
-cancellation. `--step-tokens` limits the tokens of a step. With several values, engines with these limits are started in turn, `--starts`
-times each. What a limit costs and gains is measured too: the time to the first token of one long prompt, the rate at which several are
-computed, and the time per token of an answer beside them. The program ends with status 1 if the median after a cancellation is more than
-1.2 times that of the idle engine, with any of the limits.
+With `--cancelled`, a vLLM engine gets long prompts. When its first step with these prompts has begun, their requests are cancelled, and
+a new request is sent. Its time to the first token is compared with the time on an idle engine, which is measured in turn. This is the
+worst moment: a step cannot be interrupted, so the new request waits for a whole step. As a check, the new request is also measured
+without the cancellation. `--step-tokens` limits the tokens of a step. With several values, engines with these limits are started in
+turn, `--starts` times each. Three more figures show what a limit costs and gains: the time to the first token of one long prompt, the rate at which
+several long prompts are computed, and the time per token of an answer that is generated meanwhile. The program ends
+with status 1 if the median after a cancellation is more than 1.2 times that of the idle engine, with any of the limits.
 """
 
 import argparse
@@ -47,11 +47,11 @@ PROMPT = "Hello"
 
 MOST_RATIO = 1.2
 LONG_TOKENS, FOLLOW_UP_TOKENS = 4000, 2048
-OTHERS = 4  # long prompts at once; the engine computes the first of them, and the others wait
+OTHERS = 4  # number of long prompts sent at once; the engine computes the first one while the others wait
 WARM_UP_ROUNDS = 2
 CASES = ("idle", "cancelled", "not_cancelled")
-BESIDE = 2  # long prompts beside an answer
-ANSWER_TOKENS = 500  # more than the answer gets while these prompts are computed
+BESIDE = 2  # long prompts that are computed while an answer is generated
+ANSWER_TOKENS = 500  # so many that the answer does not end while these prompts are computed
 
 
 def main() -> int:
@@ -134,7 +134,7 @@ def _ratios(measured: dict[str, list[float]]) -> dict[str, float]:
 
 
 def quartiles(measured: dict[str, list[float]]) -> dict[str, list[float]]:
-    """Return the three quartiles of each measurement; those of a single value are this value."""
+    """Return the three quartiles of each measurement. If it has a single value, all three are this value."""
     several = {name: found if len(found) > 1 else 2 * found for name, found in measured.items()}
     return {name: [round(each, 1) for each in statistics.quantiles(found)] for name, found in several.items()}
 
@@ -145,7 +145,7 @@ def _worker(folder: Path, engine_arguments: dict[str, int]) -> WorkerSettings:
 
 
 async def _follow_up(driver: EngineDriver, case: str) -> float:
-    """Return the milliseconds to the first token of a request that is sent to an idle engine, or after others."""
+    """Return the milliseconds to the first token of a request. `case` says what the engine does when the request arrives."""
     engine = driver.engine
     if case != "idle":
         others = [an_attempt(fresh_prompt(LONG_TOKENS), 1) for _ in range(OTHERS)]
@@ -209,7 +209,7 @@ MEASUREMENTS: dict[str, tuple[Measurement, str]] = {
 def _installed(folder: Path) -> Path:
     """Install the checkout and return the command `fleet` of the new environment."""
     environment, source = folder / "venv", folder / "source"
-    shutil.copytree(CHECKOUT, source, ignore=shutil.ignore_patterns(*NOT_SOURCE))  # a build leaves files behind
+    shutil.copytree(CHECKOUT, source, ignore=shutil.ignore_patterns(*NOT_SOURCE))  # a build leaves files in it
     pip = [str(environment / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     for command in ([sys.executable, "-m", "venv", str(environment)], [*pip, str(source)]):
         subprocess.run(command, cwd=folder, check=True, timeout=INSTALL_SECONDS, env=_environment(), stdout=sys.stderr)
@@ -243,7 +243,7 @@ def _first_token(fleet: Path, folder: Path) -> float:
 
 
 def _environment() -> dict[str, str]:
-    """Return the environment without variables that would give access to this installation."""
+    """Return the environment variables, without those by which a child process could find this Python installation."""
     kept = {
         name: value for name, value in os.environ.items() if not name.startswith("PYTHON") and name != "VIRTUAL_ENV"
     }

@@ -1,4 +1,4 @@
-"""Main benchmark: what Fleet costs on top of the engine, and what its KV store saves, in one interleaved run on the tiny model.
+"""Main benchmark: how much latency Fleet adds to the engine's, and how much its KV store saves, in one interleaved run on the tiny model.
 
 Four targets answer the same prompts in turn, round by round, so that a change of the machine's speed meets all of them:
 
@@ -7,7 +7,8 @@ Four targets answer the same prompts in turn, round by round, so that a change o
 - ``fleet-store``: prefill worker, blocks through the store node, decode worker.
 - ``fleet-direct``: prefill worker, blocks by NIXL, decode worker; a cluster of its own.
 
-The processes of the other targets are stopped (SIGSTOP), because NIXL's progress thread uses most of a core even when it is idle.
+While one target is measured, the processes of the other targets are stopped (SIGSTOP), because NIXL's progress thread uses most of
+a core even when it is idle.
 Prompts are random tokens that are repeated only in the prefix scenario. The client has one keep-alive connection, server-sent events
 and concurrency 1.
 
@@ -57,7 +58,7 @@ class ServedAnswer:
 
 @dataclass
 class ServerUnderTest:
-    """A running system under test with all its processes."""
+    """A running server: plain vLLM, or a cluster of Fleet. `pids` are its main processes; their children are found from these."""
 
     port: int
     pids: list[int]
@@ -106,7 +107,7 @@ class ServingTarget:
     extra: dict[str, Any] = field(default_factory=dict)
 
     def ask(self, tokens: Sequence[int], **extra: Any) -> ServedAnswer:
-        """Send a request for a streamed completion; times are taken when the client's socket delivers the events."""
+        """Send a request for a streamed completion. Each event gets the instant at which the client has read it."""
         body = {
             "model": self.model,
             "prompt": list(tokens),
@@ -184,7 +185,7 @@ def fleet_cluster(kv_path: str, folder: Path) -> Iterator[ServerUnderTest]:
     ready = folder / f"{kv_path}.json"
     port = free_port()
     topology = folder / f"{kv_path}.toml"
-    topology.write_text("[router]\nheartbeat_timeout_seconds = 60\n")  # NIXL slows other processes down on few cores
+    topology.write_text("[router]\nheartbeat_timeout_seconds = 60\n")  # long, because NIXL slows other processes down
     command = [
         sys.executable,
         "-m",
@@ -227,7 +228,7 @@ def stop(server: ServerUnderTest, process: subprocess.Popen[bytes]) -> None:
 
 
 def turn(servers: Sequence[ServerUnderTest], chosen: ServerUnderTest) -> None:
-    """Let only the chosen server run."""
+    """Continue the chosen server, stop all others by SIGSTOP, and wait until the chosen one is healthy."""
     for server in servers:
         if server is not chosen:
             server.signal(signal.SIGSTOP)
@@ -280,7 +281,7 @@ def measure_cost(targets: Sequence[ServingTarget], rounds: int, per_round: int, 
 
 
 def measure_prefix(target: ServingTarget, servers: Sequence[ServerUnderTest], rounds: int, seed: int) -> dict[str, Any]:
-    """Measure the TTFT of a 2k-token prompt whose blocks are in the store, on the worker that computed them and on the other one."""
+    """Measure the TTFT of a 2k-token prompt on the worker that computed its blocks, and on a worker that loads them from the store."""
     rng = random.Random(seed)
     turn(servers, target.server)
     cold: list[float] = []
@@ -289,7 +290,7 @@ def measure_prefix(target: ServingTarget, servers: Sequence[ServerUnderTest], ro
     other: list[float] = []
     for _ in range(rounds):
         prefix = prompt(rng, 2048)
-        # The decode worker computes the prefix and gets it again; then the prefill worker gets it for the first time.
+        # The decode worker gets the prefix twice, and computes it only once. Then the prefill worker gets it for the first time.
         cold.append(target.ask(prefix + prompt(rng, 16), fleet={"placement": "aggregated"}).ttft_ms)
         same.append(target.ask(prefix + prompt(rng, 16), fleet={"placement": "aggregated"}).ttft_ms)
         answer = target.ask(prefix + prompt(rng, 16), fleet={"placement": "disaggregated"})

@@ -1,10 +1,10 @@
-"""First token of a newcomer: the built wheel in an empty environment outside the repository, on each supported Python.
+"""First token of a new user: installs the wheel into an empty environment outside the repository, on each supported Python.
 
 Usage: ``python -m loadtests.newcomer [--pythons python3.11,…] [--json FILE]``
 
 For each Python, an empty environment gets the wheel with its dependencies from the package index. Then two commands run:
 ``fleet up --engine simulated`` and ``fleet generate``. The command exits with 1 if a Python fails, or if one is
-not on this machine; `--pythons` names those that are to be tried.
+not on this machine; `--pythons` names the Pythons to try.
 """
 
 import argparse
@@ -30,13 +30,13 @@ PAUSE_SECONDS = 0.2
 
 
 class FirstToken(Struct, frozen=True, kw_only=True):
-    """Result of the newcomer on one Python."""
+    """Result on one Python: the durations, or the reason of the failure."""
 
     python: str
     version: str = ""  # empty if the Python is missing
     install_seconds: float = 0.0
-    first_token_seconds: float = 0.0  # from the first of the two commands to the end of the second one
-    why: str = ""  # why there was no token; empty if there was one
+    first_token_seconds: float = 0.0  # time from the start of the first command to the end of the second one
+    why: str = ""  # reason why there was no token; empty: there was one
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -69,7 +69,7 @@ def _wheel(folder: Path) -> Path:
 
 def _first_token(python: str, wheel: Path, folder: Path) -> FirstToken:
     folder.mkdir()
-    # Nothing of the repository or of the caller's environment is found from here.
+    # Only these variables are kept, so that the commands cannot find the repository or the caller's Python environment.
     environment = {name: os.environ[name] for name in ("PATH", "HOME", "TMPDIR") if name in os.environ}
     environment |= {name: value for name, value in os.environ.items() if name.startswith(("PIP_", "SSL_", "PYENV_"))}
     environment["XDG_CACHE_HOME"] = str(folder / "cache")

@@ -1,8 +1,8 @@
-"""Test of a worker group: one real vLLM engine over two workers that stand for two nodes answers like one, and ends as a whole.
+"""Test of a worker group: one real vLLM engine over two worker processes, which stand for two nodes.
 
-``python -m loadtests.vllm_group`` starts two worker processes on loopback for each way of spreading an engine, and checks: its tokens
-equal those of an engine in one process. If the lead rank is killed, the other rank ends, and the reverse. If only the other rank is asked
-to stop, both drain. If the other rank dies during the start, the lead rank gives up. It prints a JSON object for each case, and ends
+``python -m loadtests.vllm_group`` starts two worker processes on loopback for each way of spreading an engine, and checks four
+things. The tokens equal those of an engine in one process. If one rank is killed, the other rank ends. If only the second rank is asked to
+stop, both ranks drain. If the second rank dies during the start, the lead rank gives up. It prints a JSON object for each case, and ends
 with status 1 if a check fails.
 
 It does not test pipeline stages (which end vLLM 0.32's CPU engine at its first request, on one node too), several hosts, or
@@ -36,7 +36,7 @@ START_SECONDS = 300
 END_SECONDS = 60
 ANSWER_SECONDS = 60
 PORT = 17_411  # port of the lead rank; it must be free
-ITS_PROCESSES = 2  # the resource tracker of multiprocessing, and the engine's scheduler
+ITS_PROCESSES = 2  # child processes of a rank: the resource tracker of multiprocessing, and the engine's scheduler
 TOKENS = 12
 PROMPTS = [[7 + 13 * number + place % 911 for place in range(90 + 40 * number)] for number in range(4)]
 WAYS: dict[str, dict[str, Any]] = {
@@ -46,7 +46,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 class GroupEnding(Struct, frozen=True):
-    """How a group is ended."""
+    """One way to end a group: a signal to one rank, and the expected exit statuses."""
 
     victim: int  # rank that gets the signal
     sent: signal.Signals
@@ -63,7 +63,7 @@ ENDS = {
 
 
 class GroupProcess:
-    """A worker process with its log in the folder."""
+    """Starts the worker process of one rank, with settings and log in a folder, and waits for its end."""
 
     def __init__(self, folder: Path, settings: WorkerSettings) -> None:
         self._config = folder / f"{settings.worker_id}.json"
@@ -79,7 +79,7 @@ class GroupProcess:
             )
 
     async def ready(self) -> None:
-        """Wait until it serves; vLLM prints other lines before."""
+        """Wait until the worker has printed its endpoints. vLLM prints other lines before them, which are skipped."""
         assert self.process.stdout is not None
         said, endpoints = [], b""
         try:
@@ -137,7 +137,7 @@ async def on_one_node(model: Path, folder: Path) -> list[list[int]]:
 
 
 async def a_life(model: Path, folder: Path, way: str, how: str) -> dict[str, Any]:
-    """Run one group from its start to its end by `how`."""
+    """Start one group, let it answer, and end it in the way that `how` names in `ENDS`."""
     both = [GroupProcess(folder, a_worker(model, f"{way}-{how}-{rank}", WAYS[way], a_group(rank))) for rank in range(2)]
     async with AsyncExitStack() as held:
         began = time.monotonic()

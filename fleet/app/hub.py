@@ -229,7 +229,7 @@ class _ModelDownload:
     def _environment(self) -> dict[str, str]:
         """Return environment variables for the hub's client.
 
-        Without them, the client would use those of this process.
+        Without them, the client would use the values that the user has set for this process.
         """
         return {
             "HF_HUB_OFFLINE": "0",  # "0" lets the client download; engines get "1", because their models are in folders already
@@ -268,7 +268,7 @@ class _ModelDownload:
         if self._hub.token_file:
             token = f"see that the token in {self._hub.token_file} may read it"
         else:
-            token = "name a file with a token that may read it in hub.token_file"  # noqa: S105 - none
+            token = "name a file with a token that may read it in hub.token_file"  # noqa: S105 - advice, not a token
         match failed.failure:
             case DownloadFailure.REPOSITORY:
                 return (

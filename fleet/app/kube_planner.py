@@ -1,4 +1,4 @@
-"""Process of the planner of a Kubernetes cluster."""
+"""kube-planner process: plans all deployments of a Kubernetes cluster that have a ServingPlan, until a stop signal."""
 
 from prometheus_client import CollectorRegistry
 
@@ -23,7 +23,7 @@ class _SimulatedParts:
 
 
 async def run_kube_planner(settings: KubePlannerSettings, announce: Announce) -> None:
-    """Run the planner of a Kubernetes cluster until a stop signal. While another one leads, this one only waits.
+    """Run the planner of a Kubernetes cluster until a stop signal. While another planner leads, this one only waits.
 
     Raises:
         ConfigurationRefused: An address is in use, or the settings do not state how to reach the API server.

@@ -1,4 +1,4 @@
-"""Process of a KV store node."""
+"""Store node process: runs a KV store node until a stop signal (`fleet serve kvstore`)."""
 
 from fleet.app.process import Announce, ServiceDefinition, stop_signal
 from fleet.core.errors import ConfigurationRefused

@@ -1,4 +1,4 @@
-"""Process of the Kubernetes operator."""
+"""Operator process: runs the Kubernetes operator until a stop signal (`fleet serve operator`)."""
 
 from prometheus_client import CollectorRegistry
 

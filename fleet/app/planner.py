@@ -97,7 +97,9 @@ async def run_planner(settings: PlannerSettings, announce: Announce) -> None:
 
 
 def _certificate_watch(settings: PlannerSettings, scraped: CertificateFiles | None) -> CertificateWatch:
-    """Return an object that watches all certificates of the settings. `scraped` is the certificate of the port for metrics.
+    """Return an object that watches all certificates of the settings.
+
+    `scraped` is the certificate of the port for metrics; None: that port has no TLS.
 
     Raises:
         ConfigurationRefused: A file cannot be used.

@@ -606,9 +606,9 @@ class _Parts(Struct, frozen=True, kw_only=True):
 async def _serve(settings: RouterSettings, parts: _Parts, announce: Announce) -> None:
     """Open the ports and serve until a stop signal.
 
-    A process that does not share its ports opens them first. So if another process has these ports, it ends before it
-    contacts workers. Its health port can also report from the beginning whether it is ready. Processes that share ports
-    (`share_ports`) open them last, because clients can connect to a listening port at once.
+    A process that does not share its ports opens them first. So if another process has these ports already,
+    this process ends before it contacts workers. Its health port can also report from the beginning whether it is ready.
+    Processes that share ports (`share_ports`) open them last, because clients can connect to a listening port at once.
     """
     async with _directory(settings) as directory, asyncio.TaskGroup() as tasks, AsyncExitStack() as opened:
         ports = _frontends(settings, parts)
@@ -774,7 +774,10 @@ async def _frontends(settings: RouterSettings, parts: _Parts) -> AsyncIterator[_
 
 
 def metrics_guards(settings: RouterSettings, *, keyed: bool) -> tuple[MetricsGuard, MetricsGuard]:
-    """Return the guards of the metrics at `http_listen` and at `health_listen`. `keyed` is True if clients need a key."""
+    """Return the guards of `http_listen` and `health_listen`, which check whether a caller may read the metrics.
+
+    `keyed` is True if clients need a key.
+    """
     access = settings.metrics_access
     asks = access.ask if access.ask is not None else keyed or bool(access.key_sha256)
     health, asks_on_health = settings.health_listen, access.ask_on_health

@@ -1,4 +1,4 @@
-"""Settings reference: describes the keys of all settings files: in the page docs/settings.md, as a list, and as JSON schemas.
+"""Settings reference: describes the keys of all settings files, as the page docs/settings.md, as a list, and as JSON schemas.
 
 All three follow from the types that define the settings. `make docs` and `make chart` write the page, and a unit test
 compares it with the types. `fleet config` prints the list and the schemas.
@@ -78,7 +78,10 @@ def command_of(part: str) -> str:
 
 
 def settings_keys(kind: type[Struct], path: str = "", outer: tuple[type[Struct], ...] = ()) -> Iterator[SettingsKey]:
-    """Yield all keys of a settings file; the keys of a section follow the key of the section. `outer` are the sections around `kind`."""
+    """Yield all keys of a settings file; the keys of a section follow the key of the section.
+
+    `outer` are the sections around `kind`. They are not listed again inside `kind`, which would never end.
+    """
     texts = documented_fields(kind)
     for field in structs.fields(kind):
         key = f"{path}{field.encode_name}"
@@ -167,7 +170,7 @@ def _unit(field: structs.FieldInfo) -> str:
 
 
 def _leaves(of: Any) -> Iterator[Any]:
-    """Yield the types that an annotation consists of."""
+    """Yield the types in an annotation that have no type arguments, such as str and int in `dict[str, int]`."""
     inner = getattr(of, "__args__", ())
     if not inner:
         yield of

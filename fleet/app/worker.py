@@ -1,7 +1,7 @@
 """Worker process: runs an engine with its services, or an additional rank of an engine that spans several hosts.
 
-The engine is found by its name among the entry points `workers.engines`, whose function starts it. For vLLM,
-`workers.engines.vllm.launch` makes the arguments. SIGTERM begins a drain (`workers.machine`, rule 1).
+Each engine has an entry point in the group `workers.engines`: a function that starts the engine. For vLLM,
+`workers.engines.vllm.launch` makes the arguments of the engine. SIGTERM begins a drain (`workers.machine`, rule 1).
 """
 
 import asyncio
@@ -282,7 +282,7 @@ async def _evacuator(
 def _patience(facts: EngineFacts) -> float | None:
     """Return the seconds to wait for the store node; None means the default time.
 
-    They are 0 if the node did not answer the engine at its start.
+    They are 0 if the node did not answer when the engine started, because it will hardly answer now.
     """
     return None if facts.store_id is not None else 0.0
 

@@ -179,10 +179,10 @@ def _gds() -> DoctorVerdict:
 
 
 class PackagesProbe(Struct, frozen=True):
-    """The probe for the packages of an extra."""
+    """The probe for the packages of an extra of Fleet, such as fleet-serving[redis]."""
 
     extra: str  # the extra of Fleet that installs them
-    use: str  # what Fleet does with them
+    use: str  # what Fleet uses the packages for
     distributions: Mapping[str, str]  # the name of each distribution by the module that Fleet imports
     # The usual port of the server that the packages connect to; 0: there is no server. The server need not run on this machine.
     port: int = 0

@@ -113,7 +113,7 @@ def _key(path: str) -> str:
 
 
 def summary(result: Result, address: str) -> Iterator[str]:
-    """Return lines for a person: token counts, the sources of the prompt's blocks, and the command that explains them."""
+    """Return lines for a person: token counts, the sources of the prompt's blocks, and the command that explains the placement."""
     usage = result.usage
     yield f"{usage.prompt_tokens} prompt tokens ({usage.cached_tokens} cached), {usage.completion_tokens} tokens, {result.finish}"
     for phase in result.kv:

@@ -42,8 +42,8 @@ REQUEST_NAME = re.compile(r"[a-z]([-a-z0-9]{0,45}[a-z0-9])?")
 
 _NAMED = re.compile(r"Object (missing required|contains unknown) field `(.*)`")
 _QUOTED = re.compile(r"""(['"])(?!<)..+\1""")
-"""Finds quoted words in errors of the YAML library that come from the file. Words of the library itself (``'<stream
-end>'``) are excluded."""
+"""Finds the quoted words in an error message of the YAML library. They come from the file, which may contain secrets.
+Words of the library itself (``'<stream end>'``) are not matched."""
 
 FIELDS = ("apiVersion", "kind", "metadata", "spec", "status")
 
@@ -246,7 +246,7 @@ def _read(path: Path) -> list[Any]:
         documents = [each for each in yaml.safe_load_all(text) if each is not None]
     except (yaml.YAMLError, RecursionError, ValueError) as error:  # ValueError: an invalid date
         raise ConfigurationRefused(f"{path}: {_error_text(error)}") from error
-    except (AttributeError, KeyError) as error:  # errors of the YAML library itself
+    except (AttributeError, KeyError) as error:  # raised by the YAML library if a value does not fit its tag
         raise ConfigurationRefused(f"{path}: a value is not of the type that its tag says") from error
     _check_values(documents, path)
     return documents

@@ -85,7 +85,7 @@ def _tune(arguments: argparse.Namespace) -> int:
 def break_even_lines(found: RemotePrefill) -> Iterator[str]:
     """Yield lines about the prefill break-even that the router has measured."""
     if not found.handoffs_needed:
-        return  # a router of an earlier version
+        return  # a router of an earlier version does not report this
     counts = "counts" if found.learned else "does not count: learn_remote_prefill is off"
     if found.handoffs < found.handoffs_needed:
         yield f"measured: {found.handoffs} hand-offs, of {found.handoffs_needed} that are needed; it {counts}"

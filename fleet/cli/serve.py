@@ -80,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if arguments.ready_fd is not None:
         try:
-            # otherwise an engine process would inherit the file descriptor, and keep it open after the end of this process
+            # without this, an engine process would inherit the file descriptor, and keep it open after the end of this process
             os.set_inheritable(arguments.ready_fd, False)
         except OSError as error:
             raise ConfigurationRefused(f"--ready-fd: {arguments.ready_fd}: {error.strerror}") from error
@@ -95,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     if arguments.processes > 1:
         return _serve_routers(arguments)
-    from fleet.app.serving import serve  # noqa: PLC0415 - later than `die_with_parent`, because it takes a second
+    from fleet.app.serving import serve  # noqa: PLC0415 - takes a second, so after `die_with_parent`
     from kvstore.errors import NodeEnded  # noqa: PLC0415
     from workers.ports import EngineDied, EngineHung, WorkerReplaced  # noqa: PLC0415
     from workers.start_phase import telling_phases  # noqa: PLC0415
@@ -200,7 +200,7 @@ def _announcer(arguments: argparse.Namespace) -> Callable[[Mapping[str, str]], N
         else:
             os.write(ready_fd, line.encode())
             if arguments.heartbeat:
-                from fleet.local.heartbeat import send_heartbeats  # noqa: PLC0415 - later than `die_with_parent`
+                from fleet.local.heartbeat import send_heartbeats  # noqa: PLC0415 - slow, so after `die_with_parent`
 
                 send_heartbeats(ready_fd)
             else:

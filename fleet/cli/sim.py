@@ -2,10 +2,10 @@
 
 Rules:
 
-1. `run` runs one scenario. `compare` runs two scenarios and compares them. `sweep` runs many. `capacity` searches the
-   highest load that keeps an SLO.
+1. `run` runs one scenario. `compare` runs two scenarios and compares them. `sweep` runs many scenarios. `capacity`
+   searches the highest load that keeps an SLO.
 2. `faults` measures nothing. It tests the machines under randomly drawn faults, and needs no scenario.
-3. All of them write JSON to `--json FILE` (- is standard output). Without this option they print a summary.
+3. All sub-commands write JSON to `--json FILE` (- is standard output). Without this option they print a summary.
 4. A scenario that cannot be run is refused before anything is written. A file is written completely or not at all.
 """
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from fleet.sim.scenario import Scenario
 
 COMPARED_SEEDS = tuple(range(1, 6))
-MOST_DIGITS = 40  # maximum number of digits of a number for a seed
+MOST_DIGITS = 40  # maximum number of characters of a seed or a range of seeds
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -1,7 +1,8 @@
 """Heartbeats: sends heartbeats from a child's event loop to its supervisor, and samples the state of a child.
 
 Heartbeats go through the readiness pipe. They are needed because a process that is stopped, or whose event loop is
-stuck, keeps its sockets. With `socket.SO_REUSEPORT` it also keeps getting its share of new connections.
+stuck, keeps its sockets open, so its connections do not show that it hangs. With `socket.SO_REUSEPORT` it also keeps
+getting its share of new connections.
 `fleet.local.liveness` judges the heartbeats and the samples.
 """
 
@@ -36,7 +37,8 @@ def sample_process(pid: int) -> ProcessSample | None:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
         return None
-    # Used if the kernel has no such counters. Then time in which the process waits for a core counts like other time.
+    # A kernel without these counters has no such file. With zeros, time in which the process waits for a core counts as
+    # silence, too.
     scheduled = "0 0 0"
     with suppress(OSError):
         scheduled = Path(f"/proc/{pid}/schedstat").read_text()

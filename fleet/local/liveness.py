@@ -34,9 +34,9 @@ class LivenessLimits(Struct, frozen=True, kw_only=True):
 class ProcessSample(Struct, frozen=True, kw_only=True):
     """State of a process and its main thread, as the kernel reports it."""
 
-    stopped: bool = False  # stopped by a signal
-    traced: bool = False  # traced by a debugger
-    runnable: bool = False  # the process runs, or waits for a core
+    stopped: bool = False  # True if a signal such as SIGSTOP has stopped the process
+    traced: bool = False  # True if a debugger traces the process
+    runnable: bool = False  # True if the process runs, or waits for a core
     ran: Nanos = Nanos(0)  # time on a core since its start
     waited: Nanos = Nanos(0)  # time spent waiting for a core since its start, without the current wait
 

@@ -83,7 +83,7 @@ class LocalPools:
         self._say = say
         self._runtime = folder
         self.folder = folder / PLANS
-        """Folder from which plans are read."""
+        """Folder from which plans are read, and to which reports are written."""
 
         self.folder.mkdir()
         self._records = FolderRecords(self.folder)
@@ -218,7 +218,7 @@ class LocalPools:
 
 
 class _PoolWorkers:
-    """The workers of one pool, grouped by what they do now."""
+    """The workers of one pool: those that stay, and those that drain."""
 
     def __init__(self, kind: LocalPool) -> None:
         self.kind = kind

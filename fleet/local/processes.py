@@ -11,7 +11,8 @@ Rules:
 3. All files of a child are in the runtime folder: settings, socket, temporary files, and the log, unless logs are kept
    elsewhere.
 4. A child is ready when it has written one line of JSON with its endpoints to its readiness file descriptor.
-5. Every child is sampled twice a second. A hung one (`fleet.local.liveness`) is killed, which counts as a death.
+5. The state of every child is sampled twice a second. A child that hangs (`fleet.local.liveness`) is killed, which counts
+   as a death.
 6. The states of the children are recorded in the runtime folder for other commands (`fleet.local.runs`).
 """
 

@@ -30,7 +30,7 @@ class RouterProcesses(Struct, frozen=True, kw_only=True):
     # each process's own control socket; empty: all processes share the port of `control`
     control_sockets: tuple[str, ...]
     health: str  # address of the health port; empty: none
-    kserve: str  # address for KServe; empty: not served
+    kserve: str  # address of the port for the Open Inference Protocol; empty: not served
     picker: str  # address of the endpoint picker; empty: not served
 
 

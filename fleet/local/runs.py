@@ -2,10 +2,11 @@
 
 Rules:
 
-1. A run locks the file `alive` in its runtime folder (`fleet.core.file_locks`), and so does its orphan reaper. So no
-   other run cleans up the folder while the reaper is still cleaning up.
+1. A run locks the file `alive` in its runtime folder (`fleet.core.file_locks`), and so does its orphan reaper. The
+   locks show other runs that they must not clean up the folder yet.
 2. The file `groups` in the runtime folder lists the process groups of the run, with the lines that the orphan reaper
-   gets. It is used if the reaper was killed, too. By that time, another program may have the number of a group. So a
+   gets. The next run reads the file if both the supervisor and the reaper were killed. By then, the system may have
+   given the number of a group to another program. So a
    process in such a group belongs to the run only if its environment names the run. An engine that renames itself
    overwrites its environment. Such a process belongs to the run if it writes to a log of the run.
 3. Only folders of the same user are read. A folder without the file `alive` is just being made, or belongs to another
@@ -31,7 +32,7 @@ from kvstore.security.credentials import Credentials
 
 PREFIX = "fleet-"
 PLANS = "plans"
-"""Name of the folder for plans in the runtime folder."""
+"""Name of the folder in the runtime folder from which `fleet up` reads plans for its pools."""
 
 # Maximum number of characters in the path of the runtime folder's parent, because the path of a socket may have at most
 # 107.
@@ -87,7 +88,7 @@ class ProcessReport(Struct, frozen=True, kw_only=True):
 
     @property
     def failing(self) -> bool:
-        """True if the process has died, and has not been ready since then for so long that its deaths are forgotten."""
+        """True if the process has died, and has not been ready for long enough since then (`HEALTHY_AFTER`) to forget its deaths."""
         return self.deaths > 0
 
 
@@ -255,7 +256,7 @@ def _groups(folder: Path) -> list[int]:
     """Return the process groups that had not ended when the run was killed."""
     groups: dict[int, None] = {}
     with suppress(OSError):
-        # Only complete lines are read: after a full disk, the last line may contain a truncated number.
+        # Only complete lines are read: if the disk was full, the last line may contain a truncated number.
         for change, group in re.findall(rb"([+-])([0-9]+)\n", (folder / GROUPS).read_bytes()):
             if change == b"+":
                 groups[int(group)] = None

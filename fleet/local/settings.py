@@ -36,10 +36,10 @@ from workers.watchdog import WatchdogSettings
 Positive = Annotated[int, Meta(ge=1)]
 
 TINY = "tiny"
-"""Value of `model` for the model that the project builds itself."""
+"""Value of `cluster.model` that stands for the tiny model, which `fleet up` builds itself."""
 
 SIMULATED = "simulated"
-"""Value of `engine` for the simulated engine, which needs no further package."""
+"""Value of `cluster.engine` that stands for the simulated engine, which needs no further package."""
 
 
 CHAT_TEMPLATE = "chat_template.jinja"
@@ -50,8 +50,8 @@ Seconds = Annotated[float, Meta(ge=1, le=86_400)]
 class SupervisionSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Rules for hung and dead processes of `fleet up`.
 
-    Time does not count while a process waited for a core, was traced by a debugger, or while the whole machine stood
-    still.
+    Time in which a process waits for a core or is traced by a debugger does not count, nor time in which the whole
+    machine stands still.
     """
 
     stopped_seconds: Seconds = 3.0
@@ -87,10 +87,10 @@ class SupervisionSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class ClusterSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings that all processes share."""
+    """Settings that all processes of the cluster share, such as the model and the engine."""
 
     model: Annotated[str, Meta(min_length=1)] = TINY
-    """Hugging Face folder, relative to the file; or a repository of the hub, such as Qwen/Qwen3-0.6B, with @revision if
+    """Hugging Face folder, relative to the topology file; or a repository of the hub, such as Qwen/Qwen3-0.6B, with @revision if
     the newest one is not wanted; or "tiny", the model that the project builds itself.
     """
 
@@ -98,7 +98,7 @@ class ClusterSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Name under which clients ask for the model; empty: the name of the folder or repository."""
 
     engine: Annotated[str, Meta(min_length=1)] = "vllm"
-    """Name of an entry point in the group `workers.engines`."""
+    """The engine of all workers: "vllm", "simulated", or another installed entry point of the group `workers.engines`."""
 
     task: ModelTask = ModelTask.AUTO
     """The task of the model: generate, embed or classify; see `task` of the workers. auto: by the model's architecture. A
@@ -106,7 +106,7 @@ class ClusterSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """
 
     chat_template: str = ""
-    """File with the Jinja template of chats, relative to the file; empty: that of the model."""
+    """File with the Jinja template of chats, relative to the topology file; empty: the template of the model."""
 
     tool_call_parser: str = "auto"
     """The parser of tool calls, by vLLM's name; see `tool_call_parser` of the workers."""
@@ -127,15 +127,15 @@ class ClusterSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     adapters: dict[ModelName, str] = {}
     """LoRA adapters that every worker may load: the name under which clients ask for each, and its folder, relative to
-    the file. The simulated engine does not read the folders.
+    the topology file. The simulated engine does not read the folders.
     """
 
     adapter_slots: Positive = 4
-    """LoRA adapters that a worker can have loaded at a time."""
+    """Maximum number of LoRA adapters that a worker can have loaded at a time."""
 
     tls: bool = False
-    """Make an authority and a certificate for the ports for clients, for as long as the cluster runs. For certificates of your
-    own, set `router.tls`."""
+    """If true, `fleet up` makes a certificate authority and a certificate for the ports for clients; both are removed with
+    the cluster. For certificates of your own, set `router.tls`."""
 
     most_workers: Positive = 64
     """Maximum number of workers that the machine has room for, such as its number of GPUs. `fleet scale` starts no more; draining
@@ -147,14 +147,14 @@ class StorePlace(StrEnum):
     """Place of the KV store node."""
 
     PROCESS = "process"  # a process of its own: blocks survive the end of a worker
-    WORKER = "worker"  # in the process of the only worker: one process less, but both end together
+    WORKER = "worker"  # in the process of the only worker: one process less, but blocks are lost when it ends
 
 
 class StoreSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The KV store node."""
 
     place: StorePlace = StorePlace.PROCESS
-    """Place of the node. "worker" needs exactly one worker."""
+    """Place of the node: "process" (a process of its own), or "worker" (in the worker's process; needs exactly one worker)."""
 
     capacity_mib: Positive = 256
     """Memory for blocks, allocated at the start. 256 MiB hold 65,000 tokens of the tiny model."""
@@ -182,7 +182,7 @@ class PoolSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Number of workers that the cluster starts with."""
 
     max_running: Positive = 16
-    """Requests in one batch."""
+    """Maximum number of requests in one batch of a worker."""
 
     metrics_listen: str = ""
     """host:port of the first worker's /metrics. Each further worker of the pool, `decode-1` and so on, takes the
@@ -216,16 +216,16 @@ class PlannedPoolSection(Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Short name of the GPU type; empty: no GPU."""
 
     gpus: Positive = 1
-    """GPUs of one worker."""
+    """Number of GPUs of one worker."""
 
     dollars_per_hour: Annotated[float, Meta(ge=0)] = 0.0
-    """Price of one GPU, or of one worker without a GPU."""
+    """Price per hour of one GPU; if `gpu` is empty, the price of one worker."""
 
     start_seconds: Annotated[float, Meta(ge=0, le=86_400)] = 10.0
-    """Time until a new worker serves, before one was measured."""
+    """Assumed time in seconds until a new worker serves, used until the start of a worker has been measured."""
 
     drain_seconds: Annotated[float, Meta(ge=0, le=86_400)] = 60.0
-    """Time from telling a worker to end until it has ended."""
+    """Assumed time in seconds from the request to end until a worker has ended."""
 
 
 class LocalPlannerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -248,7 +248,7 @@ class LocalPlannerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     Empty: there is none."""
 
     region: str = ""
-    """Region of the price book; empty: its first."""
+    """Region of the price book; empty: the first region in the book."""
 
     engines: dict[PoolName, LinearEngineSettings | GpuEngineSettings] = {}
     """Engine of each pool. With the simulated engine, they may be left out; the settings of the pools are then used."""
@@ -257,16 +257,16 @@ class LocalPlannerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """The rule that sizes the pools: `fleet` by models of their engines, or `load` by the number of requests."""
 
     rehearsal: RehearsalSettings = RehearsalSettings()
-    """Rehearsal of plans in the simulator."""
+    """Settings of the rehearsal, which tries plans in the simulator before they are carried out."""
 
     score_seconds: Annotated[float, Meta(gt=0, le=1e6)] = 60.0
-    """Time after a plan over which its prediction is compared with what happened."""
+    """Seconds after a plan was carried out in which its prediction is compared with what happens."""
 
     metrics_listen: str = ""
     """host:port of the planner's /metrics; empty: there is none."""
 
     metrics_access: MetricsAccess = MetricsAccess()
-    """Access to these metrics."""
+    """Settings that say who may read the planner's metrics."""
 
     history: str = ""
     """File for the records of plans; empty: a file in the runtime folder, which is removed with the cluster."""
@@ -297,13 +297,13 @@ class Topology(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Traces of all processes: the router, the workers and the store node."""
 
     metrics_access: MetricsAccess = MetricsAccess()
-    """Access to the metrics of the workers and of the store node; `router` and `planner` have settings of their own."""
+    """Settings that say who may read the metrics of the workers and the store node; `router` and `planner` have settings of their own."""
 
     metrics_tls: MetricsTls = MetricsTls()
     """TLS of the metrics of the workers, the store node and the planner. `cluster.tls` makes a certificate for them too."""
 
     supervision: SupervisionSettings = SupervisionSettings()
-    """How processes that end or hang are started again."""
+    """When processes that hang are killed, and how processes that have ended are started again."""
 
     pools: tuple[PoolSection, ...] = (PoolSection(role=Role.PREFILL), PoolSection(role=Role.DECODE))
     """The pools of workers. Default: a prefill and a decode pool, each with one worker."""
@@ -384,7 +384,7 @@ def for_task(topology: Topology, model_dir: Path) -> Topology:
     pools = topology.pools
     if any(pool.role is Role.BOTH for pool in pools):
         pools = tuple(pool for pool in pools if pool.role is Role.BOTH or pool.replicas)
-    else:  # the default pools, of which the decode workers answer
+    else:  # the default pools: the decode workers become workers of role both, and there is no prefill pool
         pools = tuple(structs.replace(pool, role=Role.BOTH) for pool in pools if pool.role is Role.DECODE)
     if any(pool.role is not Role.BOTH for pool in pools) or not pools:
         raise ConfigurationRefused(f"pools: a model with the task {task} has workers of role both")

@@ -3,7 +3,7 @@
 Rules:
 
 1. Children start in stages: a child starts when every child of the earlier stages has been ready. Children also stop in
-   stages, in another order: the router stops first, because it needs the workers to finish its answers.
+   stages, in another order: the router stops first, because it needs the workers to finish its running answers.
 2. Until all children have been ready once, the death of one child, or a readiness timeout, ends the whole cluster. So
    no part of a cluster stays after a failed start, and wrong settings are not tried again. Later, only a stop request
    ends the cluster.
@@ -33,7 +33,8 @@ from fleet.core.clock import MILLISECOND, SECOND, Nanos
 CONFIGURATION_REFUSED = 3  # exit status of the command `fleet` after it has refused its configuration
 FIRST_BACKOFF = Nanos(250 * MILLISECOND)
 LONGEST_BACKOFF = Nanos(30 * SECOND)
-# Maximum number of doublings of the first pause. The result is three days, which is above any longest pause.
+# Maximum number of doublings of the first pause, so that the number cannot grow without limit. The result is three days,
+# which is more than any `longest_pause`.
 MOST_DOUBLINGS = 20
 JITTER = 0.5  # maximum part of a pause that is left out ("equal jitter")
 HEALTHY_AFTER = Nanos(30 * SECOND)
@@ -63,7 +64,7 @@ class ChildExited(Struct, frozen=True):
     """Event: a child and all processes that it had started have ended."""
 
     name: str
-    status: int  # exit status; as in `subprocess`, the negative number of a signal that ended the child
+    status: int  # exit status; if a signal ended the child, the negative number of the signal, as in `subprocess`
 
 
 class ChildUnresponsive(Struct, frozen=True):
@@ -129,7 +130,7 @@ class ReportRestart(Struct, frozen=True):
     name: str
     status: int
     pause: Nanos
-    deaths: int = 1  # deaths in a row, including this one
+    deaths: int = 1  # number of deaths in a row, including this one
 
 
 class ForgetChild(Struct, frozen=True):

@@ -35,7 +35,7 @@ CHECKSUMS = "checksums.json"
 """SHA-256 of the other files of a built folder, by name."""
 
 SPECIAL_TOKENS = ("<s>", "</s>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>")
-BOS, EOS, END = 0, 1, 5  # the trainer numbers special tokens first, in order
+BOS, EOS, END = 0, 1, 5  # token ids: the trainer gives the special tokens the first ids, in their order
 
 VOCABULARY = 4096
 HIDDEN = 256
@@ -72,8 +72,8 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}"
     "{{ '<|assistant|>' }}"
-    # A request that turns thinking off ends it in the prompt, as with Qwen3. The tags are not written out, because a
-    # template that shows them is taken for that of a reasoning model.
+    # A request that turns thinking off ends it in the prompt, as with Qwen3. The tags are escaped, because a
+    # template that contains them literally is taken for the template of a reasoning model.
     r"{% if enable_thinking is defined and not enable_thinking %}{{ '\x3cthink>\n\n\x3c/think>\n\n' }}{% endif %}"
     "{% endif %}"
 )

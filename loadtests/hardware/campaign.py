@@ -1,4 +1,4 @@
-"""Measurements as arrays, and the model's predictions for all of them at once.
+"""Measurements as arrays, and the predictions of the latency model for all measurements at once.
 
 `StepModel` and `closed_loop` do not branch on values, so the formulas of the simulator are evaluated here on arrays with one entry per
 measurement.
@@ -33,19 +33,23 @@ from loadtests.hardware.regression import Floats
 
 
 class Campaign(Struct, frozen=True, kw_only=True):
-    """Measurements of one phase, with arrays in the same order."""
+    """The measurements of one phase. Each array has one entry per measurement, in the order of `measurements`."""
 
     phase: MeasuredPhase
     measurements: tuple[Measurement, ...]
-    prefill: StepWork  # its fields are arrays
+    prefill: StepWork  # work of prefill steps; its fields are arrays
     decode: StepWork
-    given: dict[str, Floats]  # arguments of `closed_loop` or `closed_loop_disaggregated`
-    client: dict[str, Floats]  # known fields of the benchmark client
-    ttft: Floats  # measured, seconds
+    given: dict[str, Floats]  # further arguments of `closed_loop` or `closed_loop_disaggregated`, by name
+    client: dict[str, Floats]  # fields of `BenchmarkClient` that are known and not fitted
+    ttft: Floats  # measured TTFT in seconds
     tpot: Floats
 
     def predict(self, logs: Floats) -> ClientMeasurement:
-        """Predict with the logarithms of coefficients, shape [measurements, coefficients], in the order of `NAMES`."""
+        """Return the predicted TTFT and TPOT of all measurements.
+
+        `logs` are the logarithms of the coefficients of each measurement, shape [measurements, coefficients]; the
+        coefficients are in the order of `NAMES`.
+        """
         values = dict(zip(NAMES, np.exp(logs).T, strict=True))
         efficiency = Efficiency(**{name: values[name] for name in EFFICIENCIES})
         client = BenchmarkClient(**{name: values[name] for name in CLIENTS}, **self.client)
@@ -61,7 +65,7 @@ class Campaign(Struct, frozen=True, kw_only=True):
 
 
 def campaign(measurements: Sequence[Measurement], models: dict[str, ModelSizes], phase: MeasuredPhase) -> Campaign:
-    """Return the measurements of one phase whose configurations are possible."""
+    """Return those measurements of one phase whose model fits on the stated GPUs."""
     chosen = [each for each in measurements if each.phase is phase and can_be_placed(each, models)]
     prefill = [cut(each, models, each.prefill) for each in chosen]
     decode = [cut(each, models, each.decode) for each in chosen]

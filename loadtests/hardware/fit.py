@@ -84,7 +84,7 @@ SHARED_WIDTHS = {
     "front_token": 0.5,
     "late_slots": 1.5,
 }
-"""Start values of the fit."""
+"""Widths of the coefficients at the level `all`, a single group that contains all measurements."""
 
 STIFFNESS = {
     "link": 0.5,
@@ -95,8 +95,11 @@ STIFFNESS = {
     "experts_memory": 0.6,
     "experts_compute": 0.4,
 }
-"""Factor for coefficients that differ less between groups. Measurements can hardly separate the cost of prompts in dense layers from
-that in experts; without this factor, the fit lets one engine multiply twice as fast as its GPU can."""
+"""Factors that make the widths of some coefficients smaller, because these differ less between groups.
+
+Measurements can hardly separate the cost of prompts in dense layers from the cost in experts. Without these factors, the fitted matrix
+products of one engine would be twice as fast as its GPU can compute.
+"""
 
 WIDTHS = {
     "backend": (0.3, 0.0),
@@ -112,13 +115,13 @@ WIDTHS = {
     "client": (0.0, 0.6),
     "gpu_client": (0.0, 0.3),
 }
-"""Widths of each level: for efficiencies, and for the times that clients add."""
+"""The widths of each level: the first for efficiencies, the second for the times that benchmark clients add."""
 
 SCATTER = (0.15, 0.08)
-"""Assumed scatter of TTFT and TPOT, in logarithms."""
+"""Assumed standard deviations of TTFT and TPOT, in logarithms; residuals are divided by them."""
 
 CROSSED_GPUS = ("h100", "h200", "b200", "b300")
-"""GPUs with more than a hundred aggregated measurements."""
+"""GPUs that are left out in turn: those with more than a hundred aggregated measurements."""
 
 
 def main() -> None:
@@ -157,7 +160,7 @@ def layout(made: Coefficients) -> str:
 
 
 class Fitting:
-    """All measurements, of which any part can be fitted."""
+    """Fits the coefficients to all measurements or to a part of them, and computes the errors of the predictions."""
 
     def __init__(self, sample: Sample) -> None:
         phases = {each.phase for each in sample.measurements if can_be_placed(each, sample.models)}
@@ -194,7 +197,7 @@ class Fitting:
         )
 
     def committed(self) -> FittedCoefficients:
-        """Return the fit that is committed: to four fifths of all curves."""
+        """Return the fit to four fifths of all curves, whose result is committed to the repository."""
         return self._fit(~self._where(lambda each: each.held_out), "curves")
 
     def _where(self, holds: Callable[[Measurement], bool]) -> NDArray[np.bool_]:
@@ -236,7 +239,7 @@ class Fitting:
         return _report(errors, self._measurements, basis, fitted_on, tested_on)
 
     def _crossed(self, group: Callable[[Measurement], str], names: Sequence[str]) -> Floats:
-        """Return the errors of each group's measurements under a fit without them; NaN for measurements of no group."""
+        """Leave out each group in turn, and return the errors of its measurements under a fit to the others; NaN: in no group."""
         errors = np.full((len(self._measurements), 2), np.nan)
         for name in names:
             left_out = self._where(lambda each, name=name: group(each) == name)
@@ -250,7 +253,7 @@ class Fitting:
 def _report(
     errors: Floats, measurements: Sequence[Measurement], basis: EstimateBasis, fitted_on: str, tested_on: str
 ) -> list[AccuracyRow]:
-    """Return the errors of all measurements, each engine, each GPU with engine, and each model, without rows of NaN."""
+    """Return error rows for all measurements, for each engine, for each GPU with engine, and for each model. NaN is left out."""
     rows = []
     tested = ~np.isnan(errors[:, 0])
     for cell in cells(measurements):

@@ -2,7 +2,8 @@
 
     python gemm_tables.py WHEEL FOLDER
 
-It writes SYSTEM-DTYPE.npz for each system and data type, with the columns m, n, k, ms of the newest version of all frameworks.
+It writes SYSTEM-DTYPE.npz for each system and data type, with the columns m, n, k and ms. For each framework, only the tables of its newest
+version are read.
 """
 
 import io

@@ -1,7 +1,10 @@
-"""Efficiency of single matrix products from public tables, as shares of the data sheet, also for GPUs without other measurements.
+"""Efficiency of single matrix products, as a share of the GPU's data sheet, fitted to public tables of their durations.
+
+Some of these GPUs have no other measurements.
 
 The model of a product of m×k by k×n is a launch time, plus the root of the sum of squares of the times for reading its operands and
-for multiplying. The fastest kernel of every shape counts. A fifth of the weights' shapes (n, k) is held out of the fit.
+for multiplying. If a table has several kernels for a shape, only the fastest counts. A fifth of the weights' shapes (n, k) is held
+out of the fit.
 
 There are two sources: the parquet tables in the `aiconfigurator-core` wheel (NVIDIA GPUs, Apache-2.0; read in an environment with
 pyarrow), and the CSV files in `aiter/configs` of AMD's repository ROCm/aiter (MI300X, fp8 block-scaled; MIT).
@@ -39,14 +42,14 @@ NUMBERS = {"bfloat16": Number.BF16, "fp8": Number.FP8, "fp8_block": Number.FP8, 
 OPERAND_BYTES = {Number.BF16: 2.0, Number.FP8: 1.0, Number.FP4: 0.5625, Number.INT4: 0.53125}
 
 MI300X_UNITS = 304  # compute units of an MI300X, which identify it in aiter's tables
-LEAST_SIDE = 1024  # least side of the weights; models have no smaller ones
+LEAST_SIDE = 1024  # products with a smaller side of the weights are left out, because models have none
 MOST_TOKENS = 16384
 
 START = {"launch_us": 4.0, "memory": 0.8, "compute": 0.6}
 WIDTHS = {"launch_us": 1.0, "memory": 0.3, "compute": 0.5}
 SCATTER = 0.1
 
-Product = tuple[int, int, int]  # m, n, k
+Product = tuple[int, int, int]  # sizes m, n and k of a product of an m×k and a k×n matrix
 
 
 def wheel_operators(wheel: Path, cache: Path) -> list[OperatorEfficiency]:
@@ -69,7 +72,7 @@ def wheel_operators(wheel: Path, cache: Path) -> list[OperatorEfficiency]:
 
 
 def aiter_operators(folder: Path) -> list[OperatorEfficiency]:
-    """Return the efficiency of the MI300X from a checkout's `aiter/configs`, or nothing without a table."""
+    """Return the efficiency of the MI300X from the tables in `aiter/configs`; an empty list if the folder has no table."""
     fastest: dict[Product, float] = {}
     for path in sorted(folder.rglob("*blockscale*_tuned_gemm*.csv")):
         with path.open(newline="") as file:

@@ -13,31 +13,31 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
-STEP = 1e-4  # step of the numeric derivative, in logarithms
+STEP = 1e-4  # difference for the numeric derivative, in logarithms
 LONGEST_MOVE = 0.7  # longest move of a coefficient in one iteration: a factor of two
-ENOUGH = 3e-4  # share of the loss; the fit ends when an iteration gains less
-OUTLIER = 2.0  # size of a residual, in widths, from which it weighs less
+ENOUGH = 3e-4  # the fit ends when an iteration reduces the loss by less than this share
+OUTLIER = 2.0  # residuals above this size, in widths, get less weight
 
 
 class Level(Struct, frozen=True, kw_only=True):
-    """One level of grouping rows."""
+    """One way to group the rows, such as by GPU."""
 
     name: str
     keys: Sequence[Hashable]  # key of each row
-    widths: Mapping[str, float]  # width of the deviations by coefficient; others do not differ between groups
+    widths: Mapping[str, float]  # width of each coefficient; one that is missing has no deviations
 
 
 class FittedCoefficients(Struct, frozen=True, kw_only=True):
-    """Fitted coefficients."""
+    """Result of a fit: the start values, and the fitted deviations of each group."""
 
     names: tuple[str, ...]
-    guess: tuple[float, ...]  # logarithms
-    deviations: dict[tuple[str, Hashable], Floats]  # by level and key
-    rows: dict[tuple[str, Hashable], int]  # rows of each group
+    guess: tuple[float, ...]  # logarithms of the start values, to which deviations are added
+    deviations: dict[tuple[str, Hashable], Floats]  # deviation of each coefficient, by level and key
+    rows: dict[tuple[str, Hashable], int]  # number of fitted rows of each group, by level and key
     loss: float
 
     def values(self, keys: Mapping[str, Hashable]) -> dict[str, float]:
-        """Return the coefficients of a member of these groups; unnamed levels and unknown keys have no deviation."""
+        """Return the coefficients for a row with these keys by level; levels that are not named and unknown keys add no deviation."""
         logs = np.array(self.guess)
         for pair in keys.items():
             logs = logs + self.deviations.get(pair, 0.0)
@@ -59,7 +59,7 @@ def fit(
         levels: Levels of grouping for all rows.
         residuals: Maps logarithms of coefficients, shape [rows, coefficients], to residuals in widths, shape [rows, outputs].
         rows: Rows of the fit; the others are ignored.
-        iterations: Most iterations.
+        iterations: Maximum number of iterations.
     """
     names = tuple(guess)
     means = np.log([guess[name] for name in names])
@@ -114,11 +114,11 @@ def fit(
 
 
 class _Block(Struct, frozen=True, kw_only=True):
-    """The unknowns of one level: for each key, its coefficients."""
+    """The unknowns of one level: one deviation for each key and each coefficient that differs between groups."""
 
     level: str
     keys: list[Hashable]
-    codes: NDArray[np.int64]  # index of each row's key; -1: not fitted
+    codes: NDArray[np.int64]  # for each row, the index of its key; -1: no fitted row has this key
     coefficients: NDArray[np.int64]
     widths: Floats
 
@@ -144,7 +144,7 @@ def _starts(blocks: Sequence[_Block]) -> list[int]:
 def _columns(
     blocks: Sequence[_Block], coefficients: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], Floats]:
-    """Return for each row and coefficient the index of its unknown, and the width of every unknown."""
+    """Return which unknown is added to which coefficient of which row, as three parallel arrays, and the width of each unknown."""
     which, column, coefficient, widths = [], [], [], []
     for block, start in zip(blocks, _starts(blocks), strict=True):
         assert block.coefficients.max() < coefficients

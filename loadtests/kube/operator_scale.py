@@ -5,13 +5,13 @@ has four roles of one replica: two pairs of prefill and decode. The test measure
 operator's CPU and memory, and its writes of child objects, status and events. Then it measures a change of all deployments, and a
 scale change of one child object on the idle operator.
 
-The memory is the highest of this process, less that of the modules that the operator does not load (the clients and the API server of the tests).
-The records of requests are counted in a process of their own for the same reason.
+The memory is the peak of this process, minus the memory of the modules that an operator does not load (the clients and the API server of
+the tests). The records of requests are counted in another process, so that they do not add to this peak.
 
-The API server is written in Python, too, and takes most of the time. So the report has the CPU time of both, and that of the operator for a
-scale change from the change until the operator is at rest, which depends less on the load of the machine than the time does.
-
-With `--before DIR` another checkout of Fleet is measured in turn with this one, `--rounds` times, and the medians of both are printed.
+The API server is written in Python, too, and takes most of the time. So the report has the CPU times of the API server and of the
+operator. For a scale change, it has the CPU time of the operator until the operator has nothing left to do; this figure depends less on
+the load of the machine than the elapsed time. With `--before DIR`, another checkout of Fleet and this checkout are measured in turn,
+`--rounds` times, and the medians of both are printed.
 """
 
 import argparse
@@ -59,7 +59,7 @@ ASK_CPU = "processor time"
 
 
 class DelayedProbes:
-    """Probe sender that answers each probe after the usual delay."""
+    """Probe sender that sends nothing, and answers each probe after `ANSWER_SECONDS`, as long as a real answer takes."""
 
     def __init__(self) -> None:
         self.asked = 0
@@ -117,7 +117,7 @@ async def measure(
 
 
 def modules_mib() -> int:
-    """Return the memory of the modules that this load test has beside those of an operator's process."""
+    """Return the MiB of memory of the modules that this load test loads and an operator does not."""
     sizes = []
     for module in ("operators.process", __spec__.name):
         script = f"import {module}; from loadtests.kube.memory import highest_mib; print(highest_mib())"
@@ -127,7 +127,7 @@ def modules_mib() -> int:
 
 
 def counted(url: str) -> tuple[collections.Counter[str], ...]:
-    """Return the operator's writes by sort, by child and by status."""
+    """Return three counts of the operator's writes: by kind of write, by child object, and by deployment for status writes."""
     requests = RunningApiServer(url).requests()
     writes = collections.Counter(
         "status"
@@ -170,7 +170,7 @@ async def change(server: RunningApiServer, operator: Operator, count: int, spec:
 
 
 def apply(server: RunningApiServer, count: int, spec: dict[str, Any]) -> dict[str, int]:
-    """Apply a specification and return the generations by name."""
+    """Apply a specification to all deployments, and return their new generations by name."""
     generations = {}
     with Api(server.url) as api:
         for at in range(count):
@@ -202,7 +202,7 @@ async def scale(server: RunningApiServer, operator: Operator, at: int) -> tuple[
                 assert time.monotonic() < began + 60
             return time.monotonic() - began
 
-    # The loop's thread runs only the operator meanwhile.
+    # Meanwhile the thread of the event loop runs only the operator, so its CPU time is that of the operator.
     used = time.thread_time()
     seconds = await asyncio.to_thread(change_and_wait)
     async with asyncio.timeout(SECONDS):
@@ -230,7 +230,7 @@ def compare(before: Path, deployments: int, rounds: int) -> dict[str, Any]:
     runs: dict[str, list[dict[str, Any]]] = {"before": [], "now": []}
     for _ in range(rounds):
         for name, folder in (("before", before), ("now", ROOT)):
-            # The folder of a module that is run comes first in its path.
+            # `python -m` puts the current folder first in the module path, so the checkout in `folder` is measured.
             done = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, check=True)
             runs[name].append(flat(json.loads(done.stdout)))
     return {
@@ -244,7 +244,7 @@ def compare(before: Path, deployments: int, rounds: int) -> dict[str, Any]:
 
 
 def flat(found: dict[str, Any], path: str = "") -> dict[str, float]:
-    """Return nested figures by their paths."""
+    """Return nested figures as one dict, whose keys are paths such as `made.seconds`."""
     figures: dict[str, float] = {}
     for name, value in found.items():
         figures |= flat(value, f"{path}{name}.") if isinstance(value, dict) else {f"{path}{name}": value}
@@ -252,7 +252,7 @@ def flat(found: dict[str, Any], path: str = "") -> dict[str, float]:
 
 
 def exceeded(found: dict[str, Any], most_mib: int, most_seconds: float, most_scale_ms: int) -> Iterator[str]:
-    """Yield the limits that the figures exceed; a limit of 0 is none. With any limit, those of writes hold too."""
+    """Yield a text for each limit that the figures exceed; 0 means no limit. If any limit is set, writes are limited, too."""
     if not (most_mib or most_seconds or most_scale_ms):
         return
     if most_mib and found["memory_mib"] > most_mib:

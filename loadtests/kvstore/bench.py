@@ -1,4 +1,4 @@
-"""Benchmark of the KV store beside the machine's limits and other stores: interleaved rounds, medians, one table.
+"""Benchmark of the KV store, compared with the machine's limits and with other stores: interleaved rounds, medians, one table.
 
     python -m loadtests.kvstore.bench [--quick] [--json FILE] [--rounds N] [--only WORD] [--no-peers] [--traces DIR] [--folder DIR]
 

@@ -1,4 +1,4 @@
-"""Interleaved comparison: several contestants do the same work in turn, round by round, so that a change of the machine meets all.
+"""Interleaved comparison: several contestants do the same work in turn, round by round, so that a change of the machine's speed affects all alike.
 
 A contestant is a function that does the work once and returns its figure; it prepares and cleans up outside of the measured time. A
 contestant that cannot take part raises `SystemUnavailable`, and the result contains the reason.
@@ -24,13 +24,13 @@ class LineDirection(StrEnum):
 
 
 class BenchmarkLine(Struct, frozen=True, kw_only=True):
-    """One line of the table."""
+    """One line of the table: the contestants that do the same work, and the unit of their figures."""
 
     name: str
     unit: str
     better: LineDirection
     fleet: Contestant
-    limit: Contestant | None = None  # the machine's limit, or None
+    limit: Contestant | None = None  # measures the limit of the machine; None: no limit
     limit_is: str = ""  # description of the limit
     peers: Mapping[str, Contestant] = {}
 
@@ -42,12 +42,12 @@ class LineResult(Struct, frozen=True, kw_only=True):
     unit: str
     fleet: float | None
     limit: float | None
-    ratio_to_limit: float | None  # 1: as good as the limit; less: worse, whatever the unit is
+    ratio_to_limit: float | None  # 1: as good as the limit; below 1: worse, also where lower figures are better
     peers: dict[str, float | None]
     rounds: int
     spread: dict[str, tuple[float, float]]  # lowest and highest value of each contestant
     limit_is: str = ""
-    absent: dict[str, str] = {}  # reasons of contestants without a figure
+    absent: dict[str, str] = {}  # by contestant, the reason why it has no figure
 
 
 def measure(line: BenchmarkLine, rounds: int) -> LineResult:
@@ -85,7 +85,7 @@ def measure(line: BenchmarkLine, rounds: int) -> LineResult:
 
 
 def ratio(figure: float | None, limit: float | None, better: LineDirection) -> float | None:
-    """Return how near a figure comes to its limit."""
+    """Return the ratio of a figure to its limit, so that 1 means as good as the limit. Return None if one of them is missing."""
     if not figure or not limit:
         return None
     return figure / limit if better is LineDirection.MORE else limit / figure
@@ -119,5 +119,5 @@ def _rounded(figure: float | None) -> float | None:
 
 
 def _digits(figure: float) -> float:
-    """Round to four significant digits, more than any of these figures has."""
+    """Round to four significant digits; no figure is more exact than that."""
     return float(f"{figure:.4g}")

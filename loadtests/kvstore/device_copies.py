@@ -1,8 +1,8 @@
 """Benchmark of block copies between an accelerator and pinned host memory: ``python -m loadtests.kvstore.device_copies --json FILE``.
 
-It measures `workers.engines.vllm.blocks.block_memory.DeviceBlocks` beside the raw limit, which is one copy of as many bytes between
+It measures `workers.engines.vllm.blocks.block_memory.DeviceBlocks`, and as the raw limit one copy of the same number of bytes between
 pinned memory and the device. All rows take turns in every round. "Busy" means that another thread keeps steps of some
-milliseconds running on the engine's stream, as a loaded engine does. The store is not part of it: `read` fills nothing.
+milliseconds running on the engine's stream, as a loaded engine does. The store is not measured: the reader of the benchmark copies no bytes.
 """
 
 import argparse
@@ -26,13 +26,13 @@ SHAPES = {
     "70B in 8 ranks, 16 tokens": (80, 2, 16, 128),
     "8B, 64 tokens": (32, 16, 64, 128),
 }
-BLOCKS = 64  # of one copy
-POOL = 512  # blocks that the engine has
+BLOCKS = 64  # number of blocks in one copy
+POOL = 512  # number of blocks in the engine's KV cache
 STEP = 4096  # the busy engine multiplies square matrices of this size
 
 
 class NoStore:
-    """Implements `BlockReader` without a store: every block arrives at once."""
+    """Implements `BlockReader` without a store: it copies nothing, and says that every block has arrived."""
 
     def read(self, match: Match, indices: Sequence[int], destinations: Sequence[Any]) -> list[bool]:  # noqa: ARG002
         return [True] * len(indices)
@@ -68,9 +68,9 @@ class BusyEngine:
 
 
 def rows_of(shape: tuple[int, int, int, int], *, tokens_first: bool) -> dict[str, Callable[[], object]]:
-    """Return what is measured with blocks of this shape; a call copies `BLOCKS` blocks and waits for it.
+    """Return functions to measure for blocks of this shape, by the name of the row. A call copies `BLOCKS` blocks and waits.
 
-    "begin to save one block" is the time that a step of the engine loses for one block; it does not wait.
+    The call "begin to save one block" does not wait: its time is what a step of the engine loses by saving one block.
     """
     layers, heads, tokens, elements = shape
     kv = [torch.zeros((POOL, heads, tokens, elements), device="cuda", dtype=torch.bfloat16) for _ in range(layers)]

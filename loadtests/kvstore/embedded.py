@@ -1,11 +1,13 @@
-"""Benchmark of the embedded store: how much the node delays its host's event loop, and how much a busy host delays the node.
+"""Benchmark of the embedded store: how much the store node delays its host's event loop, and how much a busy host delays the node.
+
+The host is the process that the node runs in; in production it is a worker.
 
 python -m loadtests.kvstore.embedded [--rounds 5] [--seconds 3] [--json FILE]
 
 The host's event loop does what a worker's does: it wakes every millisecond, and every tenth time it computes for 3 ms without yielding,
 like the bookkeeping of a step. A client in another process looks up, reads and writes blocks as fast as it can. The node runs in its
-own process, in a thread of the host, or on the host's event loop. The figures in ms are the delay of the host's wake-ups without its
-own computing, and the duration of look-ups. They are medians of interleaved rounds.
+own process, in a thread of the host, or on the host's event loop. The figures in ms are the delay of the host's wake-ups, without
+the time of its own computing, and the duration of look-ups. They are medians of interleaved rounds.
 """
 
 import argparse
@@ -34,7 +36,8 @@ from loadtests.kvstore.nodes import ROOT, StoreNode, environment, short_folder
 
 PLACES = ("process", "thread", "loop")
 BLOCK_BYTES = 128 << 10
-LOOKED_UP, WRITTEN = 94, 8  # blocks of a prompt of 3,000 tokens, and a few new ones
+# Numbers of blocks: the blocks of a prompt of 3,000 tokens are looked up, and a few new blocks are written.
+LOOKED_UP, WRITTEN = 94, 8
 CAPACITY_BYTES = 64 << 20
 TICK_SECONDS, BUSY_SECONDS, BUSY_EVERY = 0.001, 0.003, 10
 PROCESS_SECONDS = 60.0
@@ -87,7 +90,7 @@ def _round(place: str, seconds: float) -> dict[str, float]:
             each.stdin.write("go\n")
             each.stdin.flush()
         found: dict[str, float] = json.loads(client.communicate(timeout=PROCESS_SECONDS)[0])
-        # The host keeps the node until its input ends.
+        # The host runs the node until its standard input ends, which `communicate` causes. So the client is read first.
         found |= json.loads(host.communicate(timeout=PROCESS_SECONDS)[0])
         node.stop()
         return found
@@ -162,7 +165,7 @@ def _until_told() -> None:
 
 
 def spread(name: str, seconds: Sequence[float]) -> dict[str, float]:
-    """Return percentiles and maximum in milliseconds; the percentiles of a single value are this value."""
+    """Return the percentiles and the maximum in milliseconds. A single value is also its percentiles."""
     cuts = statistics.quantiles(seconds if len(seconds) > 1 else (*seconds, *seconds), n=100)
     return {f"{name} p50": 1e3 * cuts[49], f"{name} p99": 1e3 * cuts[98], f"{name} max": 1e3 * max(seconds)}
 

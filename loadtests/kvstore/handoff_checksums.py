@@ -4,7 +4,7 @@
 
 One pair of engines has checksums, the other has none. They are measured in turn, round by round, and the idle pair is
 stopped (SIGSTOP) meanwhile, because NIXL's progress threads use most of a core. The built-in model computes a prompt
-much faster than real models, so the share of the checksums is larger here than there. The checksums alone are measured
+much faster than real models, so checksums take a larger share of the time here than with real models. The checksums alone are measured
 as well, on blocks of the same shape in this process.
 """
 
@@ -34,7 +34,7 @@ from tests.support.workers.vllm_engines import VllmEngines, hosted, vllm_worker
 from workers.settings import WorkerSettings
 
 BLOCK_TOKENS = 32
-LAYERS, LAYER_BYTES = 4, 32 << 10  # of a block of the built-in model
+LAYERS, LAYER_BYTES = 4, 32 << 10  # number of layers, and bytes per layer, of a block of the built-in model
 SETUPS = ("on", "off")
 WARM_UP_ROUNDS = 3
 
@@ -100,7 +100,7 @@ def measure(rounds: int, prompt_tokens: int) -> dict[str, list[float]]:
         with hosted(*settings) as engines:
             processes = engine_processes()
             for number in range(WARM_UP_ROUNDS + rounds):
-                # The order alternates, so that neither pair always runs after the pause of the other.
+                # The order alternates, so that neither pair always runs directly after it was stopped.
                 for pair in (0, 1) if number % 2 else (1, 0):
                     with stopped(processes[:2] if pair else processes[2:]):
                         found = first_token_seconds(engines, pair, prompt_tokens)

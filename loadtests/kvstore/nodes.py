@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-START_SECONDS = 60.0  # on a busy machine
+START_SECONDS = 60.0  # time limit of a start, for a busy machine
 STOP_SECONDS = 20.0
 
 
@@ -23,7 +23,7 @@ class NodeFailed(Exception):
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of child processes that import this checkout."""
+    """Return environment variables by which child processes import the modules of this checkout."""
     return os.environ | {"PYTHONPATH": str(ROOT)}
 
 
@@ -43,7 +43,7 @@ class StoreNode:
             "store_id": "store-1",
             "listen": [f"unix:{folder}/c"],
             "shm_socket": f"{folder}/m",
-            "data_listen": f"127.0.0.1:{free_port()}",  # the same after a restart
+            "data_listen": f"127.0.0.1:{free_port()}",  # chosen once, so that the address is the same after a restart
             **settings,
         }
         self._process: subprocess.Popen[bytes] | None = None
@@ -65,7 +65,7 @@ class StoreNode:
         """Start the node and wait until it is ready.
 
         Raises:
-            NodeFailed: It ended, or was not ready in time.
+            NodeFailed: The node ended, or was not ready in time.
         """
         config = self._folder / "node.json"
         config.write_text(json.dumps(self.settings))
@@ -107,7 +107,7 @@ class StoreNode:
         """Stop the node like a supervisor, and wait for its end.
 
         Raises:
-            NodeFailed: It did not end, and was killed.
+            NodeFailed: The node did not end in time, and was killed.
         """
         if self._process is None or self._process.poll() is not None:
             return
@@ -120,18 +120,18 @@ class StoreNode:
             raise NodeFailed(f"the node does not stop within {STOP_SECONDS:.0f} s:\n{self.log()[-2000:]}") from None
 
     def log(self) -> str:
-        """Return the output of all its starts."""
+        """Return the output of the node since its first start."""
         return self._log.read_text(errors="replace") if self._log.exists() else ""
 
     def open_files(self) -> int:
-        """Return the number of open files, including removed ones, without the files of its tiers, which the space limit bounds."""
+        """Return the number of open descriptors except for existing files, which belong to the tiers and are bounded by their capacity."""
         return sum(not _is_there(link) for link in Path(f"/proc/{self.pid}/fd").iterdir())
 
 
 def _is_there(link: Path) -> bool:
     try:
         return link.readlink().is_file()
-    except FileNotFoundError:  # closed meanwhile
+    except FileNotFoundError:  # the descriptor was closed meanwhile
         return True
 
 
@@ -161,7 +161,7 @@ def free_port() -> int:
 
 
 def merged(settings: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge settings section by section."""
+    """Return the settings with the values of `over` in place of theirs; sections in both are merged in the same way."""
     result = dict(settings)
     for key, value in over.items():
         present = result.get(key)

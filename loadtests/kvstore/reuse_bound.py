@@ -1,12 +1,12 @@
-"""Bound on predicting reuse: hit rates of a model that is too expensive for a store, beside those of its eviction policies.
+"""Bound on predicting reuse: hit rates with a model that is too expensive for a store, compared with the store's eviction policies.
 
     python -m loadtests.kvstore.reuse_bound TRACE --capacity-blocks 3655,9140        # wants lightgbm 4.7
 
 Rules:
 
-1. Blocks that are used together, and were last used together, form a run; so does the last block of a chain, which may be partly
-   filled. At each use of a run, boosted trees estimate the probability of its next use in each future span of time, from everything
-   that a store could know about its chain (`FEATURES`), without ever forgetting.
+1. Blocks that are used together, and were last used together, form a run. The last block of a chain, which may be partly filled, is
+   a run of its own. At each use of a run, boosted trees estimate the probability of its next use in each future span of time, from everything
+   that a store could know about its chain (`FEATURES`), if it never forgot anything.
 2. The trees learn from the first half of the trace ("first half"), or from all other conversations: each third of the conversations is
    judged by the other two thirds, past and future ("other conversations"). The first shows what can be learned within the trace, the
    second what could be learned from an endless one.
@@ -29,18 +29,18 @@ from kvstore.eviction.reuse_times import EDGES, SUREST, prospects
 from kvstore.eviction.trace_replay import TraceRequest, optimal, replay
 
 FEATURES = (
-    "uses",  # of the run's blocks
-    "gap",  # since their last use, in seconds
-    "rhythm",  # since the last use of the longest known part of the chain, which differs from the gap if the run is new
-    "mean_gap",  # of the conversation so far
-    "turn",
-    "blocks",  # of the chain
-    "new",  # blocks of the chain
-    "start",  # of the run
-    "behind",  # blocks from its start to the end of the chain
-    "length",
-    "question",  # tokens after the last prompt and its answer
-    "answer",  # tokens
+    "uses",  # number of uses of the run's first block so far
+    "gap",  # seconds since the last use of the run's blocks
+    "rhythm",  # seconds since the last use of the longest known part of the chain; new runs have a rhythm, but no gap
+    "mean_gap",  # mean seconds between the turns of the conversation so far
+    "turn",  # number of the turn in the conversation
+    "blocks",  # number of blocks of the chain
+    "new",  # number of blocks of the chain that were never used before
+    "start",  # index of the run's first block in the chain
+    "behind",  # number of blocks from the start of the run to the end of the chain
+    "length",  # number of blocks of the run
+    "question",  # number of tokens of this prompt after the previous prompt and its answer
+    "answer",  # number of tokens of the answer
 )
 SPANS = int(np.searchsorted(EDGES, 3600 * SECOND))
 STARTS = np.array(EDGES[: SPANS + 1]) / SECOND
@@ -60,17 +60,18 @@ class ReuseRun:
     def __init__(self, number: int, at: float, blocks: list[int], conversation: int, features: tuple[float, ...]):
         self.number = number
         self.at = at
-        self.blocks = blocks  # head first
+        self.blocks = blocks  # in the order of the chain
         self.conversation = conversation
         self.features = features
-        self.next_uses: dict[float, int] = {}  # seconds until then -> blocks
+        self.next_uses: dict[float, int] = {}  # by seconds until the next use: the number of blocks that are used then
 
 
 def runs_of(requests: Sequence[TraceRequest]) -> list[list[ReuseRun]]:
     """Return the runs of each request's chain."""
-    last: dict[int, tuple[int, ReuseRun]] = {}  # block -> the last request that used it, and its run
+    last: dict[int, tuple[int, ReuseRun]] = {}  # by block: the index of the last request that used it, and the run
     uses: dict[int, int] = {}
-    turns, gaps = [0] * len(requests), [float("nan")] * len(requests)  # of the conversation so far; their mean
+    # For each request, the number of earlier turns of its conversation, and the mean seconds between them.
+    turns, gaps = [0] * len(requests), [float("nan")] * len(requests)
     rows: list[list[ReuseRun]] = []
     count = 0
     for index, request in enumerate(requests):
@@ -78,7 +79,8 @@ def runs_of(requests: Sequence[TraceRequest]) -> list[list[ReuseRun]]:
         before = [last.get(name) for name in chain]
         known = sum(each is not None for each in before)
         parent, rhythm, question = None, float("nan"), float("nan")
-        if known > 1 and (found := before[known - 1]) is not None:  # many chains may share the first block
+        # The first block alone does not identify a conversation, because many chains may share it.
+        if known > 1 and (found := before[known - 1]) is not None:
             parent = found[0]
             rhythm = now - requests[parent].arrival / SECOND
             turns[index] = turns[parent] + 1
@@ -112,18 +114,18 @@ def runs_of(requests: Sequence[TraceRequest]) -> list[list[ReuseRun]]:
 
 
 def observed(runs: Sequence[ReuseRun], until: float) -> tuple[Floats, NDArray[np.bool_], Floats]:
-    """Return features with span, use and weight for each run and span that was observed to its end or to a use."""
+    """Return training samples (features with span, used or not, weight), one per run and span that was observed completely."""
     asked, answers, weights = [], [], []
     for run in runs:
         unused = len(run.blocks)
         reached = 0
         for gap, blocks in sorted([*run.next_uses.items(), (float("inf"), 0)]):
             if run.at + gap > until:
-                gap = float("inf")  # noqa: PLW2901 - unknown yet
+                gap = float("inf")  # noqa: PLW2901 - at the instant `until`, this use is unknown
             while reached < SPANS and STARTS[reached + 1] <= min(gap, until - run.at):
                 asked.append((*run.features, reached))
                 answers.append(False)
-                weights.append(unused**0.7)  # blocks of one run are not independent samples
+                weights.append(unused**0.7)  # less than `unused`: blocks of one run are no independent samples
                 reached += 1
             if gap == float("inf") or reached == SPANS:
                 break
@@ -137,7 +139,7 @@ def observed(runs: Sequence[ReuseRun], until: float) -> tuple[Floats, NDArray[np
 
 
 def foretold(taught: Sequence[ReuseRun], until: float, asked: Sequence[ReuseRun]) -> Floats:
-    """Return predicted values by age, with a row for each run."""
+    """Train the trees on the runs `taught`, and return for each run of `asked` the predicted value at each age (`EDGES`)."""
     questions, answers, weights = observed(taught, until)
     parameters = TREES | {"seed": SEED, "verbose": -1, "num_threads": 1}
     model = lightgbm.train(parameters, lightgbm.Dataset(questions, answers, weight=weights), ROUNDS)
@@ -153,8 +155,8 @@ def hits(
 ) -> list[int]:
     """Return the cached tokens of each request."""
     ages = np.array(EDGES) / SECOND
-    where: dict[int, ReuseRun] = {}  # held blocks
-    children: dict[int, int] = {}  # held children of a block
+    where: dict[int, ReuseRun] = {}  # by cached block: the run of its last use
+    children: dict[int, int] = {}  # by cached block: the number of cached blocks that directly follow it
     parents: dict[int, int] = {}
     live: list[ReuseRun] = []
     found = []
@@ -181,7 +183,7 @@ def hits(
                 if len(where) <= capacity:
                     break
                 _shorten(kept[place], where, children, parents, len(where) - capacity)
-            if len(where) == before:  # nothing else is cached
+            if len(where) == before:  # only blocks of this request are cached, so shorten its own runs
                 for run in reversed(row):
                     _shorten(run, where, children, parents, len(where) - capacity)
         live += row

@@ -1,8 +1,9 @@
-"""Duration of planning rounds: 8 pools of 6 GPU types each, and 10,000 workers.
+"""Duration of planning rounds, for 8 pools with 6 GPU types each, and for 10,000 workers.
 
     python -m loadtests.planner.speed [--rounds N] [--json FILE]
 
-Goals: 100 ms for 8 pools × 6 GPU types, 1 s for 10,000 workers. The first round, which computes all capacities, is reported apart.
+Goals: 100 ms for 8 pools × 6 GPU types, 1 s for 10,000 workers. The first round is reported separately, because it computes
+all capacities.
 """
 
 import argparse
@@ -34,7 +35,7 @@ STEP = Nanos(5 * SECOND)
 
 
 def pools(count: int, most: int) -> list[PlannedPool]:
-    """Return the pools: each of `count` with every GPU type."""
+    """Return `count` pools for each GPU type, each with at most `most` replicas."""
     return [
         PlannedPool(
             name=PoolName(f"{ROLES[index % 3]}-{index}-{name}"),

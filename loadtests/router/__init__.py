@@ -1,4 +1,4 @@
-"""Load tests and benchmarks of Fleet's router, whose docstrings say how to run them and what they measure.
+"""Load tests and benchmarks of Fleet's router. The docstring of each module says how to run it and what it measures.
 
 - `python -m loadtests.router` compares Fleet with other routers. They run as real processes, in turn, with the same mock workers and
   the same client. `scenarios` has the requests, `systems` the routers, `comparison` a round, and `figures` the table. `load.client`,

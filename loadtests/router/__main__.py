@@ -1,4 +1,4 @@
-"""Benchmark of Fleet's router beside other routers and the cheapest possible relay: interleaved rounds, medians, one table.
+"""Benchmark that compares Fleet's router with other routers and with the cheapest possible relay, in interleaved rounds.
 
     python -m loadtests.router [--targets NAME[+tls][:POLICY],...] [--scenarios NAME,...] [--rounds N] [--quick] [--json FILE] [--before DIR]
 

@@ -1,4 +1,4 @@
-"""Comparison of routers in one scenario: mock workers, routers in front of them, and the same rounds for all in turn."""
+"""Comparison of routers in one scenario: starts mock workers and all routers, and measures the routers in turn, round by round."""
 
 import json
 import sys
@@ -45,7 +45,7 @@ def contest(
         scenario: The requests.
         contestants: The targets; the first one is the client that asks workers directly.
         rounds: Rounds that count, after a warm-up round.
-        setting: Setting without workers, which are started here.
+        setting: Surroundings of the routers; its workers are ignored, because this function starts the workers.
         vocabulary: Words of the prompts.
         seed: Seed of the prompts, the same for all targets.
     """
@@ -100,7 +100,7 @@ def contest(
 
 
 def _source(scenario: RouterScenario, vocabulary: Vocabulary, seed: int) -> Callable[[str, int], list[Next]]:
-    """Return a function that makes the request sources of all connections for a target and a round."""
+    """Return a function that takes a target's name and a round's number, and returns a request source for each connection."""
     if scenario.sharing is None:
         prompts: dict[str, NewPrompts] = {}
 
@@ -112,7 +112,7 @@ def _source(scenario: RouterScenario, vocabulary: Vocabulary, seed: int) -> Call
         return new_prompts
     conversations = Conversations(scenario.sharing, vocabulary, seed)
 
-    def users(name: str, number: int) -> list[Next]:  # noqa: ARG001 - all targets get the same
+    def users(name: str, number: int) -> list[Next]:  # noqa: ARG001 - all targets get the same prompts
         holding = [conversations.of(f"{user} in round {number}") for user in range(scenario.concurrency)]
         return _limited([each.__next__ for each in holding], scenario.requests)
 
@@ -120,7 +120,7 @@ def _source(scenario: RouterScenario, vocabulary: Vocabulary, seed: int) -> Call
 
 
 def _limited(sources: Sequence[Callable[[], bytes]], requests: int) -> list[Next]:
-    """Limit the number of requests of all sources together."""
+    """Return sources that return None as soon as all of them together have returned `requests` requests."""
     left = iter(range(requests))
 
     def limited(source: Callable[[], bytes]) -> Next:
@@ -187,7 +187,7 @@ def _round(
         seconds=window.seconds,
         router_cpu_seconds=None if server is None else meter.router_cpu_seconds,
         client_cpu_seconds=window.cpu_seconds,
-        worker_cpu_seconds=by_worker[0].process_cpu_seconds if by_worker else None,  # all workers are one process
+        worker_cpu_seconds=by_worker[0].process_cpu_seconds if by_worker else None,  # all workers are in one process
         ttft_seconds=window.ttft_seconds,
         gap_seconds_p99=window.gap_seconds_p99,
         resident_bytes=None if server is None else server.resident_bytes(),

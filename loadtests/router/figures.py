@@ -28,7 +28,7 @@ COLUMNS = (
 
 
 class MeasuredRound(Struct, frozen=True, kw_only=True):
-    """One round of one target."""
+    """Measurements of one target in one round."""
 
     requests: int
     """Requests that were answered completely."""
@@ -42,37 +42,37 @@ class MeasuredRound(Struct, frozen=True, kw_only=True):
     client_cpu_seconds: float
     worker_cpu_seconds: float | None
     ttft_seconds: float
-    """Median over the requests, in seconds."""
+    """Median TTFT of the requests, in seconds."""
 
     gap_seconds_p99: float | None = None
-    """Gap between tokens at the client; None if it gets all tokens at once."""
+    """99th percentile of the seconds between tokens at the client; None if answers come in one piece."""
 
     resident_bytes: int | None
-    """Memory of the router at the end."""
+    """Resident memory of the router at the end of the round; None without a router."""
 
     served: tuple[int, ...] = ()
-    """Requests by worker; empty if the target brings its own workers."""
+    """Number of requests that each worker served; empty if the target has workers of its own."""
 
     computed: tuple[int, ...] = ()
-    """Blocks by worker that were not in its memory."""
+    """Number of blocks that each worker computed, because its cache did not have them."""
 
     blocks: int = 0
     hits: int = 0
 
 
 class BenchmarkRow(Struct, frozen=True, kw_only=True):
-    """Medians over the rounds; None if there is nothing to measure."""
+    """Figures of one target in one scenario: medians over the rounds. None: the figure does not exist for this target."""
 
     scenario: str
     target: str
     cpu_us_per_request: float | None
     cpu_us_per_token: float | None
     ttft_added_us_p50: float | None
-    """Latency that the target adds to asking workers directly in the same round; only at concurrency 1."""
+    """TTFT of the target minus the TTFT without a router in the same round, in microseconds; only at concurrency 1."""
 
     rss_mb: float | None
     hit_rate: float | None
-    """Share of the requested blocks that were in the workers' memory."""
+    """Share of the requested blocks that were in the workers' caches."""
 
     imbalance: float | None
     """Requests of the busiest worker divided by the mean."""
@@ -94,15 +94,15 @@ class BenchmarkRow(Struct, frozen=True, kw_only=True):
     """Lowest and highest value of each figure over the rounds."""
 
     cpu_s_per_1k_tokens: float | None = None
-    """CPU seconds for 1,000 tokens: `cpu_us_per_token` in its usual unit."""
+    """The same as `cpu_us_per_token`, in the unit of published benchmarks: CPU seconds per 1,000 tokens."""
 
     itl_added_us_p99: float | None = None
-    """The 99th percentile of the gaps between tokens, minus that of asking workers directly in the same round; only if workers
-    send tokens at a fixed pace."""
+    """99th percentile of the gaps between tokens, minus the same figure without a router in the same round, in microseconds. It is
+    measured only if workers send tokens at a fixed pace."""
 
     version: str = ""
     absent: str = ""
-    """Reason if there are no figures."""
+    """Reason why there are no figures; empty: there are."""
 
     machine: dict[str, Any] = {}
 
@@ -122,9 +122,9 @@ def row(
         scenario: Name of the scenario.
         target: Name of the target.
         rounds: At least one round, without the warm-up.
-        direct: Rounds of asking workers directly; None: give no latency.
+        direct: Rounds of the client without a router, to compute the added TTFT; None: leave it out.
         version: Version of the target.
-        paced: Rounds of asking workers directly, if these send tokens at a fixed pace; None: give no gaps.
+        paced: Rounds of the client without a router, to compute the added gaps; None: leave them out.
     """
     has_router = rounds[0].router_cpu_seconds is not None
     added = [
@@ -238,7 +238,7 @@ def table(rows: Sequence[BenchmarkRow]) -> str:
 
 
 def _each(rounds: Sequence[MeasuredRound], figure: Callable[[MeasuredRound], float | None]) -> list[float]:
-    """Return the figure of each round, or nothing if one round lacks it."""
+    """Return the figure of each round. Return an empty list if it is missing in one of the rounds."""
     values = [value for each in rounds if (value := figure(each)) is not None]
     return values if len(values) == len(rounds) else []
 
@@ -260,5 +260,5 @@ def _cell(figure: float | None, digits: int) -> str:
 
 
 def _digits(figure: float) -> float:
-    """Round to four significant digits, more than any of these figures has."""
+    """Round to four significant digits; no figure is more exact than that."""
     return float(f"{figure:.4g}")

@@ -1,8 +1,8 @@
 """Benchmark of Fleet's gRPC frontend: CPU time of the router per token, with 64 streams over one channel.
 
 There is no compared system, because the other routers have no gRPC frontend. The workers are real processes with the simulated
-engine, and share their cores with the client. Both cost much more than the mock workers of the HTTP scenarios, so the rate of
-requests means nothing; the CPU time of the router does.
+engine, and share their cores with the client. Workers and client need much more CPU time than the mock workers and the client of the HTTP scenarios.
+So the rate of requests says nothing about the router; only its CPU time is meaningful.
 """
 
 import asyncio
@@ -66,7 +66,7 @@ class StreamWindow(Struct, frozen=True, kw_only=True):
 def contest(
     contestants: Sequence[RouterTarget], rounds: int, setting: BenchmarkSetting, seed: int, *, short: bool
 ) -> list[BenchmarkRow]:
-    """Return the row of Fleet, if it is among the targets."""
+    """Return a row for Fleet if it is among the targets, otherwise an empty list."""
     tokens = QUICK_TOKENS if short else TOKENS
     return [_row(each, rounds, setting, seed, tokens) for each in contestants if each.name == "fleet"]
 
@@ -92,7 +92,7 @@ def cluster(folder: Path, cores: Cores, topology: str = TOPOLOGY) -> Iterator[tu
     """Run `fleet up` with the router on its own core; yield its gRPC address and the router's process id.
 
     Raises:
-        SystemUnavailable: The cluster was not ready in time; the message ends with its last words.
+        SystemUnavailable: The cluster was not ready in time; the message ends with the end of its log.
     """
     file, ready = folder / "topology.toml", folder / "ready.json"
     file.write_text(topology)

@@ -7,8 +7,8 @@ Rules:
 1. A request asks how many leading blocks of its prompt each worker holds. The chosen worker then stores the missing blocks, and
    evicts the least recently used ones when it is full. Workers are chosen by the beginning of the prompt, so prefixes stay together;
    every eighth request goes elsewhere, so some are shared.
-2. The reference is the most obvious index: a set of workers for each block, and a walk along the prompt. It never changes, so the
-   ratio to it shows changes of the index, independent of the machine. Both give the same answers.
+2. The reference is the most obvious index: a set of workers for each block, and a walk along the prompt. Its code never
+   changes. So the ratio of the times of both shows changes of the prefix index, independent of the machine. Both return the same result.
 3. Times are CPU time of this thread. Rounds of both alternate, and the median of their ratios counts.
 """
 
@@ -33,7 +33,7 @@ GOLDEN = 0x9E3779B97F4A7C15  # 2⁶⁴ divided by the golden ratio (Knuth): keys
 
 
 class IndexOperation(Struct, frozen=True):
-    """One request: its query and the changes after it."""
+    """One request: the block keys that it looks up, and the blocks that its worker then stores and removes."""
 
     asked: tuple[int, ...]
     holder: Holder
@@ -42,7 +42,7 @@ class IndexOperation(Struct, frozen=True):
 
 
 class MeasuredIndex(Protocol):
-    """Interface of both indexes."""
+    """Interface that the prefix index and the reference index have in common."""
 
     def add(self, holder: Holder, capacity: int) -> None: ...
 

@@ -3,10 +3,10 @@
     python -m loadtests.router.leaderboard [--policies NAME,...] [--workloads NAME,...] [--workers N,...] [--loads SHARE,...]
         [--seeds N] [--requests N] [--trace NAME=FILE]... [--half 0|1] [--json FILE]
 
-At a load of 1 the engines could just keep up if they had one common cache and no imbalance, so no policy reaches it. Seeds are
+At a load of 1 the engines could just keep up if they had one common cache and no imbalance, so every policy is late there. Seeds are
 paired: all policies get the same requests at the same times, and two policies are compared by the mean of their differences. The
 first half of a trace (formats of `fleet kv replay`) is for tuning and the second half for reporting.
-See `loadtests.router.simulated.cluster` for what is real here and what is not.
+`loadtests.router.simulated.cluster` says which parts are real and which are simulated.
 """
 
 import argparse
@@ -35,13 +35,13 @@ from loadtests.router.simulated.traffic import (
 )
 
 MISUSED = 2
-NOT_COMPARED = ("composed",)  # depends on its settings
+NOT_COMPARED = ("composed",)  # its placement depends entirely on its settings
 POLICIES = tuple(name for name in BUILT_IN.policies if name not in NOT_COMPARED)
 WORKERS = (4, 16, 64)
 LOADS = (0.5, 0.7, 0.9, 1.1)
-REQUESTS = 250  # per worker
-NEVER = 1e9  # times longer
-LEVEL = 0.01  # share of all requests; policies that are closer count as equal
+REQUESTS = 250  # default number of requests per worker
+NEVER = 1e9  # a threshold, as a factor, that is never reached
+LEVEL = 0.01  # two policies count as equal if their shares of requests in time differ by less
 TITLE = "workload         wrk load  policy            goodput in time   hits imbal. TTFT ms      p99   TPOT"
 
 TIGHT = SimulatedDevice(kv_tokens=100_000)
@@ -76,7 +76,7 @@ MADE: Mapping[str, tuple[Callable[[int, int, int], RouterTraffic], SimulatedDevi
 
 
 def fitted(name: str, device: SimulatedDevice) -> dict[str, Any]:
-    """Return the true engine parameters for policies that measure them beforehand; all others have their defaults.
+    """Return policy parameters: the true step times for policies that would measure them in advance, otherwise none.
 
     Mooncake's instances fetch prefixes from each other. These engines do not, so its policy must not count on it.
     """
@@ -98,7 +98,7 @@ def fitted(name: str, device: SimulatedDevice) -> dict[str, Any]:
 
 
 class LeaderboardRow(Struct, frozen=True, kw_only=True):
-    """Means of one policy on one workload over the seeds."""
+    """Outcomes of one policy on one workload, one for each seed; `mean` averages them."""
 
     workload: str
     workers: int
@@ -106,14 +106,14 @@ class LeaderboardRow(Struct, frozen=True, kw_only=True):
     policy: str
     seeds: int
     outcomes: tuple[PolicyOutcome, ...]
-    requests_per_cpu_second: float  # simulated requests
+    requests_per_cpu_second: float  # simulated requests per second of CPU time
 
     def mean(self, field: str) -> float:
         return statistics.fmean(getattr(each, field) for each in self.outcomes)
 
 
 class LeaderboardContest(Struct, frozen=True, kw_only=True):
-    """Workload and engines of a comparison, once for each seed."""
+    """One comparison: the engines, and the workload as it is drawn from each seed."""
 
     workload: str
     workers: int
@@ -130,7 +130,7 @@ def contests(
     seeds: int,
     requests: int,
 ) -> Iterator[LeaderboardContest]:
-    """Yield all comparisons."""
+    """Yield a comparison for each workload, number of workers and load."""
     sources: tuple[RouterTraffic, ...]
     for name in workloads:
         for count in workers:
@@ -146,7 +146,7 @@ def contests(
 
 
 def rows(contest: LeaderboardContest, policies: Sequence[str]) -> Iterator[LeaderboardRow]:
-    """Yield a row for each policy."""
+    """Run each policy on all workloads of a comparison, and yield a row for each policy."""
     for name in policies:
         began = time.process_time()
         outcomes = tuple(
@@ -166,7 +166,7 @@ def rows(contest: LeaderboardContest, policies: Sequence[str]) -> Iterator[Leade
 
 
 def best_of(found: Sequence[LeaderboardRow]) -> LeaderboardRow:
-    """Return the row with the highest goodput; if several are equal, the one with the lowest TTFT."""
+    """Return the row with the highest share of requests in time. Of equal rows, return the one with the lowest mean TTFT."""
     return max(found, key=lambda row: (round(row.mean("attainment"), 3), -row.mean("ttft_mean")))
 
 
@@ -180,7 +180,7 @@ def line(row: LeaderboardRow, best: bool) -> str:
 
 
 def verdict(found: Sequence[Sequence[LeaderboardRow]], chosen: str = DEFAULT) -> list[str]:
-    """Compare one policy with each other policy by paired differences."""
+    """Compare the policy `chosen` with each other policy by paired differences, and return a line for each."""
     told = []
     for name in sorted({row.policy for each in found for row in each} - {chosen}):
         ahead = level = behind = 0

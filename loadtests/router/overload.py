@@ -1,4 +1,4 @@
-"""Overload test: what a router with two workers answers in time at three times its capacity, and how it refuses the rest.
+"""Overload test: sends three times the capacity to a router with two workers, and measures answers in time and refusals.
 
     python -m loadtests.router.overload [--seconds 600] [--factor 3] [--goal-seconds 2] [--seed N] [--json FILE]
 
@@ -9,8 +9,10 @@ Rules:
    have been answered.
 2. Goodput is the number of answers a second that ended well and whose first token came within the goal. Its peak is the highest goodput of
    several lower rates, each of which lasts for `STEP_SECONDS`.
-3. The capacity is what `CLOSED_CLIENTS` clients get that send the next request as soon as an answer has ended.
-4. A refusal is HTTP 429 or 503. Its time counts from sending the request until its status has arrived, so it includes what a busy client adds.
+3. The capacity is the number of answers a second that `CLOSED_CLIENTS` clients get. Each of these clients sends its next request as
+   soon as its answer has ended.
+4. A refusal is HTTP 429 or 503. Its time counts from sending the request until its status has arrived, so it includes delays of a busy
+   client.
 5. The router's memory is sampled during the overload; `loadtests.router.soak.trend` says whether it grows.
 
 The exit status is 0 if the goodput is at least `LEAST_SHARE` of its peak, 99 % of the refusals came within `REFUSAL_SECONDS` and all of
@@ -78,15 +80,15 @@ CONTENT_LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
 
 @dataclass
 class LoadedStep:
-    """Results of the requests of one rate."""
+    """Counts of what happened to the requests that were sent at one rate."""
 
-    rate: float  # requests a second that were sent
+    rate: float  # requests per second; 0: closed clients, which have no fixed rate
     seconds: float = 0.0
     sent: int = 0
     in_time: int = 0
     late: int = 0
     refusal_seconds: list[float] = field(default_factory=list)
-    without_hint: int = 0  # refusals without `retry-after`
+    without_hint: int = 0  # number of refusals without the header `retry-after`
     failed: Counter[str] = field(default_factory=Counter)
 
     @property
@@ -170,7 +172,7 @@ class AnswerConnection:
 
 
 class OverloadClient:
-    """Sends requests to one router and notes what becomes of them."""
+    """Sends requests to one router, and counts how they end."""
 
     def __init__(self, url: str, goal_seconds: float, chance: random.Random):
         where = urlsplit(url)
@@ -186,7 +188,7 @@ class OverloadClient:
             connection.close()
 
     async def capacity(self) -> float:
-        """Return the answers a second of clients that each wait for their answer (rule 3)."""
+        """Return the capacity in answers a second (rule 3)."""
         step, until = LoadedStep(rate=0.0), time.perf_counter() + STEP_SECONDS
 
         async def client() -> None:
@@ -199,7 +201,7 @@ class OverloadClient:
         return (step.in_time + step.late) / STEP_SECONDS
 
     async def send_at(self, rate: float, seconds: float) -> LoadedStep:
-        """Send requests at a rate, wait for all answers, and return what became of them."""
+        """Send requests at a rate for some seconds, wait for all answers, and return their counts."""
         step, began = LoadedStep(rate=rate, seconds=seconds), time.perf_counter()
         due = began
         async with asyncio.TaskGroup() as tasks:
@@ -259,7 +261,7 @@ async def sampled_memory(router: psutil.Process, seconds: float) -> AsyncIterato
 
 
 def missed_goals(peak: float, overload: LoadedStep, memory: Sequence[trend.TrendSample]) -> list[str]:
-    """Return the goals that an overload has missed, as complaints."""
+    """Return a text for each goal in the module's docstring that the overload has missed."""
     missed = []
     if overload.goodput < LEAST_SHARE * peak:
         missed.append(f"goodput is below {LEAST_SHARE:.0%} of its peak")

@@ -1,4 +1,4 @@
-"""Benchmark of what it costs the router to parse answers with tool calls and reasoning.
+"""Benchmark of the CPU time that the router needs to parse answers with tool calls and reasoning.
 
     python -m loadtests.router.parsing_cost [--rounds 30] [--most-us 2] [--json FILE]
 
@@ -8,7 +8,7 @@ Rules:
    without tools. The cost is the difference, in microseconds for a token.
 2. Times are CPU time of this thread. In each round, the baseline and all cases run in turn. The median of the rounds counts,
    and the quartiles show the spread.
-3. Markup is the difficult case: delimiters begin with `<`, and so do its tags.
+3. Markup is the difficult case: delimiters such as `<tool_call>` begin with `<`, and so does each tag of the markup.
 """
 
 import argparse
@@ -68,13 +68,13 @@ class _Texts:
 
 
 class _Case(Struct, frozen=True):
-    """One kind of answer: its tokens, and what parses them after the texts by which the answer begins."""
+    """One kind of answer: its tokens, the text before them (`begun`), and the parsers or the response template for it."""
 
     texts: Sequence[str]
     begun: str = ""
     parsers: AnswerParsers | None = HERMES
     template: Mapping[str, Any] | None = None
-    parsed: ParsedDelta | None = None  # what the engine parsed of each token; None: the router parses
+    parsed: ParsedDelta | None = None  # the delta that the engine has parsed for each token; None: the router parses
 
 
 CASES = {
@@ -123,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measured(rounds: int) -> list[ParsingCost]:
-    """Return what parsing costs for each kind of answer (rules 1 and 2)."""
+    """Return the cost of parsing for each kind of answer (rules 1 and 2)."""
     templates = ResponseTemplates()
     templates.load()
     differences: dict[str, list[float]] = {name: [] for name in CASES}
@@ -140,7 +140,7 @@ def measured(rounds: int) -> list[ParsingCost]:
 
 
 def _take(case: _Case, templates: ResponseTemplates) -> Callable[[Progress], Delta]:
-    """Return the parser of a new answer, after the texts by which it begins."""
+    """Return a function that parses further steps of a new answer, whose beginning (`case.begun`) it has parsed already."""
     if case.parsed is not None:
         return EngineParsedAnswer(ID).take
     template = templates.compiled(repr(case), case.template, case.parsers)

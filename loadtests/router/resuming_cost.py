@@ -1,4 +1,4 @@
-"""Cost of streams that survive a router: CPU time of the router per request, and time to the first token.
+"""Cost of resumable streams, which continue after the loss of a router: CPU time of the router per request, and TTFT.
 
     python -m loadtests.router.resuming_cost [--rounds N] [--requests N] [--tokens N] [--prompts N] [--seed N] [--json FILE]
         [--most-cpu-percent P] [--most-ttft-percent P]
@@ -6,11 +6,12 @@
 Three routers serve the same two workers (the simulated engine, twice as fast as by default) and are measured in turn, in another order
 in each round. One router is alone. The other two are peers; one of them is measured with ordinary streams and with
 resumable ones. Clients of gRPC keep the tokens of resumable streams themselves. Clients of server-sent events keep only an event id, so
-the workers keep their tokens.
+the workers keep the tokens of these streams.
 
-The CPU time is that of the measured router, and apart from it that of its peer, with `STREAMS` requests at a time. The time to the first token is measured with one request
-at a time, whose prompt has `LONG_PROMPT_TOKENS` tokens that no cache holds. Ratios compare figures of the same round.
-With `--most-cpu-percent` or `--most-ttft-percent` the command fails if the median of a ratio is above this.
+The CPU times of the measured router and of its peer are reported separately. They are measured with `STREAMS` requests at a time. The
+time to the first token is measured with one request at a time, whose prompt has `LONG_PROMPT_TOKENS` tokens that no cache holds. Ratios
+compare figures of the same round. With `--most-cpu-percent` or `--most-ttft-percent` the command fails if the median of a ratio exceeds
+1 by more than this percentage.
 """
 
 import argparse
@@ -52,17 +53,17 @@ STREAMS = 32
 PROMPT_TOKENS = 128
 LONG_PROMPT_TOKENS = 2048
 WORKERS = 2
-SPEEDUP = 2.0  # of the simulated engines, so that a round is short
+SPEEDUP = 2.0  # factor of the speed of the simulated engines, so that a round is short
 START_SECONDS = 90.0
 BETWEEN_SECONDS = 0.05
 MODEL = "tiny"
 
 Stream = Callable[[Sequence[int], int], Awaitable[float]]
-"""Sends a prompt, reads an answer of so many tokens, and returns the seconds until the first message with a token."""
+"""Function that sends a prompt, reads an answer with the given number of tokens, and returns the seconds to the first token."""
 
 
 class Variant(Struct, frozen=True, kw_only=True):
-    """One way to stream answers."""
+    """One measured case: the protocol, whether streams are resumable, and whether the router has a peer."""
 
     protocol: str
     has_peer: bool
@@ -95,14 +96,17 @@ class RoundFigures(Struct, frozen=True, kw_only=True):
     """CPU time of the router per request."""
 
     peer_cpu_seconds: float
-    """CPU time of its peer per request of the router; 0 if it has none."""
+    """CPU time of the router's peer per request of the router; 0 without a peer."""
 
     ttft_seconds: float
-    """Median of the requests with a long prompt."""
+    """Median time to the first token of the requests with a long prompt."""
 
 
 class Figures(Struct, frozen=True, kw_only=True):
-    """Medians over the rounds, and the middle halves of the ratios to ordinary streams of the router without peers."""
+    """Medians of one variant over the rounds, and its ratios to ordinary streams of the router without peers.
+
+    A middle half is the range of the ratios without the lowest and the highest quarter of the rounds.
+    """
 
     variant: str
     cpu_microseconds: float
@@ -161,7 +165,7 @@ def routers(folder: Path, cores: Cores) -> Iterator[dict[bool, RouterUnderTest]]
                 "models": {MODEL: model_dir},
                 "discovery": discovery,
                 "prompt_secret": "a secret of all routers",
-                "heartbeat_timeout_seconds": 30.0,  # the cores are busy
+                "heartbeat_timeout_seconds": 30.0,  # long, because the cores are busy
             }
             if own:
                 settings |= {"replicas_listen": own, "replicas": [other], "replicas_credentials": {"insecure": True}}
@@ -197,7 +201,7 @@ async def _grpc_stream(router: RouterUnderTest, resumable: bool) -> Any:
             sent, messages, first = time.perf_counter(), 0, 0.0
             async for _ in generate(message.SerializeToString()):
                 messages += 1
-                if messages == 2:  # the first one admits the request
+                if messages == 2:  # the first message only says that the request was admitted
                     first = time.perf_counter()
             return first - sent
 
@@ -235,7 +239,7 @@ async def _round(
         return [chance.randrange(64, 4000) for _ in range(length)]
 
     async with STREAM_OF[variant.protocol](router, variant.resumable) as stream:
-        await stream(prompt(PROMPT_TOKENS), 1)  # connects
+        await stream(prompt(PROMPT_TOKENS), 1)  # opens the connection, which must not be measured
         waiting = iter([prompt(PROMPT_TOKENS) for _ in range(requests)])
 
         async def client() -> None:
@@ -287,7 +291,7 @@ def measure(rounds: int, requests: int, tokens: int, long_prompts: int, seed: in
 
 
 def compare(found: dict[Variant, list[RoundFigures]]) -> list[Figures]:
-    """Return medians, and ratios to the router without peers under the same protocol."""
+    """Return the medians of each variant, and the ratios to ordinary streams of the router without peers, by the same protocol."""
     rows = []
     for variant, figures in found.items():
         base = found[Variant(protocol=variant.protocol, has_peer=False, resumable=False)]

@@ -22,7 +22,7 @@ class PrefixSharing(Struct, frozen=True, kw_only=True):
 class RouterScenario(Struct, frozen=True, kw_only=True):
     name: str
     prompt_tokens: int
-    """Tokens of the tiny model's tokenizer."""
+    """Length of each prompt, in tokens of the tiny model's tokenizer."""
 
     concurrency: int
     """Number of keep-alive connections, each with one request at a time."""
@@ -30,7 +30,7 @@ class RouterScenario(Struct, frozen=True, kw_only=True):
     workers: int = 2
     answer_tokens: int = 1
     gap_seconds: float = 0.0
-    """Time between the tokens of an answer."""
+    """Seconds between the tokens of an answer; 0: no pause."""
 
     requests: int = 1_000_000
     seconds: float = 1.5
@@ -46,7 +46,7 @@ class RouterScenario(Struct, frozen=True, kw_only=True):
     """Blocks of text in each worker's prefix cache; 0: workers do not read prompts."""
 
     prefill_seconds_a_block: float = 0.0
-    """Time for which a worker computes each uncached block, one request after the other."""
+    """Seconds that a worker computes for each uncached block. A worker computes one request after the other."""
 
 
 SCENARIOS = {

@@ -3,8 +3,8 @@
     python -m loadtests.router.tracing_cost [--rounds N] [--requests N] [--tokens N] [--most-percent P]
 
 The three clusters run at the same time and are measured in turn, round by round, so that a change of the machine's speed meets all of them.
-Workers are real processes with the simulated engine. The collector is in this process and throws everything away.
-With `--most-percent` the command fails if the median of the rounds is above this at a sampled share of 1 %.
+Workers are real processes with the simulated engine. The collector runs in this process, and discards all spans.
+With `--most-percent` the command fails if a sampled share of 1 % costs more than this percentage of CPU time (median of the rounds).
 """
 
 import argparse
@@ -34,7 +34,7 @@ OFF, FEW, ALL = "off", "1 %", "100 %"
 
 
 class TraceSink(grpc.GenericRpcHandler):
-    """A collector that throws everything away."""
+    """A collector that counts exports, and discards their spans."""
 
     def __init__(self) -> None:
         self.exports = 0
@@ -47,7 +47,7 @@ class TraceSink(grpc.GenericRpcHandler):
 
 @contextmanager
 def trace_sink() -> Iterator[TraceSink]:
-    """Run a collector that throws everything away."""
+    """Run a `TraceSink` while the context is open."""
     sink = TraceSink()
     server = grpc.server(ThreadPoolExecutor(2), handlers=[sink])
     sink.endpoint = f"http://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"

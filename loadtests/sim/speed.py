@@ -42,11 +42,12 @@ SHORT = DrawnWorkload(
 )
 
 REFERENCES = {"short-4": 11_100, "short-64": 3_400}
-"""Figures of Dynamo's replay (rule 1) on another machine with two x86 cores; its relative speed is unknown."""
+"""Requests per second of Dynamo's replay (rule 1), measured on another machine with two x86 cores. How fast that machine is, compared
+with this one, is unknown."""
 
 
 class SpeedCase(Struct, frozen=True, kw_only=True):
-    """One case of the benchmark."""
+    """One case of the benchmark: a scenario, with its number of workers."""
 
     name: str
     workers: int
@@ -54,7 +55,7 @@ class SpeedCase(Struct, frozen=True, kw_only=True):
 
 
 def cases(requests: int) -> list[SpeedCase]:
-    """Return all cases with at most so many requests (0: all)."""
+    """Return all cases, each with at most `requests` requests; 0: all requests."""
     conversation = read_scenario(STUDIES / "conversation.toml")
     recorded = conversation.workload
     assert isinstance(recorded, RecordedWorkload)

@@ -5,8 +5,8 @@ Rules:
 1. A request computes only the blocks that no earlier request had. Nothing is ever evicted.
 2. A prompt token costs its share of a full step, and an answer token the time that it adds to a full step. No engine is faster.
 3. A request whose first token would be late on an idle worker cannot be good with any router.
-4. Each worker does a second of work per second. If that is not enough for all requests, those with the least work are served, which
-   gives the largest number of good requests.
+4. Each worker does a second of work per second. If that is not enough for all requests, the requests with the least work are served.
+   This gives the largest number of good requests.
 
 The bound cannot be reached: it ignores waiting and knows the future.
 """
@@ -23,14 +23,14 @@ from kvstore.eviction.trace_replay import TraceRequest
 
 
 class UpperBound(Struct, frozen=True, kw_only=True):
-    """Upper bound for requests on the workers of a plan."""
+    """Upper bound on the good requests that the workers of a plan can serve."""
 
-    seconds: float  # time in which the requests come
+    seconds: float  # seconds from the beginning to the last arrival
     workers: int
-    work: list[float]  # worker seconds of each request that can be good, ascending
+    work: list[float]  # worker seconds of each request that can be good, sorted
     all_work: float  # worker seconds of all requests
     requests: int
-    hit_rate: float  # share of prompt tokens
+    hit_rate: float  # share of prompt tokens that are cached
 
     @property
     def load(self) -> float:
@@ -80,7 +80,7 @@ def bound_of(requests: Sequence[TraceRequest], plan: RunPlan) -> UpperBound:
 
 
 class _Costs:
-    """Lowest costs of one worker."""
+    """The least worker seconds that prompts and answers can cost (rule 2)."""
 
     def __init__(self, times: StepTimes, step_tokens: int):
         self._times, self._step = times, step_tokens
@@ -100,7 +100,7 @@ class _Costs:
         return tokens * (self._decode + self._context * (prompt + 0.5 * tokens))
 
     def alone(self, tokens: int, had: int) -> float:
-        """Return the TTFT on an idle worker."""
+        """Return the TTFT in seconds of a prompt on an idle worker, if `had` of its tokens are cached."""
         new, seconds = tokens - had, 0.0
         for step in range(ceil(new / self._step)):
             count = min(self._step, new - step * self._step)

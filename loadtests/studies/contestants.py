@@ -13,8 +13,11 @@ from fleet.sim.run import RunPlan
 from loadtests.studies.runs import FOLDER
 
 NEVER = 1e9
-"""Mooncake's instances fetch prefixes from each other if one has much more than another. These engines cannot, so its policy must not
-count on it."""
+"""Balancing threshold for Mooncake's policy that is never reached.
+
+In Mooncake, an instance fetches a prefix from another instance that has much more of it; the threshold says how much. The simulated
+engines cannot do this, so the policy must not expect it.
+"""
 
 POLICIES = (
     "fleet",
@@ -29,13 +32,13 @@ POLICIES = (
     "round_robin",
 )
 PEERS = ("dynamo", "mooncake")
-"""Policies that a target names."""
+"""Policies that Fleet's policy is compared with in findings that have a target."""
 
 PREFILL_QUEUE_SETTINGS = ("prefill_window_tokens", "prefill_size_seconds")
 """Settings of the router that determine the order in which prompts are computed."""
 
 AS_THEY_COME = {"prefill_window_tokens": 0, "prefill_size_seconds": 0.0}
-"""Settings of routers without a prefill queue."""
+"""Settings that switch the prefill queue off, as in routers that have none: prompts are computed as they come."""
 
 
 class Contestant(Struct, frozen=True, kw_only=True):
@@ -54,7 +57,7 @@ class Contestant(Struct, frozen=True, kw_only=True):
 
 
 def published(policy: str, plan: RunPlan) -> Contestant:
-    """Return a contestant with published parameters and without a prefill queue; Fleet's policy has all its defaults."""
+    """Return a contestant with the published parameters of a policy. Only Fleet's policy keeps the prefill queue."""
     return Contestant(
         name=policy,
         policy=policy,
@@ -64,13 +67,13 @@ def published(policy: str, plan: RunPlan) -> Contestant:
 
 
 def tuned(policy: str, workload: str, plan: RunPlan) -> Contestant:
-    """Return a contestant with the tuned parameters of a workload, if there are any."""
+    """Return a contestant with the parameters that were tuned for a workload, or else with the published ones."""
     found = tomllib.loads((FOLDER / "tuned.toml").read_text()).get(workload, {}).get(policy)
     return published(policy, plan) if found is None else chosen(policy, found, plan)
 
 
 def chosen(policy: str, values: dict[str, Any], plan: RunPlan, name: str = "") -> Contestant:
-    """Return a contestant with chosen parameters of the policy and of the prefill queue."""
+    """Return a contestant with these `values` of policy parameters and prefill queue settings."""
     parameters = {key: value for key, value in values.items() if key not in PREFILL_QUEUE_SETTINGS}
     fit = fitted(policy, plan)
     for key, factor in parameters.items():
@@ -83,7 +86,7 @@ def chosen(policy: str, values: dict[str, Any], plan: RunPlan, name: str = "") -
 
 
 def fitted(policy: str, plan: RunPlan) -> dict[str, Any]:
-    """Return the true engine parameters for policies that measure them beforehand."""
+    """Return parameters with the true step times of the engines, for policies that would measure them in advance."""
     if policy not in ("mooncake", "preble"):
         return {}
     pool = plan.pools[0]

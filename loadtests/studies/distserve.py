@@ -4,7 +4,7 @@ DistServe's simulator halves an interval from 0 to 5 requests per second and GPU
 seed. The limits were kept at 1.56 and missed at 1.72, so the true value lies between. This study has the same steps, times and limits
 (90 % of TTFT within 200 ms, 90 % of TPOT within 100 ms), with lengths of Azure's conversations below 2,048 tokens. DistServe uses
 ShareGPT's lengths, which are not public but have nearly the same means. Its first token exists when the prefill ends; a client of Fleet
-gets it a handoff and a step later. The study counts both.
+gets it a handoff and a step later. The study reports both rates: with the first token at the end of the prefill (`prefill`), and at the client (`client`).
 """
 
 import tomllib
@@ -24,18 +24,18 @@ THEIRS = 1.5625
 GPUS = 3
 LONGEST = 2048
 TTFT_MS, TPOT_MS, SHARE = 200.0, 100.0, 0.9
-MANY = 95  # number of sequences from which other values apply
-OVERHEAD_MS, OVERHEAD_TOKEN_MS = 2.0, 1e-4  # of each step in DistServe
-PIPELINE_MS = 1.0  # of each prefill step in DistServe
-HANDED_OVER = 16  # most prompt tokens of a step that come from handoffs instead of prompts
-CLOSE = 0.05  # requests per second and GPU
+MANY = 95  # from this number of sequences on, the coefficients `decode_many` apply
+OVERHEAD_MS, OVERHEAD_TOKEN_MS = 2.0, 1e-4  # DistServe's overhead of each step: ms, and ms per token
+PIPELINE_MS = 1.0  # additional ms of each prefill step in DistServe
+HANDED_OVER = 16  # a step with fewer prompt tokens is a decode step; the tokens then come from handoffs
+CLOSE = 0.05  # the search ends when its interval is this small, in requests per second and GPU
 
 FOUND = {"prefill": (1.1, 1.45), "client": (0.4, 0.65)}
-"""Rates when the study was written, divided by DistServe's."""
+"""Ranges of the highest rates when the study was written, divided by DistServe's rate."""
 
 
 class DistServeTimes(Struct, frozen=True):
-    """DistServe's closed forms."""
+    """Step times by the formulas of DistServe's simulator, with coefficients in milliseconds."""
 
     prefill: tuple[float, float, float]
     decode: tuple[float, float, float]
@@ -79,11 +79,11 @@ def plan_of() -> RunPlan:
 
 
 class Shares(Struct, frozen=True):
-    """Shares of the requests that are in time."""
+    """Shares of the requests that keep a limit."""
 
-    client: float  # by first tokens
-    prefill: float  # by ends of prefills
-    tokens: float
+    client: float  # TTFT limit, counted when the client gets the first token
+    prefill: float  # TTFT limit, counted when the prefill ends
+    tokens: float  # TPOT limit
 
 
 def shares(rate: float, requests: int, seed: int) -> Shares:

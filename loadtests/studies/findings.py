@@ -8,7 +8,7 @@ Cell = str | float | int
 
 
 class StudyFinding(Struct, frozen=True, kw_only=True):
-    """One finding: a figure, and the range in which it was."""
+    """One finding: a figure, and the range that contained it when the study was written."""
 
     claim: str
     figure: float

@@ -1,4 +1,4 @@
-"""Study of aggregated and disaggregated serving by length of prompt and answer, on the same 32 H100.
+"""Study that compares aggregated and disaggregated serving on 32 H100, for several lengths of prompt and answer.
 
 Eight aggregated workers are compared with the best split into prefill and decode workers, by the highest rate with 90 % of the requests
 in time (TTFT 2 s, TPOT 40 ms).
@@ -14,7 +14,7 @@ PROMPTS = (500, 2000, 8000)
 ANSWERS = (100, 400)
 WORKERS = 8
 TP = 4
-SPLITS = (3, 5)  # prefill workers
+SPLITS = (3, 5)  # numbers of prefill workers that are tried; the other workers decode
 
 FOUND: dict[tuple[int, int], tuple[float, float]] = {
     (2000, 100): (1.1, 1.6),
@@ -22,8 +22,11 @@ FOUND: dict[tuple[int, int], tuple[float, float]] = {
     (8000, 100): (1.1, 1.6),
     (8000, 400): (1.1, 1.7),
 }
-"""Rate of the best split divided by the aggregated rate when the study was written, by prompt and answer. There is no entry for prompts
-of 500: at the rates of these workers, a thousand of them are a burst and no steady state."""
+"""Range of the gain when the study was written, by tokens of prompt and answer: rate of the best split / rate of aggregated workers.
+
+There is no entry for prompts of 500 tokens. The workers serve them so fast that the thousand requests of a run are over before there is
+a steady state.
+"""
 
 
 def _pools(prefill: int) -> tuple[SimulatedPoolSection, ...]:

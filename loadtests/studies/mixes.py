@@ -48,7 +48,7 @@ FOUND: dict[str, tuple[float, float]] = {
     "8 B200 + 16 H100": (0.7, 0.95),
     "8 B200 + 16 MI300X": (0.65, 0.9),
 }
-"""Dollars for a million requests divided by those of 32 H100, when the study was written."""
+"""Range of the cost of a request, divided by its cost on 32 H100, when the study was written."""
 
 
 def study(effort: Effort) -> StudyReport:

@@ -1,8 +1,8 @@
-"""Study of policies on recorded traffic: attainment by load, and the load at which each policy begins to be late.
+"""Study of policies on recorded traffic: attainment by load, and the load up to which each policy keeps 90 % in time.
 
 Conversation is the second half of Mooncake's trace on 16 aggregated workers; split is the same on 10 prefill and 6 decode workers;
-agentic is 192 sessions that no policy was tuned with, on 8 workers. A load of 1 is what the workers could do if every prefix were cached
-everywhere without imbalance. The policies of Fleet, Dynamo and Mooncake are tuned with the same number of trials on other requests; all
+agentic is 192 sessions, for which no policy was tuned, on 8 workers. A load of 1 is the load that the workers could just serve if every
+prefix were cached everywhere and there were no imbalance. The policies of Fleet, Dynamo and Mooncake are tuned with the same number of trials on other requests; all
 others have their defaults.
 """
 
@@ -22,23 +22,23 @@ WANTED = 0.9
 OURS = "fleet"
 
 Held = dict[str, tuple[float, float]]
-"""Ranges of figures by name."""
+"""Lowest and highest expected value of each finding, by the name of the finding."""
 
 
 class StudyTraffic(Struct, frozen=True, kw_only=True):
-    """Requests that were not used for tuning."""
+    """The requests of one case of the study; they were not used for tuning."""
 
     name: str
     scenario: str
     tuned_as: str
-    """Entry of `tuned.toml` with the parameters."""
+    """Name of the workload in `tuned.toml` whose parameters are used."""
 
     changes: dict[str, Any] = {}
     part: WorkloadPart
     requests: int = 0
     loads: tuple[float, ...] = LOADS
     edge: tuple[float, ...] = (0.6, 0.7, 0.8)
-    """Loads for all other contestants, around the load at which the better ones begin to be late."""
+    """Loads for all contestants other than Fleet and its `PEERS`, around the load at which the better policies begin to be late."""
 
 
 TRAFFIC = (
@@ -69,11 +69,11 @@ WIDE = StudyTraffic(
 
 
 class AttainmentCurve(Struct, frozen=True, kw_only=True):
-    """One contestant at all loads, averaged over seeds."""
+    """The runs of one contestant at all loads; its figures are means over the seeds."""
 
     contestant: Contestant
     loads: tuple[float, ...]
-    runs: tuple[tuple[StudyRun, ...], ...]  # by load
+    runs: tuple[tuple[StudyRun, ...], ...]  # for each load, the runs with all seeds
 
     def mean(self, place: int, field: str) -> float:
         return fmean(float(getattr(ran.outcome, field)) for ran in self.runs[place])
@@ -85,7 +85,7 @@ class AttainmentCurve(Struct, frozen=True, kw_only=True):
     def capacity(self, wanted: float = WANTED) -> float:
         """Return the load with the wanted attainment, interpolated between two loads.
 
-        Below the first load, the line begins with an attainment of 1 at no load.
+        For the interpolation, the attainment at a load of 0 is 1.
         """
         earlier, before = 0.0, 1.0
         for load, attained in zip(self.loads, self.attained, strict=True):
@@ -95,7 +95,7 @@ class AttainmentCurve(Struct, frozen=True, kw_only=True):
         return self.loads[-1]
 
     def first_miss(self, wanted: float = WANTED) -> int | None:
-        """Return the index of the lowest load with a lower attainment."""
+        """Return the index of the lowest load whose attainment is below `wanted`; None if there is none."""
         return next((place for place, attained in enumerate(self.attained) if attained < wanted), None)
 
 
@@ -131,7 +131,7 @@ def contestants_of(traffic: StudyTraffic) -> list[Contestant]:
 
 
 def in_our_order(traffic: StudyTraffic) -> list[Contestant]:
-    """Return contestants that separate the order of prompts from the choice of workers: other policies with our prefill queue, and ours without."""
+    """Return contestants that separate two effects: `PEERS` with Fleet's prefill queue, and Fleet's policy without it or untuned."""
     planned = planned_of(read(traffic.scenario, traffic.changes))
     ours = tuned(OURS, traffic.tuned_as, planned)
     order = {name: value for name, value in ours.settings.items() if name in PREFILL_QUEUE_SETTINGS}
@@ -194,7 +194,7 @@ def details(traffic: StudyTraffic, curves: Sequence[AttainmentCurve], place: int
 
 
 def compared(traffic: StudyTraffic, curves: Sequence[AttainmentCurve], held: Held) -> tuple[list[StudyFinding], int]:
-    """Compare our policy with the better of the others at the first load that this one misses; return also the index of that load."""
+    """Compare Fleet's policy with the better of `PEERS` at the first load that the better one misses. Also return its index."""
     by_name = {each.contestant.name: each for each in curves}
     ours = by_name[OURS]
     peers = [by_name[name] for name in PEERS]
@@ -230,7 +230,7 @@ HELD: dict[str, Held] = {
     "agentic": {"goodput": (1.0, 1.3), "bound": (0.8, 1.0)},
     "edge": {"goodput": (1.04, 1.15), "carried": (1.02, 1.15), "bound": (0.88, 1.0)},
 }
-"""Findings; docs/studies.md has the tables."""
+"""Ranges of the findings when the study was written, by traffic; docs/studies.md has the tables."""
 
 
 def study(effort: Effort) -> StudyReport:
@@ -249,7 +249,7 @@ def study(effort: Effort) -> StudyReport:
 
 
 def edge(effort: Effort) -> StudyReport:
-    """Repeat the aggregated case with closer loads where the better policies begin to be late."""
+    """Repeat the aggregated case (conversation) with loads close to each other, around the one where the better policies are late."""
     traffic = structs.replace(TRAFFIC[0], name="edge", loads=EDGE)
     curves = contest(traffic, [each for each in contestants_of(traffic) if each.name in (OURS, *PEERS)], effort)
     found, _ = compared(traffic, curves, HELD[traffic.name])
@@ -260,7 +260,7 @@ WIDE_IMBALANCE = (1.0, 1.3)
 
 
 def wide(effort: Effort) -> StudyReport:
-    """Measure the imbalance of sixty-four workers."""
+    """Measure the imbalance of sixty-four workers with several policies, and return the report of the study `wide`."""
     names = (OURS, "dynamo", "mooncake", "llm_d", "smg", "aibrix")
     curves = contest(WIDE, [each for each in contestants_of(WIDE) if each.policy in names], effort)
     ours = next(each for each in curves if each.contestant.name == OURS).mean(0, "imbalance")

@@ -9,16 +9,16 @@ from fleet.sim.workload.drawn import DrawnWorkload
 from loadtests.studies.runs import capacity, planned_of, read, requests_in, simulated
 
 WANTED = 0.9
-NONE = 0.02  # requests per second, below which a cluster is said to carry nothing
+NONE = 0.02  # a highest rate below this number of requests per second counts as 0
 
 
 class ClusterVariant(Struct, frozen=True, kw_only=True):
-    """A scenario with changed pools."""
+    """A cluster that is compared with others: a scenario with other pools."""
 
     scenario: str
     pools: tuple[SimulatedPoolSection, ...]
     changes: dict[str, Any] = {}  # changed fields of the scenario
-    requests: int = 0  # most requests; 0: as in the scenario
+    requests: int = 0  # maximum number of requests; 0: as in the scenario
     seed: int = 1
     first: float = 1.0  # requests per second at which the search begins
 
@@ -28,14 +28,14 @@ class ClusterVariant(Struct, frozen=True, kw_only=True):
 
 
 class CarriedRate(Struct, frozen=True, kw_only=True):
-    rate: float  # requests a second
-    dollars_per_hour: float  # price of all its GPUs
+    rate: float  # highest rate in requests per second; 0: below `NONE`
+    dollars_per_hour: float  # price of all GPUs of the cluster
     gpus: int
-    handed_over: float  # share of the requests that two workers served, at that rate
+    handed_over: float  # share of the requests that were served disaggregated at this rate
 
 
 def carried(cluster: ClusterVariant) -> CarriedRate:
-    """Search for the highest rate of a cluster, in this process."""
+    """Search for the highest rate at which a cluster keeps its SLO for 90 % of the requests."""
     scenario = structs.replace(read(cluster.scenario, cluster.changes), pools=cluster.pools, seed=cluster.seed)
     planned = planned_of(scenario)
     shares: dict[float, float] = {}

@@ -1,4 +1,4 @@
-"""Study of the best ratio of prefill workers among sixteen: the highest rate with 90 % in time, for three mixtures of lengths."""
+"""Study of the best split of sixteen workers into prefill and decode: highest rate with 90 % in time, for three kinds of traffic."""
 
 from fleet.core.roles import Role
 from fleet.sim.scenario import SimulatedPoolSection
@@ -10,10 +10,10 @@ WORKERS = 16
 TP = 4
 PREFILLS = (2, 4, 6, 8, 10, 12)
 TRAFFIC = {"chat": (1000, 400), "documents": (4000, 400), "summaries": (8000, 150)}
-"""Mean lengths of prompt and answer."""
+"""Mean tokens of prompt and answer, by kind of traffic."""
 
 FOUND: dict[str, tuple[float, float]] = {"chat": (8, 12), "documents": (8, 12), "summaries": (10, 12)}
-"""Prefill workers in the best ratio when the study was written."""
+"""Range of the number of prefill workers in the best split when the study was written."""
 
 
 def _cluster(name: str, prefill: int, effort: Effort) -> ClusterVariant:

@@ -27,14 +27,14 @@ def independent(requests: int, rate: float, seed: int) -> list[TraceRequest]:
 
 
 def no_longer_than(most: int, requests: int, rate: float, seed: int) -> list[TraceRequest]:
-    """Return the pairs with fewer tokens in total."""
+    """Draw recorded pairs of prompt and answer that have fewer than `most` tokens together."""
     chance = Random(seed)
     fitting = [pair for pair in pairs() if sum(pair) < most]
     return poisson([chance.choice(fitting) for _ in range(requests)], rate, chance)
 
 
 def poisson(lengths: Sequence[tuple[int, int]], rate: float, chance: Random) -> list[TraceRequest]:
-    """Yield requests without common prefixes, as a Poisson process."""
+    """Return requests of these lengths without common prefixes, which arrive as a Poisson process."""
     now, requests = 0.0, []
     for prompt, answer in lengths:
         now += chance.expovariate(rate)

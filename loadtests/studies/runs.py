@@ -1,6 +1,6 @@
 """Runs of a study: scenarios with changes, parts of traces and loads, on several cores.
 
-A load is the offered work divided by the most that the workers could do (`loadtests.studies.bound`). At 1 all workers would be busy all
+A load is the offered work, divided by the most work that the workers could do (`loadtests.studies.bound`). At 1 all workers would be busy all
 the time if every prefix were cached everywhere without imbalance.
 """
 
@@ -25,19 +25,20 @@ from kvstore.eviction.trace_replay import TraceRequest
 from loadtests.studies.bound import UpperBound, bound_of
 
 FOLDER = Path(__file__).parent
-CLOSE = 0.03  # relative distance of two rates around a capacity; seeds differ by more
+# The search for a capacity ends at this relative distance of two rates. Other seeds change the result by more.
+CLOSE = 0.03
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
 class Effort(Struct, frozen=True, kw_only=True):
-    """Effort of a study."""
+    """How much a study computes: seeds, processes, and requests of each run."""
 
     seeds: tuple[int, ...] = (1,)
     processes: int = 1
     requests: int = 0
-    """Most requests of each run; 0: all. With fewer than all, findings need not hold."""
+    """Maximum number of requests of each run; 0: all. With fewer requests, findings may fail."""
 
 
 class WorkloadPart(StrEnum):
@@ -49,7 +50,7 @@ class WorkloadPart(StrEnum):
 
 
 class StudyCase(Struct, frozen=True, kw_only=True):
-    """One run of a study."""
+    """One run of a study: the scenario, and what is changed in it."""
 
     scenario: str
     """Name of a scenario file in this folder, without its suffix."""
@@ -64,16 +65,16 @@ class StudyCase(Struct, frozen=True, kw_only=True):
 
 
 class StudyRun(Struct, frozen=True, kw_only=True):
-    """Results of a run."""
+    """Results of one run, and the upper bound of its attainment."""
 
     case: StudyCase
     outcome: RunOutcome
-    rate: float  # arrivals per second
+    rate: float  # mean number of arrivals per second
     bound: float  # upper bound of the attainment
 
 
 def run(case: StudyCase) -> StudyRun:
-    """Run one case, in any process."""
+    """Run one case. Processes of a pool may call this function."""
     planned = structs.replace(planned_of(read(case.scenario, case.changes)), seed=case.seed)
     wanted = {path: value for path, value in case.changes.items() if not path.startswith("router.")}
     requests, limit = _offered(case.scenario, msgspec.json.encode(wanted, order="sorted"), case.part, case.requests)
@@ -91,7 +92,7 @@ def run(case: StudyCase) -> StudyRun:
 def simulated(
     plan: RunPlan, requests: Iterable[TraceRequest], on_end: Callable[[EndedRequest], None] | None = None
 ) -> RunOutcome:
-    """Simulate open requests on a plan."""
+    """Simulate requests on a plan, each of which arrives at its own time, and return the outcome."""
     return simulate(plan, iter(requests), on_end=on_end).outcome
 
 
@@ -144,7 +145,7 @@ def requests_in(scenario: Scenario, part: WorkloadPart = WorkloadPart.ALL, most:
 
 
 def faster(requests: Iterable[TraceRequest], speed: float) -> Iterator[TraceRequest]:
-    """Return the same requests, `speed` times as fast."""
+    """Yield the same requests with arrivals that follow each other `speed` times as fast."""
     for each in requests:
         yield each if speed == 1 else _at(each, Nanos(round(each.arrival / speed)))
 

@@ -1,4 +1,4 @@
-"""Study of Splitwise's six designs of equal power, beside the figures of its own simulator.
+"""Study of Splitwise's six cluster designs of equal electric power, compared with the figures of Splitwise's own simulator.
 
 The study has the same step times, the same lengths, and the same nine limits: slowdowns against an idle A100 of 2, 3 and 6 times for
 TTFT, and of 1.25, 1.5 and 5 times for TPOT and whole answers, at the 50th, 90th and 99th percentile. It uses two minutes of Poisson
@@ -25,10 +25,10 @@ from loadtests.studies.runs import FOLDER, Effort, planned_of, read, simulated, 
 
 SECONDS = 120
 STEP = 10  # step of the grid, requests per second
-HANDED_OVER = 16  # most prompt tokens of a step that come from handoffs instead of prompts
-MIXED = 1.1  # factor of a mixed step in Splitwise, compared with a step of prompts
+HANDED_OVER = 16  # a step with fewer prompt tokens is a decode step; the tokens then come from handoffs
+MIXED = 1.1  # a step of prompts and decodes takes this many times as long in Splitwise as a step of prompts alone
 KV_BYTES = 2 * 70 * 14336 * 2
-MEMORY = 8 * 85_899_345_920 - 329_000_000_000  # bytes for KV of a machine in Splitwise
+MEMORY = 8 * 85_899_345_920 - 329_000_000_000  # bytes that a machine has for KV in Splitwise
 BANDWIDTH = 200 * 2.0**30
 
 LIMITS = {"TTFT": (2.0, 3.0, 6.0), "TBT": (1.25, 1.5, 5.0), "E2E": (1.25, 1.5, 5.0)}
@@ -37,7 +37,7 @@ SHARES = (0.5, 0.9, 0.99)
 
 class Machines(Struct, frozen=True):
     role: Role
-    times: str  # name of the times in the profile
+    times: str  # name of the step times in profiles/splitwise.toml
     count: int
 
 
@@ -49,7 +49,7 @@ DESIGNS: dict[str, tuple[tuple[Machines, ...], int]] = {
     "H100 + A100": ((Machines(Role.PREFILL, "h100", 25), Machines(Role.DECODE, "a100", 26)), 140),
     "H100 + capped H100": ((Machines(Role.PREFILL, "h100", 25), Machines(Role.DECODE, "h100-capped", 21)), 140),
 }
-"""Machines of each design, and the rates of Splitwise's simulator: conversation lengths, one seed."""
+"""For each design, its machines, and the highest rate of Splitwise's simulator in requests per second (conversations, one seed)."""
 
 FOUND: dict[str, tuple[float, float]] = {
     "A100 baseline": (1.0, 1.4),
@@ -59,15 +59,15 @@ FOUND: dict[str, tuple[float, float]] = {
     "H100 + A100": (0.65, 1.0),
     "H100 + capped H100": (0.85, 1.0),
 }
-"""Highest rates when the study was written."""
+"""Range of the highest rate when the study was written, divided by the rate of Splitwise's simulator."""
 
 
 class Points(Struct, frozen=True):
-    """Straight lines between measured points, extended beyond them."""
+    """Step times as straight lines between measured points; the outer lines are extended beyond the points."""
 
     tokens: tuple[float, ...]
-    prompt: tuple[float, ...]  # seconds
-    token: tuple[float, ...]
+    prompt: tuple[float, ...]  # seconds of a step of prompts, for each number of `tokens`
+    token: tuple[float, ...]  # seconds of a decode step, for each number of `tokens`
 
     def seconds(self, prefill_tokens: float, prefill_pairs: float, decodes: float, decode_context: float) -> float:  # noqa: ARG002
         if prefill_tokens < HANDED_OVER:
@@ -129,11 +129,11 @@ class SearchStep(Struct, frozen=True):
     design: str
     rate: float
     seed: int
-    requests: int  # most requests; 0: all
+    requests: int  # maximum number of requests; 0: two minutes of arrivals
 
 
 def slowdowns(tried: SearchStep) -> dict[str, tuple[float, float, float]]:
-    """Return the slowdowns against an idle A100 at the three percentiles."""
+    """Return by latency the slowdowns against an idle A100, at the percentiles `SHARES`."""
     count = round(tried.rate * SECONDS)
     requests = recorded_lengths.independent(tried.requests or count, tried.rate, tried.seed)
     planned = structs.replace(plan_of(tried.design), seed=tried.seed)
@@ -168,7 +168,7 @@ def in_limits(found: dict[str, tuple[float, float, float]]) -> bool:
 class Searched(Struct, frozen=True):
     design: str
     rate: float
-    closest: str  # the figure that was nearest to its limit, or beyond it, at the next rate
+    closest: str  # the figure that exceeded its limit most at the next higher rate, as text
 
 
 def highest(task: tuple[str, int, int]) -> Searched:

@@ -1,4 +1,4 @@
-"""Tuning of policies: the same number of trials for each policy, on other requests than those of the figures.
+"""Tuning of policies: the same number of trials for each policy, on other requests than those of the reported figures.
 
 A trial draws each parameter from a short list. The first trial has the published defaults, so tuning never makes a policy worse. The
 goal is the attainment at a load at which requests begin to be late. Nothing is tuned for agentic sessions: all policies have defaults
@@ -32,20 +32,20 @@ GRIDS: dict[str, dict[str, tuple[float, ...]]] = {
         "router_temperature": (0.0, 0.02),
     },
     "mooncake": {
-        "prefill_seconds_per_token": (0.5, 0.75, 1.0, 1.5, 2.0),  # factor of the engine's true value
+        "prefill_seconds_per_token": (0.5, 0.75, 1.0, 1.5, 2.0),  # factors of the engine's true value
         "quadratic_seconds": (0.0, 0.5, 1.0, 2.0, 4.0),
     },
 }
-"""Values from which a trial draws."""
+"""For each policy and parameter, the values from which a trial draws."""
 
 WORKLOADS: dict[str, tuple[str, dict[str, Any], WorkloadPart]] = {
     "conversation": ("policies-conversation", {}, WorkloadPart.FIRST),
     "split": ("policies-split", {}, WorkloadPart.FIRST),
 }
-"""Scenario, changes and part of the requests for tuning."""
+"""For each workload, the scenario, its changes, and the part of the requests that is used for tuning."""
 
 REQUESTS = {"conversation": 4000, "split": 0}
-"""Requests of a run; 0: all."""
+"""Maximum number of requests of a run, by workload; 0: all."""
 
 
 def trials(policy: str, count: int) -> list[dict[str, float]]:
@@ -63,7 +63,7 @@ def trials(policy: str, count: int) -> list[dict[str, float]]:
 def search(
     workload: str, policy: str, effort: Effort, *, count: int = TRIALS, told: Callable[[str], None] = print
 ) -> list[tuple[float, Contestant, dict[str, float]]]:
-    """Run all trials; return mean attainment, contestant and values, the best first."""
+    """Run all trials, and return for each its mean attainment, its contestant and its values; the best trial comes first."""
     scenario, changes, part = WORKLOADS[workload]
     loads = LOADS[workload]
     planned = planned_of(read(scenario, changes))
@@ -94,7 +94,7 @@ def search(
 
 
 def study(effort: Effort) -> StudyReport:
-    """Report what the search finds, beside the defaults and the parameters in `tuned.toml`."""
+    """Run all trials, and report the best parameters of each policy, compared with its defaults."""
     tables, findings = [], []
     for workload in WORKLOADS:
         rows = []

@@ -78,13 +78,14 @@ class ProductionWorld(World):
         `machine` is the router machine that the servers run. Its hasher must be `keys_from_tokens`.
         """
         kernel, _, settings = arguments
-        self._loop = VirtualLoop(kernel, message_delay)  # type: ignore[abstract]  # see its rule 5
+        self._loop = VirtualLoop(kernel, message_delay)  # type: ignore[abstract]  # rule 5 of `fleet.sim.virtual_loop`
         self._registry = RegistryServer(MembershipSettings(), kernel)
         self._streams = WorkerStreams(settings, self._registry.membership(), reachability=self._registry.hear)
         self._router = RouterServer(machine, self._streams, kernel)
         self._processes: dict[WorkerId, _WorkerProcess] = {}
         self._serving: dict[RequestId, asyncio.Task[None]] = {}
-        # Nanoseconds after which the next worker starts while `World` adds the first workers; None: all have been added.
+        # Nanoseconds until the next worker starts, while `World` adds the workers that exist from the beginning (`APART`).
+        # None: all of these have been added, so a new worker starts at once.
         self._next_start: int | None = 0
         self._closed = False
         # The world itself must not delay messages, because the virtual loop already does.
@@ -132,7 +133,7 @@ class ProductionWorld(World):
                 self._loop.call_later(self._loop.delay / SECOND, self._router.hear, event)
 
     def _cut(self, worker: SimulatedWorker, lasting: Nanos) -> None:
-        """Hold back all data between a worker's process and the router. Neither of them is told about the cut."""
+        """Hold back all data between a worker's process and the router. Both only notice that nothing arrives."""
         process = self._processes[worker.id]
         if process.hold():
             self._kernel.after(lasting, process.release)
@@ -218,7 +219,10 @@ class _WorkerProcess:
         await self._registration.run()
 
     async def drain(self) -> None:
-        """Deregister the worker and let it drain. As in `workers.registration`, it deregisters first, to free its name at once."""
+        """Deregister the worker, and then let it drain.
+
+        As in `workers.registration`, the worker deregisters first, so that another process can use its name at once.
+        """
         _, registering = self._tasks
         registering.cancel()
         await self._registration.leave()
@@ -289,7 +293,7 @@ def tokens_from_keys(keys: Sequence[int], block_tokens: int, num_tokens: int) ->
 
 
 def keys_from_tokens(tokens: TokenBytes, block_tokens: int, salt: bytes) -> tuple[int, ...]:  # noqa: ARG001 - type `Hasher`
-    """Return the block keys that `tokens_from_keys` has written into token ids. Blocks of generated tokens have none."""
+    """Return the block keys that `tokens_from_keys` has written into token ids. Blocks of generated tokens have no keys."""
     words = np.frombuffer(tokens, WORD)
     blocks = words[: len(words) // block_tokens * block_tokens].reshape(-1, block_tokens)
     said = np.ascontiguousarray(blocks[:, :2]).view(KEY).ravel().tolist()

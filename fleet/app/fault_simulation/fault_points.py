@@ -1,8 +1,8 @@
 """Fault points: the situations that the fault simulation must reach, and a counter for each of them.
 
 If a promise holds in 10,000 seeds, this proves little unless the dangerous situations occurred in these seeds. So each
-fault point counts how often its situation really occurred. The drawn faults are not counted instead, because a fault
-may have no effect.
+fault point counts how often its situation really occurred. Counting the drawn faults would not be
+enough, because a fault may have no effect.
 """
 
 from collections import Counter

@@ -183,7 +183,7 @@ class _HandoffWorld:
         case.to_borrower.clear()
         return True
 
-    # Faults, which work like steps.
+    # Faults. Like the steps, each method returns True and changes the state if the fault is possible.
 
     def lose(self, number: int) -> bool:
         """Break the connection, and lose all messages on it."""

@@ -1,8 +1,9 @@
 """Router process: production's router machine and membership machine behind virtual connections.
 
-It follows the rules of `fleet.backends.workers.streams`: it has one stream to each member, and opens it again after it
-ended, as long as the worker is a member. Unlike production's router, it does not check the descriptions of workers. It
-ends a stream if the worker has been silent for too long, if a message is malformed, or if KV events are missing.
+The process follows the rules of `fleet.backends.workers.streams`: it has one stream to each member. When a stream has
+ended, the process opens a new one, as long as the worker is a member. Unlike production's router, the process does not
+check the descriptions of workers. It ends a stream if the worker has been silent for too long, if a message is malformed,
+or if KV events are missing.
 """
 
 from collections.abc import Callable
@@ -335,7 +336,7 @@ class _Target:
             else:
                 self.link = WorkerLink(router, self, end)
 
-        def failed(silent: bool) -> None:  # noqa: ARG001 - makes no difference
+        def failed(silent: bool) -> None:  # noqa: ARG001 - both kinds of failure are treated alike
             if not self._given_up:
                 router.failed_to_reach(self, absent=True)
 
@@ -385,7 +386,8 @@ class WorkerLink:
 
         Close the stream if there are too many in a row.
 
-        If the router's process itself stands still, this counts as one slice.
+        If the router's process itself was frozen, all of this time counts as one slice, because the worker may have sent
+        messages meanwhile.
         """
         if self._over:
             return

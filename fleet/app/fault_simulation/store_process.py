@@ -99,7 +99,7 @@ StoreCall = MatchCall | ReadCall | ReleaseCall | ReserveCall | WriteCall | Publi
 
 
 class VirtualDisk:
-    """Keeps records with checksums, and simulates the faults of a disk."""
+    """Keeps records with checksums, and simulates the faults of a disk. It outlives the store process."""
 
     def __init__(self) -> None:
         self.records: dict[BlockKey, tuple[bytes, int]] = {}
@@ -119,7 +119,7 @@ class VirtualDisk:
 
 
 class _Place(Struct):
-    """A block in the pool, at one offset, with its bytes."""
+    """The block at one offset of the pool; `content` is None until its bytes are written."""
 
     generation: int
     name: BlockHash
@@ -220,7 +220,7 @@ class StoreProcess(VirtualProcess):
     def _publish(self, call: PublishCall) -> int:
         writing = [place for place in self._places.values() if not place.readable]
         published = self.machine.publish(call.reservation_id, call.checksums, owner=call.owner, now=self.now)
-        if published:  # tell only blocks that this call has made readable
+        if published:  # mark as readable only the blocks that this call has published
             for place in writing:
                 slot = self.machine.find(DIGEST, place.name)
                 if slot is None or slot.generation != place.generation:
@@ -240,7 +240,7 @@ class StoreProcess(VirtualProcess):
             return False
         content = self._places[address.offset].content
         if content is not None and google_crc32c.value(content) == call.slot.crc32c:
-            return False  # the bytes were damaged on the way to the store
+            return False  # the bytes in the pool are right, so they were damaged on the way to the client
         return self.machine.condemn(DIGEST, call.name, call.slot.generation, self.now)
 
     # Commands of the pool machine and the hierarchy.

@@ -6,7 +6,8 @@ Rules:
 2. While two processes are cut off from each other, neither messages nor the end of a connection pass between them. When
    the cut ends, they arrive, unless the receiving side has closed the connection before.
 3. The end of a process ends its connections. The other side notices the end after it has received all earlier messages.
-4. A frozen process accepts connections, as its kernel does, but answers nothing.
+4. A frozen process still accepts connections, because the operating system does this for a real process. But it answers
+   nothing.
 """
 
 from collections import deque
@@ -134,7 +135,7 @@ class VirtualNetwork:
         self._ends: dict[ConnectionEnd, None] = {}
         self._held_calls: dict[frozenset[str], list[Callable[[], None]]] = {}
         self.listeners: dict[str, Listener] = {}
-        """The processes that listen, by address."""
+        """For each address, the functions of the process that listens there."""
 
     # Connections and calls between processes.
 

@@ -52,7 +52,7 @@ class VirtualProcess:
                     action()
 
     def kill(self) -> None:
-        """End the process at once."""
+        """End the process at once, and drop the functions that were kept while it was frozen."""
         self.alive = False
         self._held.clear()
 

@@ -233,7 +233,7 @@ class WorkerProcess(VirtualProcess):
         else:
             self.after(HELD_PAUSE, self._register)
 
-    def _register_failed(self, silent: bool) -> None:  # noqa: ARG002 - makes no difference
+    def _register_failed(self, silent: bool) -> None:  # noqa: ARG002 - both kinds of failure are treated alike
         self._points.reach(FaultPoint.REGISTRY_AWAY)
         pause, self._pause = self._pause, Nanos(min(2 * self._pause, LONGEST_PAUSE))
         self.after(pause, self._register)

@@ -39,15 +39,16 @@ SUMMARIES = {  # help texts of Fleet's own sub-commands, in the order of the hel
 }
 
 IN_FOLDERS = {"logs": "local.logs", "down": "local.down", "completion": "console.completion"}
-"""Modules of Fleet's own sub-commands, by the name of the command. Only commands whose module has another name are
-listed."""
+"""Modules of Fleet's own sub-commands, by the name of the command. A command that is not listed has a module of its own
+name."""
 
 
 class CommandParser(argparse.ArgumentParser):
     """Parser that reports an error in one line, proposes the nearest known word, and refers to `--help`."""
 
     def __init__(self, **fields: Any) -> None:
-        # Options have no abbreviations: a mistyped option could be taken for one, and a new option could make one ambiguous.
+        # Abbreviations of options are not accepted: a mistyped option could be taken for an abbreviation, and a new option
+        # could make an abbreviation ambiguous.
         super().__init__(**{"allow_abbrev": False, **fields})
 
     def error(self, message: str) -> NoReturn:
@@ -62,7 +63,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def commands(self) -> dict[str, "CommandParser"]:
         """Return the parsers of the sub-commands by name; empty if there are none."""
-        actions = (each for each in self._actions if isinstance(each, argparse._SubParsersAction))  # noqa: SLF001 - argparse names it nowhere else
+        actions = (each for each in self._actions if isinstance(each, argparse._SubParsersAction))  # noqa: SLF001 - argparse has no public name for it
         return {name: parser for each in actions for name, parser in each.choices.items()}
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:

@@ -20,10 +20,10 @@ MSGSPEC_FRAME = "/msgspec/_utils.py"
 def raise_interrupt_on(stopping: Sequence[signal.Signals] = INTERRUPT_SIGNALS) -> Iterator[None]:
     """Raise `KeyboardInterrupt` in the `with` block if one of these signals arrives.
 
-    Do nothing in other threads than the main one.
+    Do nothing in other threads than the main one, because only the main thread handles signals.
 
-    Signals that the process ignores stay ignored, because background jobs of a shell must not react to Ctrl-C. The
-    function uses SIGALRM.
+    Signals that the process ignores stay ignored, because background jobs of a shell must not react to Ctrl-C. If an
+    exception is not safe at once, the function uses SIGALRM to raise it a moment later.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -2,7 +2,7 @@
 
 Rules:
 
-1. The reference is one engine that does everything, without a store and without a connector.
+1. The reference is one engine that does everything, without a store and without a KV connector.
 2. Then a cluster of one prefill and one decode worker is started for each KV path, and every prompt is disaggregated.
    The cluster gets the same prompts as the reference, eight at a time. Decoding is greedy, so all tokens must be the
    same.
@@ -297,7 +297,7 @@ def _subfolder(surroundings: LocalClusterOptions, name: str) -> LocalClusterOpti
 def _with_own_ports(topology: Topology) -> Topology:
     """Return the topology with free ports, so that it can run beside another cluster, and with long time limits.
 
-    The store runs in its own process, because the check has two workers.
+    The store runs in its own process, because a store in a worker's process is for a single worker only.
     """
     router = structs.replace(
         topology.router,

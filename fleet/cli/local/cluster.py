@@ -79,7 +79,7 @@ class LocalCluster(Struct, frozen=True):
 
 
 class LocalClusterOptions(Struct, frozen=True, kw_only=True):
-    """Folders of a local cluster: where model paths begin, and where its logs are kept."""
+    """Folders of a local cluster: the folder that relative model paths start from, and the folder for logs."""
 
     relative_to: Path  # folder that relative model paths start from
     logs: Path | None  # folder for the logs; None: they are removed with the cluster
@@ -155,7 +155,7 @@ def _clean_up_killed_runs() -> None:
 
 
 async def hold(processes: LocalProcesses, when_ready: Callable[[], Awaitable[None]]) -> bool:
-    """Run `LocalProcesses.hold`, and stop the processes at SIGINT, SIGTERM or SIGHUP. The result is that of `hold`."""
+    """Run `LocalProcesses.hold`, and stop the processes at SIGINT, SIGTERM or SIGHUP. Return what `LocalProcesses.hold` returns."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, _on_signal, processes)

@@ -34,7 +34,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     cluster = local_cluster(arguments.address, killed=True)
-    folder = cluster.logs.resolve()  # a link, followed now because logs may outlive it
+    # `logs` may be a link. It is resolved now, because the link may be removed before the logs.
+    folder = cluster.logs.resolve()
     files = _files(folder, arguments.names)
     places = {name: _size(file) for name, file in files.items()}
     _show(_last_lines(files, places, arguments.lines), labelled=len(files) > 1)
@@ -84,7 +85,8 @@ def _stamped(name: str, lines: Iterable[str]) -> Iterator[tuple[str, str, str]]:
 def _tail(file: Path, end: int, number: int) -> Iterator[str]:
     """Yield the last lines of a log up to the position `end`, at most `number`."""
     start = _tail_start(file, end, number)
-    # The lines from `start` are separated by newlines; a carriage return, as in a progress bar, divides some of them further.
+    # `_tail_start` counts newlines. A carriage return, as in a progress bar, divides a line further, so there may be more
+    # than `number` lines.
     surplus = sum(1 for _ in _lines_between(file, start, end)) - number
     return islice(_lines_between(file, start, end), max(0, surplus), None)
 
@@ -95,7 +97,7 @@ def _tail_start(file: Path, end: int, number: int) -> int:
     At most `LONGEST_LINE` bytes are searched for each line, so there may be fewer lines.
     """
     least = max(0, end - number * LONGEST_LINE)
-    first, missing = end - 1, number  # the last byte ends the last line if it is a newline
+    first, missing = end - 1, number  # the last byte is left out: if it is a newline, it ends the last line
     try:
         with file.open("rb") as log:
             while number and first > least:
@@ -107,7 +109,7 @@ def _tail_start(file: Path, end: int, number: int) -> int:
             if not least or not number:
                 return least
             log.seek(least)
-            # The first line that is read may have lost its beginning.
+            # The first line that is read may have lost its beginning, so it is skipped.
             while least < end and (line := log.readline(min(MOST_BYTES, end - least))):
                 least += len(line)
                 if line.endswith(b"\n"):

@@ -26,7 +26,7 @@ def unfinished(seen: Observation, place: str) -> Iterator[str]:
 
     Args:
         seen: The observed pools.
-        place: The options that name the place of the pools, with a leading space.
+        place: The command-line options that say where the pools are, with a leading space.
     """
     for pool in seen.pools:
         if not pool.unfinished:

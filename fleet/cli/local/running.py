@@ -8,7 +8,7 @@ from fleet.local.runs import LocalRun, local_runs
 
 
 def add_local_address(parser: argparse.ArgumentParser) -> None:
-    """Add the option that chooses one of several clusters."""
+    """Add the option `--address`, which chooses one of several clusters on this machine."""
     parser.add_argument(
         "--address",
         type=router_address,

@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _profiles(path: Path) -> "Callable[[WorkerDescription], WorkerProfile | None]":
     """Return a function that finds the profile of a worker in a scenario.
 
-    The function takes the profile of the pool whose name is a prefix of the worker's name, or else of the pool with the
+    The function returns the profile of the pool whose name is a prefix of the worker's name, or else of the pool with the
     worker's role.
     """
     from fleet.core.ids import longest_prefix  # noqa: PLC0415

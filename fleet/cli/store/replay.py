@@ -1,4 +1,4 @@
-"""`fleet kv replay`: computes the hit rate of a recorded trace by eviction policy and capacity.
+"""`fleet kv replay`: computes the hit rate of a recorded trace for an eviction policy and for each given capacity.
 
 Rules:
 

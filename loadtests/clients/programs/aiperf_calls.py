@@ -1,6 +1,7 @@
 """Runs AIPerf against a server: python aiperf_calls.py URL MODEL MODEL_FOLDER SCRATCH, in AIPerf's environment.
 
-AIPerf takes its tokenizer from the hub's cache only, so the model folder is put there under a name.
+AIPerf loads its tokenizer only from the Hugging Face cache. So the script links the model folder into a cache, as the
+repository fleet/tiny.
 """
 
 import json
@@ -26,10 +27,10 @@ def main(url: str, model: str, model_folder: str, scratch: str) -> None:
 
 
 def run(call: str, url: str, model: str, scratch: str) -> bool:
-    """Run the benchmark of one call; return True if it counts all requests.
+    """Run the benchmark for one kind of call, and return True if AIPerf reports that all requests succeeded.
 
     Raises:
-        CallFailed: It counts others, or does not end.
+        CallFailed: AIPerf reports another number of requests, or does not end in time.
     """
     out = Path(scratch) / call
     command = [str(Path(sys.executable).with_name("aiperf")), "profile", "--model", model, "--ui", "none"]

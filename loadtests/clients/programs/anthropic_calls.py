@@ -1,4 +1,4 @@
-"""Calls of Anthropic's client: python anthropic_calls.py URL MODEL MODEL_FOLDER SCRATCH, in its environment."""
+"""Calls of Anthropic's client: python anthropic_calls.py URL MODEL MODEL_FOLDER SCRATCH, in the client's environment."""
 
 import sys
 from collections.abc import Callable
@@ -8,7 +8,7 @@ import anthropic
 from reporting import report_calls
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Will it rain in Ghent?"}]
-GREEDY = {"temperature": 0}  # the client has no argument for it any more
+GREEDY = {"temperature": 0}  # sent as `extra_body`, because the client has no argument for the temperature any more
 CITIES = ("Ghent", "Oslo")
 TOOL: Any = {
     "name": "weather",
@@ -32,7 +32,7 @@ def text_of(message: Any) -> str:
 
 
 def tool_use_of(message: Any) -> Any:
-    """Return the only call of a tool, whose arguments have to follow the schema."""
+    """Return the only tool call of a message, after a check that its arguments follow the schema."""
     (used,) = [block for block in message.content if block.type == "tool_use"]
     assert used.input["city"] in CITIES, used.input
     return used

@@ -44,7 +44,7 @@ def calls(channel: Any, model: str) -> dict[str, Callable[[], object]]:
         call = channel.stream_stream(
             "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo",
             request_serializer=ServerReflectionRequest.SerializeToString,
-            response_deserializer=ServerReflectionResponse.FromString,  # has the bytes of v1's message
+            response_deserializer=ServerReflectionResponse.FromString,  # v1alpha's message, which has the same encoding as v1's
         )
         (answer,) = call(iter([ServerReflectionRequest(list_services="*")]), timeout=SECONDS)
         return SERVICE in [each.name for each in answer.list_services_response.service]

@@ -16,7 +16,7 @@ def main(url: str, model: str, model_folder: str, scratch: str) -> None:
 
 
 def run(call: str, url: str, model: str, model_folder: str, scratch: str) -> bool:
-    """Run the benchmark of one call; return True if all its requests succeed.
+    """Run the benchmark for one kind of call, and return True if all its requests succeed.
 
     Raises:
         CallFailed: A request fails or is missing, or the benchmark does not end.

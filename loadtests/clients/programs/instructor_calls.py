@@ -9,7 +9,7 @@ from reporting import report
 
 
 class City(BaseModel):
-    """An answer."""
+    """The object that an answer is parsed into."""
 
     population: int
 

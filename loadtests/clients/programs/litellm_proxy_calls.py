@@ -31,7 +31,7 @@ def main(url: str, model: str, scratch: str) -> None:
         port = probe.getsockname()[1]
     command = [str(Path(sys.executable).with_name("litellm")), "--config", str(config), "--host", "127.0.0.1"]
     key = f"sk-{secrets.token_hex(16)}"
-    # Without the first one, it downloads a list of prices.
+    # Without the first variable, the proxy would download a list of prices.
     environment = {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_MASTER_KEY": key}
     with (Path(scratch) / "proxy.log").open("wb") as log:
         proxy = subprocess.Popen([*command, "--port", str(port)], stdout=log, stderr=log, env=environment)

@@ -1,4 +1,4 @@
-"""Runs lm-eval against a server: scoring of choices, texts until a stop string, and chats, with tasks of its own.
+"""Runs lm-eval against a server, with tasks that this script defines: scoring of choices, texts up to a stop string, and chats.
 
 Usage: python lm_eval_calls.py URL MODEL MODEL_FOLDER SCRATCH. It prints a JSON object per call. Run it in the environment of lm-eval.
 """
@@ -67,7 +67,7 @@ def run(call: str, url: str, model: str, model_folder: str, folder: Path) -> boo
     """Run one task; return True if lm-eval prints its results.
 
     Raises:
-        CallFailed: It prints none, or does not end.
+        CallFailed: lm-eval prints no results, or does not end in time.
     """
     kind, path, task, batch, more = RUNS[call]
     arguments = [f"model={model}", f"base_url={url}/{path}", "num_concurrent=1", "max_retries=1"]

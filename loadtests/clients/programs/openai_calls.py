@@ -47,7 +47,7 @@ def _refused_field(error: Exception) -> str:
 
 
 def _completes(check: Callable[[Any], object] = bool, **fields: Any) -> Call:
-    """Return a completion whose answer must pass a check."""
+    """Return a call that requests a completion, and fails if the answer does not pass `check`."""
 
     def call(client: openai.OpenAI, model: str) -> None:
         given = {"prompt": "Once upon a time", "max_tokens": 8, "temperature": 0, **fields}
@@ -155,7 +155,7 @@ def _responds(stream: bool) -> Call:
 
 
 def _raw(path: str, body: Mapping[str, Any]) -> Call:
-    """Return a call of an endpoint of vLLM beside the API; the path is relative to the root of the server."""
+    """Return a call of an endpoint that vLLM has in addition to the OpenAI API; `path` is relative to the root of the server."""
 
     def call(client: openai.OpenAI, model: str) -> None:
         root = str(client.base_url).removesuffix("/").removesuffix("/v1")
@@ -272,7 +272,7 @@ CALLS: Mapping[str, Call] = {
     "tokenize": _raw("/tokenize", {"prompt": "Once upon a time"}),
     "detokenize": _raw("/detokenize", {"tokens": [5, 6, 7]}),
 }
-"""Calls by name."""
+"""The calls, by the names in the results."""
 
 
 if __name__ == "__main__":

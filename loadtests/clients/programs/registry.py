@@ -13,18 +13,18 @@ from msgspec import Struct, structs
 from loadtests.clients.results import PROGRAM, CallOutcome, CallResult
 from loadtests.environments import SystemDistribution, python_of
 
-SECONDS = 900.0  # for all calls of a program
+SECONDS = 900.0  # time limit for all calls of a program together
 FOLDER = Path(__file__).parent
 HEADER = "# All versions of the environment of {name}; made by `python -m loadtests.clients --lock --clients {name}`."
 
 
 class ClientProgram(Struct, frozen=True, kw_only=True):
-    """One program: its packages, and its script beside this file, which gets the address of one API of the server."""
+    """A client program: its packages, its script in the folder of this module, and the API of the server that the script calls."""
 
     distribution: SystemDistribution
     script: str
     api: Literal["http", "grpc", "kserve"] = "http"
-    slow: bool = False  # its packages take longer than two minutes to install, or do where pip finds only the CUDA build of torch
+    slow: bool = False  # True if installing takes more than two minutes, at least where pip has no CPU build of torch
 
 
 def _constraints(name: str) -> Path:
@@ -36,7 +36,10 @@ def _pinned(name: str, version: str, *packages: str) -> SystemDistribution:
 
 
 CPU_TORCH = (("torch==2.13.0+cpu",), ("torch==2.13.0",))
-"""A step before packages that want torch and would bring its CUDA build: the CPU build, where pip finds one."""
+"""Step that installs torch before packages that need it, which would otherwise install its CUDA build.
+
+The CPU build is used if pip finds one.
+"""
 
 VLLM_BENCH_IMPORTS = (
     *("aiohttp", "apache-tvm-ffi==0.1.11", "cachetools", "cbor2", "cloudpickle", "einops", "fastapi[standard]<0.137.0"),
@@ -51,7 +54,7 @@ PROGRAMS: Mapping[str, ClientProgram] = {
         distribution=_pinned("anthropic", "2.11.0", "anthropic==2.11.0"), script="anthropic_calls.py"
     ),
     "langchain-openai": ClientProgram(
-        # The package langchain has the agent.
+        # The package langchain contains the agent that the script uses.
         distribution=_pinned("langchain-openai", "1.7.4", "langchain-openai==1.7.4", "langchain==1.5.2"),
         script="langchain_calls.py",
     ),
@@ -77,7 +80,7 @@ PROGRAMS: Mapping[str, ClientProgram] = {
         distribution=SystemDistribution(
             name="vllm-bench",
             version="0.32.0",
-            # Not with all their dependencies, which are CUDA libraries and compilers of several GB that no benchmark of a server loads.
+            # Most dependencies are left out: CUDA libraries and compilers of several GB, which the benchmark client never loads.
             steps=(CPU_TORCH, (("--no-deps", "vllm==0.32.0", "xgrammar==0.2.8"),), (VLLM_BENCH_IMPORTS,)),
             constraints=_constraints("vllm-bench"),
         ),
@@ -107,7 +110,7 @@ PROGRAMS: Mapping[str, ClientProgram] = {
         distribution=_pinned("aiperf", "0.13.0", "aiperf==0.13.0"), script="aiperf_calls.py", slow=True
     ),
 }
-"""Programs by name, those that install quickly first."""
+"""The client programs by name. Programs that install quickly come first."""
 
 
 def run_program(
@@ -117,14 +120,14 @@ def run_program(
 
     Args:
         name: A key of `PROGRAMS`.
-        address: Of the program's API: a base URL that ends in /v1 for HTTP, otherwise host:port.
+        address: Address of the API that the program calls: for HTTP a base URL that ends in /v1, otherwise host:port.
         model: Name under which the server serves the model.
         model_folder: The model's files, for programs that count tokens.
-        cache: Where the environments of programs are kept.
+        cache: Folder in which the environments of programs are kept.
         scratch: Folder for the program's own files.
 
     Raises:
-        SystemUnavailable: Its environment cannot be made.
+        SystemUnavailable: The environment of the program cannot be made.
     """
     program = PROGRAMS[name]
     return run_script(python_of(program.distribution, cache), program.script, address, model, model_folder, scratch)
@@ -136,13 +139,13 @@ def run_script(
     """Run the script of a program with an interpreter that has the program's packages; the rest is as in `run_program`."""
     scratch.mkdir(parents=True, exist_ok=True)
     command = [str(python), str(FOLDER / script), address, model, str(model_folder), str(scratch)]
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # it may lead to Fleet
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # it may name Fleet
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=SECONDS, check=False, cwd=scratch, env=environment
         )
     except subprocess.TimeoutExpired as late:
-        output = (late.stdout or b"").decode(errors="replace").rpartition("\n")[0]  # bytes, in spite of `text`
+        output = (late.stdout or b"").decode(errors="replace").rpartition("\n")[0]  # bytes despite `text`
         has_failed, why = True, f"no end within {SECONDS:.0f} s"
     else:
         output, has_failed, why = done.stdout, bool(done.returncode), done.stderr[-300:]
@@ -171,7 +174,8 @@ def lock_program(name: str, cache: Path) -> Path:
         python = python_of(structs.replace(PROGRAMS[name].distribution, constraints=None), Path(folder))
         listing = [str(python), "-m", "pip", "list", "--format=freeze", "--exclude", "pip"]
         done = subprocess.run(listing, capture_output=True, text=True, check=True)
-    # No local parts of versions, such as +cpu: where there is no such build, pip takes another one of the same version.
+    # The local part of a version, such as +cpu, is cut off, because not every machine has such a build. pip then installs
+    # another build of the same version.
     versions = [line.partition("+")[0] for line in done.stdout.splitlines()]
     file = _constraints(name)
     file.write_text("\n".join([HEADER.format(name=name), *versions, ""]))

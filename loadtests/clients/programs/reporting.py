@@ -10,14 +10,14 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 
 MAX_WHY_CHARACTERS = 300
-"""Number of characters of an error that a line keeps."""
+"""Maximum number of characters of an error in a line; the rest is cut off."""
 
 COMMAND_SECONDS = 280.0
 """Time limit of one command of a program. Three commands end before the limit of the whole program (`registry.SECONDS`)."""
 
 
 class CallFailed(Exception):
-    """A call did not do what it is for; the message says what it did instead."""
+    """A call had a wrong result; the message says what happened."""
 
 
 def run_command(command: Sequence[str], environment: Mapping[str, str]) -> "subprocess.CompletedProcess[str]":
@@ -50,7 +50,7 @@ def report_calls(
 
     Args:
         calls: The calls by name.
-        refused_field: Gives the field that an error names if it is a refusal of a field, otherwise nothing.
+        refused_field: Returns the name of the field if the error says that the server refuses a field, otherwise an empty text.
     """
     for name, call in calls.items():
         try:
@@ -62,6 +62,6 @@ def report_calls(
 
 
 def report(call: str, *, ok: bool, why: str, field: str = "") -> None:
-    """Report the result of one call, which was refused if it names a field."""
+    """Report the result of one call. If `field` is not empty, the server refused the call because of this field."""
     outcome = "passed" if ok else "refused" if field else "failed"
     print(json.dumps({"call": call, "outcome": outcome, "field": field, "why": why[:MAX_WHY_CHARACTERS]}), flush=True)

@@ -18,10 +18,10 @@ def main(url: str, model: str, model_folder: str, scratch: str) -> None:
 
 
 def run(call: str, url: str, model: str, model_folder: str, scratch: str) -> bool:
-    """Run the benchmark of one call; return True if it counts all requests and tokens.
+    """Run the benchmark for one kind of call, and return True if it reports all requests and tokens.
 
     Raises:
-        CallFailed: It counts others, or does not end.
+        CallFailed: The benchmark reports other numbers of requests or tokens, or does not end in time.
     """
     backend, endpoint = RUNS[call]
     command = [str(Path(sys.executable).with_name("vllm")), "bench", "serve", "--backend", backend]

@@ -18,12 +18,12 @@ SECOND = 1e9
 
 
 class CodecFigures(Struct, frozen=True, kw_only=True):
-    """The measurements of one codec. Speeds are medians of one thread, in bytes of the original block."""
+    """The measurements of one codec. Speeds are medians for one thread, and count the bytes of the original block."""
 
     ratio: float  # bytes of a block / bytes of its encoded form
     encode_bytes_per_second: float
     decode_bytes_per_second: float
-    error_rms: float  # root mean square of the errors, relative to that of the values; 0 is exact
+    error_rms: float  # root mean square of the errors / root mean square of the values; 0: lossless
     error_largest: float  # largest error, relative to the block's largest magnitude
 
 

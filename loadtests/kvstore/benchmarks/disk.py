@@ -23,7 +23,7 @@ from loadtests.kvstore.compared.systems import GIGABYTE, ComparedSystems
 from loadtests.kvstore.comparison import BenchmarkLine, Contestant, LineDirection
 
 CALL_SECONDS = 120.0
-SEGMENTS = 16  # segments of all rounds of one block size; a multiple of one round's, so that whole segments are removed
+SEGMENTS = 16  # capacity of the tier, in segments; a round fills four, so a later round removes whole segments
 CLOCK = MonotonicClock()
 LOOP = "O_DIRECT loop"
 
@@ -70,7 +70,7 @@ def soon() -> Nanos:
 
 
 class _DiskContestants:
-    """Contestants of one block size."""
+    """The contestants for one block size: the SSD tier, a loop of direct I/O, and fio if it is installed."""
 
     def __init__(self, plan: BenchmarkPlan, block_bytes: int):
         self._block_bytes = block_bytes
@@ -86,7 +86,7 @@ class _DiskContestants:
     def tier_write(self) -> float:
         tier, source, _ = self._open()
         keys = [BlockKey(self._digest, name) for name in next(self._chains)]
-        # A node knows the checksums, because blocks are published with them.
+        # The checksums are computed before the measured time, because in a node, blocks are published with their checksums.
         sums = [crc32c([block]) for block in source]
 
         def put() -> None:
@@ -149,7 +149,7 @@ class _DiskContestants:
             self._kept[0].close()
         shutil.rmtree(self._folder / f"ssd-{self._block_bytes}", ignore_errors=True)
         self._path.unlink(missing_ok=True)
-        for path in self._folder.glob("bench.*"):  # files of fio
+        for path in self._folder.glob("bench.*"):  # files that fio has left
             path.unlink()
 
     @property

@@ -1,4 +1,4 @@
-"""Benchmark of block hashes: computing them, finding them, and their memory."""
+"""Benchmark of block hashes: time to compute them, time to look them up, and memory per hash."""
 
 import hashlib
 from collections.abc import Callable, Iterator
@@ -22,9 +22,9 @@ from loadtests.kvstore.compared.systems import MICROSECONDS, MILLISECONDS, Compa
 from loadtests.kvstore.comparison import BenchmarkLine, Contestant, LineDirection
 from loadtests.kvstore.nodes import running
 
-LOOKUP_KEYS = 512  # 128k tokens in blocks of 256
-HELD_KEYS = 16_384  # blocks of the store
-PROMPTS = (8_192, 131_072)  # tokens
+LOOKUP_KEYS = 512  # the blocks of a prompt of 128k tokens, with 256 tokens per block
+HELD_KEYS = 16_384  # number of blocks that the store holds
+PROMPTS = (8_192, 131_072)  # lengths of prompts in tokens
 BLOCK_TOKENS = (16, 64, 256)
 
 RAW: dict[HashAlgorithm, Callable[[bytes], bytes]] = {
@@ -121,7 +121,7 @@ def _chain(ids: bytes, block_tokens: int, algorithm: HashAlgorithm) -> float:
 
 
 def _memory_line(plan: BenchmarkPlan, peers: ComparedSystems) -> BenchmarkLine:
-    """Return the line for memory; bytes per key equal megabytes per million keys."""
+    """Return the line for memory. The contestants measure bytes per key, which is the same number as megabytes per million keys."""
     limit: Contestant = partial(measured, "dict", plan.keys)
     return BenchmarkLine(
         name="memory per million keys",

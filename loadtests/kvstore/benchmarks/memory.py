@@ -2,7 +2,7 @@
 
 `warm`: all memory was used before. `first touch`: the memory that is written to (the pool in a put, the destination in a get) was not
 used before. A get of the client is a match, verified copies, and a release. A put is a write reservation, for which the pool evicts
-blocks, then checksums, copies, and the publication. Compared systems verify nothing.
+blocks, then checksums, copies, and the publication. Compared systems do not verify checksums.
 
 The limit copies between arrays of this process, which are in huge pages if the system offers them. A pool is shared memory, which is in
 small pages on most systems (`pages` in the node's log); memcpy is up to a third slower there.
@@ -39,10 +39,10 @@ NOBODY: Mapping[str, Contestant] = {}
 def lines(plan: BenchmarkPlan, peers: ComparedSystems) -> Iterator[list[BenchmarkLine]]:
     """Yield the lines of the CPU tier; they use memory until the context ends."""
     found = []
-    # The held blocks and one put fill the pool, so that every measured put evicts, as in a node that has run for a while.
+    # The blocks of the gets and one put fill the pool. So every measured put evicts blocks, as in a node that has run for a while.
     capacity = 2 * plan.moved_bytes
     with ExitStack() as held:
-        node = cache(lambda: held.enter_context(running(capacity_bytes=capacity)))  # started by the first line
+        node = cache(lambda: held.enter_context(running(capacity_bytes=capacity)))  # starts when it is first needed
         for block_bytes in plan.block_sizes:
             found += _lines_of(plan, peers, node, block_bytes)
         yield found
@@ -63,7 +63,7 @@ def named(block_bytes: int, model: str = "bench") -> KvNamespace:
 
 
 def chains(blocks: int) -> Iterator[list[BlockHash]]:
-    """Yield new chains of so many blocks without end."""
+    """Yield new chains of `blocks` block hashes, without end."""
     for number in itertools.count():
         tokens = np.arange(blocks * BLOCK_TOKENS, dtype=np.uint32)
         tokens[0] = number
@@ -76,13 +76,13 @@ def content(block_bytes: int, blocks: int, seed: int = 1) -> ByteArray:
 
 
 def untouched(block_bytes: int, blocks: int) -> ByteArray:
-    """Return blocks like `content` in memory that was never written to."""
+    """Return an array of the shape of `content`, in memory that was never written to."""
     memory: ByteArray = np.frombuffer(mmap.mmap(-1, block_bytes * blocks), dtype=np.uint8)
     return memory.reshape(blocks, block_bytes)
 
 
 def speed(moved_bytes: int, act: Callable[[], None]) -> float:
-    """Return the speed in GB/s, beginning with empty processor caches."""
+    """Call `act` once with empty processor caches, and return its speed in GB/s."""
     empty_caches()
     started = time.perf_counter()
     act()
@@ -131,7 +131,7 @@ def label(size: int) -> str:
 
 
 class _MemoryContestants:
-    """Contestants of one block size. Memory is allocated when a line runs first, and kept."""
+    """The contestants for one block size. They allocate their memory when the first line runs, and keep it."""
 
     def __init__(self, node: Callable[[], StoreNode], block_bytes: int, blocks: int):
         self._node = node
@@ -153,7 +153,8 @@ class _MemoryContestants:
         def run() -> float:
             source, warm, client, held = self._open()
             room = list(untouched(self._block_bytes, self._blocks) if fresh else warm)
-            client.write(held, list(source))  # the first time, or after an eviction
+            # This writes only the blocks that are missing: all of them at first, and later the evicted ones.
+            client.write(held, list(source))
 
             def get() -> None:
                 match = client.match(held, lease_seconds=30)
@@ -167,7 +168,7 @@ class _MemoryContestants:
         return run
 
     def client_put(self, *, fresh: bool) -> Contestant:
-        """Return the contestant; `fresh` changes nothing, because a node touches its pool when it starts."""
+        """Return the contestant for puts. `fresh` is ignored, because a node writes to its whole pool when it starts."""
         del fresh
 
         def run() -> float:
@@ -228,7 +229,7 @@ def _tier(block_bytes: int, blocks: int) -> Iterator[tuple[SharedMemoryTier, lis
 
 
 def copy(source: ByteArray, destination: ByteArray) -> None:
-    """Copy block by block."""
+    """Copy all blocks, one by one."""
     for origin, place in zip(source, destination, strict=True):
         np.copyto(place, origin)
 

@@ -1,4 +1,4 @@
-"""Benchmark of eviction policies: hit rates on recorded traces at small capacities, by `fleet kv replay`, beside LRU.
+"""Benchmark of eviction policies: hit rates on recorded traces at small capacities, computed by `fleet kv replay`, compared with LRU.
 
 Compared systems use LRU. The limit is the rate of a cache that never evicts. A replay is exact, so one round is enough; the command
 is called once for each trace, policy and capacity.
@@ -22,9 +22,9 @@ from loadtests.kvstore.nodes import ROOT, environment
 
 OURS = "hazard"
 PEERS = "lru"
-SHARES = (0.01, 0.02, 0.05, 0.10)  # of the blocks of the whole trace
+SHARES = (0.01, 0.02, 0.05, 0.10)  # capacities, as shares of all blocks of the trace
 REPLAY_SECONDS = 600
-CUTS = ROOT / "tests" / "data"  # short cuts of the traces, for machines without the whole ones
+CUTS = ROOT / "tests" / "data"  # the beginnings of the traces, for machines without the whole traces
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Benchmark between processes of one host: a client fetches blocks by each data path, compared with that path without a store."""
+"""Benchmark between processes of one host: a client fetches blocks by each data path, compared with the bare data path without a store."""
 
 import json
 import os
@@ -38,11 +38,11 @@ def lines(plan: BenchmarkPlan, peers: ComparedSystems) -> Iterator[list[Benchmar
     size = f"{plan.crossing_bytes // MIB} MiB"
     with ExitStack() as held:
         settings = {"capacity_bytes": 2 * plan.crossing_bytes, **_nixl_settings()}
-        node = cache(lambda: held.enter_context(running(**settings)))  # started by the first line
+        node = cache(lambda: held.enter_context(running(**settings)))  # starts when it is first needed
         room = np.ones((blocks, BLOCK_BYTES), dtype=np.uint8)
         source = content(BLOCK_BYTES, blocks)
         fetched = peers.get(BLOCK_BYTES, blocks, fresh=False)
-        # The other one has no path between processes.
+        # The other compared system has no data path between processes.
         over_sockets = {name: each for name, each in fetched.items() if name == MOONCAKE}
 
         def memcpy() -> float:
@@ -72,7 +72,7 @@ def _nixl_settings() -> dict[str, Any]:
 
 
 class _Fetch:
-    """Fleet's client on one data path."""
+    """Contestant: Fleet's client fetches all blocks over one data path."""
 
     def __init__(self, held: ExitStack, node: Callable[[], StoreNode], path: str, source: ByteArray, room: ByteArray):
         self._held = held
@@ -114,7 +114,7 @@ class _Fetch:
 
 
 class _SourceProcess:
-    """A process that holds bytes; started at the first use."""
+    """Starts `source_process`, which holds the bytes that are fetched without a store."""
 
     def __init__(self, held: ExitStack, kind: str, size: int):
         process = subprocess.Popen(
@@ -143,7 +143,7 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 
 
 class _Socket:
-    """Fetches all bytes through one connection."""
+    """Contestant: fetches all bytes from the source process through one plain TCP connection."""
 
     def __init__(self, held: ExitStack, room: ByteArray):
         self._held = held
@@ -168,7 +168,7 @@ class _Socket:
 
 
 class _Nixl:
-    """Fetches all bytes by one transfer of many descriptors."""
+    """Contestant: fetches all bytes from the source process by one NIXL transfer with many descriptors."""
 
     def __init__(self, held: ExitStack, room: ByteArray):
         self._held = held

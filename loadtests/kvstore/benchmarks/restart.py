@@ -27,7 +27,7 @@ KEPT_SECONDS = 60.0
 
 @contextmanager
 def lines(plan: BenchmarkPlan, peers: ComparedSystems) -> Iterator[list[BenchmarkLine]]:
-    """Yield lines for the tier alone, and for a whole node that was killed."""
+    """Yield a line for the restart of the SSD tier alone, and one for the restart of a whole node that was killed."""
     blocks = max(plan.disk_bytes // BLOCK_BYTES // 2, 16)
     try:
         yield [

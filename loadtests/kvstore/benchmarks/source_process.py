@@ -2,7 +2,7 @@
 
     python -m loadtests.kvstore.benchmarks.source_process {socket,nixl} BYTES
 
-It prints how to reach it as one JSON line, and ends with its standard input.
+It prints its address as one JSON line, and ends when its standard input ends.
 """
 
 import json
@@ -30,7 +30,7 @@ def serve_by_socket(memory: memoryview, tell: int) -> None:
 
 
 def serve_by_nixl(memory: memoryview, tell: int) -> None:
-    """Let the other side read, and serve its connection."""
+    """Let the other side read the memory by NIXL, and process its messages until standard input ends."""
     from nixl._api import nixl_agent, nixl_agent_config  # noqa: PLC0415 - optional, and slow to load
 
     agent = nixl_agent("source", nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
@@ -47,7 +47,7 @@ def _say(tell: int, words: dict[str, object]) -> None:
 
 def main() -> None:
     tell = os.dup(1)
-    os.dup2(2, 1)  # libraries print to standard output
+    os.dup2(2, 1)  # libraries print to standard output, which must contain only the address
     size = int(sys.argv[2])
     memory = untouched(size)
     np.frombuffer(memory, dtype=np.uint8)[:] = 7

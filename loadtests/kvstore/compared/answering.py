@@ -1,4 +1,7 @@
-"""Answering side of `process`: the scripts of compared systems import it under their own interpreters, so it needs only the standard library."""
+"""Answers the questions that `process` asks a compared system.
+
+The scripts of compared systems import this module under their own interpreters, so it needs only the standard library.
+"""
 
 import json
 import mmap
@@ -20,7 +23,7 @@ def answer(commands: Mapping[str, Callable[..., dict[str, Any]]]) -> None:
         commands: Functions by name; each takes the other fields of the question and returns the fields of the answer.
     """
     out = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # the systems and their native code print to standard output
+    os.dup2(2, 1)  # a system may print to standard output, which must contain only answers
     for line in sys.stdin:
         question = json.loads(line)
         command = commands.get(question.pop("do"))
@@ -38,7 +41,7 @@ def untouched(size: int) -> mmap.mmap:
 
 
 def best_of(act: Callable[[], object]) -> float:
-    """Return the seconds of the fastest of several calls; at microseconds, slower ones show other work of the machine."""
+    """Return the seconds of the fastest of several calls. Slower calls mostly show other work of the machine."""
     times = []
     for _ in range(REPEATS):
         started = time.perf_counter()

@@ -1,6 +1,8 @@
-"""LMCache's L1 and L2 without an engine, through `L1Manager` and `StorageManager`; run by its own interpreter.
+"""LMCache as a compared system: measures its L1 and L2 caches without an engine, through `L1Manager` and `StorageManager`.
 
-Numpy copies bytes between its memory objects and ours, as for the other contestants, because LMCache itself only copies to devices.
+The script runs under the interpreter of LMCache's environment.
+
+LMCache itself copies only to and from devices. So numpy copies the bytes between LMCache's memory objects and the benchmark's arrays.
 """
 
 import gc
@@ -129,7 +131,7 @@ def resident() -> int:
 
 
 def memory(keys: int) -> Answer:
-    """Return resident bytes per key, for objects that are reserved and never written to."""
+    """Return the resident bytes per key. The objects are reserved but never written to, so the content takes no memory."""
     manager = new_pool(keys * 4096 + (64 << 20))
     names = keys_of(keys)
     gc.collect()
@@ -161,7 +163,7 @@ def files_in(folder: str) -> int:
 
 
 def drain(store: StorageManager, keys: list[ObjectKey], block_bytes: int, folder: str, content: Blocks) -> float:
-    """Write to L1 and wait until L2 has everything; return the seconds."""
+    """Write blocks to L1, and return the seconds until all of them are files of L2."""
     objects = store.reserve_write(keys, layout(block_bytes))
     for key, block in zip(keys, content, strict=True):
         np.copyto(objects[key].tensor.numpy(), block)
@@ -192,7 +194,7 @@ def load(store: StorageManager, keys: list[ObjectKey], block_bytes: int) -> floa
 
 
 def disk(folder: str, block_bytes: int, blocks: int, threads: int) -> Answer:
-    """Return the seconds of draining and loading the same blocks."""
+    """Return the seconds to write blocks to L2, and to load the same blocks from L2 again."""
     Path(folder).mkdir(exist_ok=True)
     store = open_store(folder, block_bytes * blocks + (64 << 20), threads)
     try:

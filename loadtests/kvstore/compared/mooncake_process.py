@@ -1,6 +1,6 @@
-"""Mooncake with protocol tcp: one master, one process that holds the memory, and this process as the client.
+"""Mooncake as a compared system, over TCP: one master, one process that holds the memory, and this process as the client.
 
-Run by its own interpreter.
+The script runs under the interpreter of Mooncake's environment.
 """
 
 import ctypes
@@ -76,7 +76,7 @@ class MooncakeCluster:
                 return
 
     def need(self, size: int, fresh: bool) -> None:
-        """Provide a segment of at least this size; if `fresh`, one that was never written to."""
+        """Provide at least `size` bytes of memory in the segment process; if `fresh`, memory that was never written to."""
         if self.segment is not None and not fresh and self.segment_bytes >= size:
             return
         if self.segment is not None:
@@ -198,7 +198,7 @@ def resident(pid: int) -> int:
 
 
 def memory(keys: int) -> Answer:
-    """Return resident bytes per key in a new master, for objects of 64 bytes."""
+    """Return how many bytes of resident memory a new master needs per key. The stored objects have 64 bytes each."""
     global cluster  # noqa: PLW0603 - one per process
     if cluster is not None:
         cluster.close()

@@ -26,16 +26,16 @@ class ComparedSystemProcess:
 
         Args:
             name: Name for messages.
-            python: Returns the interpreter; may install it, and may raise `SystemUnavailable`.
-            script: The script.
-            log: File for its output.
+            python: Returns the Python interpreter; may install the system first, and may raise `SystemUnavailable`.
+            script: The script of the system.
+            log: File for the output of the script.
         """
         self._name = name
         self._python = python
         self._script = script
         self._log = log
         self._process: subprocess.Popen[bytes] | None = None
-        self._absent: SystemUnavailable | None = None  # set after a failure, so that nobody waits again
+        self._absent: SystemUnavailable | None = None  # set after a failure, so that later questions fail at once
 
     def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
         """Ask one question and return the answer.

@@ -1,4 +1,4 @@
-"""Compared systems as contestants: the question to each system for each line, in the line's unit."""
+"""Compared systems as contestants: for each line of the benchmark, a function that asks each system and converts to the line's unit."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -19,7 +19,8 @@ LMCACHE_PACKAGES = SystemDistribution(
     name=LMCACHE,
     version="0.5.6",
     steps=(
-        (("torch==2.13.0+cpu",), ("torch==2.13.0",)),  # the second one installs the CUDA build, which also works
+        # If pip does not find the CPU build, the CUDA build is installed, which also works.
+        (("torch==2.13.0+cpu",), ("torch==2.13.0",)),
         (("--no-deps", "lmcache==0.5.6"),),
         (
             (
@@ -57,14 +58,14 @@ MOONCAKE_PACKAGES = SystemDistribution(
 
 
 class ComparedSystems:
-    """All compared systems, or none."""
+    """The compared systems of one benchmark run. Each method returns a contestant for each system, by name."""
 
     def __init__(self, cache: Path, folder: Path, *, wanted: bool):
         """Begin without processes; a system starts at its first question.
 
         Args:
-            cache: Cache folder for their environments.
-            folder: Folder of this run for their logs and files.
+            cache: Cache folder for the environments of the systems.
+            folder: Folder of this run for the logs and files of the systems.
             wanted: False leaves every line without compared systems.
         """
         self._folder = folder
@@ -85,11 +86,11 @@ class ComparedSystems:
         return {name: known[name] for name in self._processes}
 
     def put(self, block_bytes: int, blocks: int, *, fresh: bool) -> dict[str, Contestant]:
-        """Return contestants that write to memory, in GB/s; `fresh`: memory that was never written to."""
+        """Return contestants that write to memory, in GB/s; if `fresh`, the memory was never written to before."""
         return self._speed("put", "seconds", block_bytes, blocks, {"fresh": fresh})
 
     def get(self, block_bytes: int, blocks: int, *, fresh: bool) -> dict[str, Contestant]:
-        """Return contestants that read from memory, in GB/s; `fresh`: into memory that was never written to."""
+        """Return contestants that read from memory, in GB/s; if `fresh`, the destination was never written to before."""
         return self._speed("get", "seconds", block_bytes, blocks, {"fresh": fresh})
 
     def disk_write(self, block_bytes: int, blocks: int, threads: int) -> dict[str, Contestant]:

@@ -9,7 +9,7 @@ Rules:
 2. Clients behave like workers, and like broken workers: they pause in the middle of a write, forget their leases, read with matches
    that ended long ago, publish wrong checksums, and send garbage to every socket (`client`).
 3. Clients, the node and Redis are killed (SIGKILL) and stopped (SIGSTOP) at random moments. A call that lasts longer than the client's
-   documented deadlines is a hang (`watchdog`); the clock stands still while the process is stopped.
+   documented deadlines is a hang (`watchdog`). Time in which the client process itself is stopped does not count.
 4. Nothing may be left at the end (`leaks`).
 5. The seed determines all decisions; the exact timing depends on the machine.
 """

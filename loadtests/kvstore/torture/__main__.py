@@ -1,4 +1,7 @@
-"""Supervisor of the torture test: starts all processes, kills at random, and reports the findings. See the package."""
+"""Supervisor of the torture test: starts all processes, kills and stops some at random, and reports the findings.
+
+The docstring of the package has the rules.
+"""
 
 import argparse
 import itertools
@@ -27,17 +30,17 @@ from loadtests.kvstore.torture.redis_server import RedisServer
 
 CLIENTS = 4
 CAPACITY_BYTES = 16 << 20
-BLOCK_BYTES = (8192, 65536, 20008)  # whole pages, many pages, and a part of a page
+BLOCK_BYTES = (8192, 65536, 20008)  # two pages, many pages, and a size that is no multiple of a page
 CHAINS = 40
 CHAIN_BLOCKS = 24
 LEASE_SECONDS = 2.0
 RESERVATION_SECONDS = 1.0
-# The capacity is twice that of the pool, so that segments are removed all the time.
+# The tier is only twice as large as the pool, so that it is always full and removes segments all the time.
 SSD_SIZES = {
     "capacity_bytes": 32 << 20,
     "segment_bytes": 2 << 20,
 }
-KILL_EVERY_SECONDS = 2.0  # on average
+KILL_EVERY_SECONDS = 2.0  # mean time between two harms
 HARMS = (
     "kill a client",
     "kill a client",
@@ -48,12 +51,12 @@ HARMS = (
     "stop the node",
 )
 LONG_STOP_SECONDS = 8.0  # longer than any deadline and the watchdog's grace; no other harm happens meanwhile
-STOP_SECONDS = (LONG_STOP_SECONDS, 0.2, 3.0)  # in turn
-PATIENCE = 4  # factor for busy machines, because every start of a node is waited for
-END_SECONDS = 30.0  # for clients to finish their calls
-SETTLE_SECONDS = 8.0  # for leases, reservations and stalled connections (5 s) to end
-SHOWN = 10  # findings of one kind that are shown in full
-LOOK_SECONDS = 0.5  # between two checks of disk and memory
+STOP_SECONDS = (LONG_STOP_SECONDS, 0.2, 3.0)  # durations of stops, used in turn
+PATIENCE = 4  # a run lasts at most so many times `--seconds`; on busy machines, restarts of the node take long
+END_SECONDS = 30.0  # time limit for clients to finish their calls
+SETTLE_SECONDS = 8.0  # time limit for leases, reservations and stalled connections (5 s) to end
+SHOWN = 10  # maximum number of findings of each kind that are shown
+LOOK_SECONDS = 0.5  # seconds between two checks of disk and memory
 
 NODE_SETTINGS: dict[str, Any] = {
     "capacity_bytes": CAPACITY_BYTES,
@@ -74,7 +77,7 @@ class TortureFindings:
     wrong_bytes: int = 0
     leaks: list[str] = field(default_factory=list)
     hangs: list[str] = field(default_factory=list)
-    errors: list[str] = field(default_factory=list)  # unexpected exceptions
+    errors: list[str] = field(default_factory=list)  # unexpected exceptions, as text
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -83,7 +86,7 @@ class TortureFindings:
 
 
 class TortureClient:
-    """One client process and its reports."""
+    """Starts one client process, and collects its reports as findings."""
 
     def __init__(self, orders: TortureOrders, findings: TortureFindings, log_file: Path):
         self._findings = findings
@@ -115,7 +118,7 @@ class TortureClient:
         self.process.stdin.close()
 
     def wait(self, timeout_seconds: float) -> None:
-        """Wait for a process that was asked to end."""
+        """Wait for the client that was asked to end. If it does not end in time, note a hang and kill it."""
         try:
             self.process.wait(timeout_seconds)
         except subprocess.TimeoutExpired:
@@ -133,7 +136,7 @@ class TortureClient:
     def _listen(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            if line.endswith(b"\n"):  # otherwise it was killed in the middle of the line
+            if line.endswith(b"\n"):  # otherwise the client was killed while it wrote the line
                 self._note(json.loads(line))
 
     def _note(self, said: Mapping[str, Any]) -> None:
@@ -154,7 +157,7 @@ class TortureClient:
 
 
 class Torture:
-    """One run of the torture test."""
+    """Runs the torture test once: starts the processes, harms them, and collects the findings."""
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], rng: random.Random, redis: RedisServer | None):
         self.findings = TortureFindings()
@@ -170,15 +173,16 @@ class Torture:
         self._node = StoreNode(self._sockets, **settings)
         self._node_files = 0
         self._clients: list[TortureClient] = []
-        # The coming harms are like a deck of cards, so that each kind has its share in runs of any length.
+        # The next harms are drawn like cards from a shuffled deck, so that each kind gets its share even in a short run.
         self._deck: list[str] = []
         self._stops = {kind: itertools.cycle(STOP_SECONDS) for kind in ("stop a client", "stop the node")}
         self._named_memory: set[str] = set()
-        self._stopped: list[tuple[float, int]] = []  # instant of continuation and process
+        # For each stopped process, the instant at which it continues, and its process id.
+        self._stopped: list[tuple[float, int]] = []
         self._undisturbed_until = 0.0
 
     def run(self, seconds: float, clients: int, kill_every_seconds: float, least_kills: int) -> TortureFindings:
-        """Run until all processes have ended: after `seconds`, or up to `PATIENCE` times that if too few were killed."""
+        """Do harm for `seconds`, or up to `PATIENCE` times as long until `least_kills` were killed; then end all processes."""
         self._start_node()
         try:
             self._clients = [self._start_client() for _ in range(clients)]
@@ -231,7 +235,7 @@ class Torture:
                 self._redis.start()
             case _:
                 pid = self._node.pid if kind == "stop the node" else self._rng.choice(self._clients).process.pid
-                os.kill(pid, signal.SIGSTOP)  # a child that was not waited for, so the process id still belongs to it
+                os.kill(pid, signal.SIGSTOP)  # the child was not waited for, so its process id was not reused
                 pause = next(self._stops[kind])
                 self._stopped.append((now + pause, pid))
                 if pause == LONG_STOP_SECONDS:
@@ -241,7 +245,7 @@ class Torture:
         for due, pid in list(self._stopped):
             if due <= now:
                 self._stopped.remove((due, pid))
-                if pid in self._pids():  # otherwise it was killed while it was stopped
+                if pid in self._pids():  # otherwise the process was killed while it was stopped
                     os.kill(pid, signal.SIGCONT)
 
     def _pids(self) -> set[int]:
@@ -250,7 +254,7 @@ class Torture:
     def _replace_the_dead(self) -> None:
         for index, client in enumerate(self._clients):
             if not client.alive:
-                client.kill()  # also reads its last reports
+                client.kill()  # the process has ended already; this reads its last reports
                 self._clients[index] = self._start_client()
         if not self._node.alive:
             self.findings.errors.append(f"the node ended by itself:\n{self._node.log()[-2000:]}")
@@ -305,7 +309,7 @@ class Torture:
 
 
 def _tracebacks(text: str) -> list[str]:
-    """Return the tracebacks in a log; of those with the same last line, only the first."""
+    """Return the tracebacks in a log. If several have the same last line, return only the first of them."""
     found: dict[str, str] = {}
     for each in text.split("Traceback (most recent call last):\n")[1:]:
         lines = each.splitlines()

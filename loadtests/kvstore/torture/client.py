@@ -1,7 +1,7 @@
 """Client process of the torture test: its threads use the store like workers and like broken workers, and check every byte.
 
-Started by the supervisor with its `TortureOrders` as its argument. It prints what it did and found, one JSON object per line, and ends with its
-standard input.
+The supervisor starts this process with `TortureOrders` as its argument. The process prints what it did and found, one JSON object per
+line, and ends when its standard input ends.
 """
 
 import gc
@@ -35,11 +35,11 @@ from kvstore.v1 import blocks_pb2_grpc as pb_grpc
 from loadtests.kvstore.torture.content import ExpectedContent, chain
 from loadtests.kvstore.torture.watchdog import CallWatchdog
 
-CALL_SECONDS = 0.5  # setting call_timeout_seconds of every client
+CALL_SECONDS = 0.5  # `call_timeout_seconds` of every store client
 CONNECT_SECONDS = 2.0
 REPORT_SECONDS = 0.1
-HANDED_OVER = 16  # matches in the mailbox at a time
-VOID = 0xEE  # content of destinations before a read
+HANDED_OVER = 16  # maximum number of matches in the mailbox for each namespace
+VOID = 0xEE  # byte that fills the destinations before a read, so that bytes that were not copied are noticed
 
 
 class TortureOrders(Struct, frozen=True, kw_only=True):
@@ -51,10 +51,10 @@ class TortureOrders(Struct, frozen=True, kw_only=True):
     shm_socket: str
     data_address: str
     mailbox: str  # folder in which clients leave matches for each other
-    block_bytes: tuple[int, ...]  # one namespace each
+    block_bytes: tuple[int, ...]  # block sizes; each has its own namespace
     chains: int
     chain_blocks: int
-    longest_pause_seconds: float  # slightly longer than leases and reservations
+    longest_pause_seconds: float  # 1.5 times the longer of lease and reservation, so that both may end in a pause
     threads: int = 2
 
 
@@ -76,7 +76,7 @@ def namespaces(block_bytes: Sequence[int]) -> list[KvNamespace]:
 
 
 class TortureReport:
-    """Reports to the supervisor; thread-safe."""
+    """Prints reports for the supervisor to standard output. All threads of the client may use it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -104,7 +104,7 @@ class TortureReport:
 
 
 class TortureNamespace:
-    """One namespace with its clients and its expected content."""
+    """One namespace, with the store client of one thread and the expected content of its blocks."""
 
     def __init__(self, orders: TortureOrders, namespace: KvNamespace, prefer: Sequence[str]):
         self.namespace = namespace
@@ -116,12 +116,12 @@ class TortureNamespace:
         self.matches: deque[Match] = deque(maxlen=8)  # kept longer than their leases
 
     def transfer_seconds(self, blocks: int) -> float:
-        """Return the longest time that moving so many blocks may take."""
+        """Return the longest time in seconds that moving this number of blocks may take."""
         return CALL_SECONDS + blocks * self.namespace.block_bytes / SLOWEST_BYTES_PER_SECOND
 
 
 class TortureThread:
-    """One thread of a client."""
+    """One thread of a client process, which performs random operations, each with the weight in `_operations`."""
 
     def __init__(
         self,
@@ -188,7 +188,7 @@ class TortureThread:
         self._release(client, match)
 
     def _read_patiently(self, place: TortureNamespace, client: StoreClient) -> None:
-        """Read blocks and wait for slower tiers."""
+        """Read blocks after a match that waits until they are promoted from lower tiers."""
         names, max_wait = self._names(), self._rng.choice([0.05, 0.3, 1.0])
         with self._call("patient match", max_wait + 4 * CALL_SECONDS):
             match = client.match_and_wait(names, lease_seconds=2.0, max_wait_seconds=max_wait)
@@ -275,7 +275,7 @@ class TortureThread:
         self._ask(self._stub.Condemn, request)
 
     def _lie(self, place: TortureNamespace, client: StoreClient) -> None:
-        """Publish a reservation without writing, so that the slot holds another block's bytes, or half of one."""
+        """Publish a reservation without writing its blocks, with random checksums, so that the slots hold wrong bytes."""
         reservation = self._reserve(place, client)
         if reservation is None:
             return
@@ -291,7 +291,7 @@ class TortureThread:
         self._reserve(place, client)
 
     def _send_garbage(self, place: TortureNamespace, client: StoreClient) -> None:  # noqa: ARG002 - the signature of all operations
-        """Send random bytes, with or without a valid beginning, to the data plane and to the memory handout."""
+        """Send random bytes, some with a valid beginning, to the TCP data plane or to the socket that hands out shared memory."""
         noise = self._rng.randbytes(self._rng.choice([0, 1, 31, 32, 4096]))
         targets: list[tuple[socket.AddressFamily, Any]] = [
             (socket.AF_UNIX, self._orders.shm_socket),
@@ -300,7 +300,7 @@ class TortureThread:
         family, target = self._rng.choice(targets)
         with socket.socket(family, socket.SOCK_STREAM) as wire:
             wire.settimeout(CALL_SECONDS)
-            if self._rng.random() < 0.3:  # closing with unread bytes resets the connection
+            if self._rng.random() < 0.3:  # let the close reset the connection instead of ending it properly
                 wire.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             try:
                 wire.connect(target)
@@ -312,7 +312,7 @@ class TortureThread:
     # Parts of operations
 
     def _names(self) -> list[BlockHash]:
-        """Return the names of a chain, popular chains more often, and often the whole chain."""
+        """Return the names of a random chain or of its beginning. Low chain numbers, and whole chains, are drawn more often."""
         number = min(int(self._rng.expovariate(4 / self._orders.chains)), self._orders.chains - 1)
         length = min(self._rng.randint(1, 2 * self._orders.chain_blocks), self._orders.chain_blocks)
         return chain(self._orders.seed, number, length)
@@ -403,7 +403,7 @@ def _visit(address: str, namespace: KvNamespace, prefer: str) -> None:
 
 
 def _come_and_go(orders: TortureOrders, stopping: threading.Event) -> int:
-    """Return the open files of a process after it has used the store."""
+    """Use the store once through every data path, and then return the number of this process's open files."""
     while not stopping.is_set():
         try:
             for namespace in namespaces(orders.block_bytes):

@@ -10,7 +10,7 @@ from kvstore.block import BlockHash
 from kvstore.buffers import ByteArray
 from kvstore.namespace import KvNamespace
 
-STRIDE = np.uint64(0x9E3779B97F4A7C15)  # odd, so that all words of a block differ
+STRIDE = np.uint64(0x9E3779B97F4A7C15)  # odd, so that the multiples, and thus all words of a block, differ
 
 
 def chain(seed: int, number: int, length: int) -> list[BlockHash]:

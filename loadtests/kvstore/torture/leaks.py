@@ -1,12 +1,12 @@
-"""Leaks of the torture test.
+"""Leaks: functions by which the torture test finds what processes have left behind.
 
-They are checked after all clients have ended, and after leases and connections had time to end:
+Leaks are looked for after all clients have ended, and after leases and connections had time to end. There is none if:
 
 1. No pin, lease or reservation is open in the node, and all its space can be written again.
 2. The node and the clients that lived to the end have no more open files than at their start.
 3. No child process lives, and a stopped node removes its sockets.
 4. No process maps memory with a name in /dev/shm, which a killed process would leave there, and the folder of the SSD tier never
-   exceeds its limit. (Both are sampled during the run.)
+   exceeds its limit. (These two are sampled during the run.)
 """
 
 import hashlib
@@ -57,7 +57,7 @@ def in_node(node: StoreNode, files_at_first: int, settle_seconds: float) -> list
 
     Args:
         node: A running node.
-        files_at_first: Its number of open files after its start.
+        files_at_first: Number of open files of the node after its start.
         settle_seconds: Time in which leases, reservations and stalled connections end.
     """
     found: list[str] = []
@@ -78,7 +78,7 @@ def in_node(node: StoreNode, files_at_first: int, settle_seconds: float) -> list
 
 
 def after_the_node(folder: Path) -> list[str]:
-    """Return what a stopped node has left."""
+    """Return a text for each socket that a stopped node has left in its folder."""
     return [f"{path.name} was left by the node" for path in folder.iterdir() if path.is_socket()]
 
 
@@ -100,13 +100,13 @@ def children() -> list[str]:
 
 
 def _open_in(stats: Stats) -> list[str]:
-    """Return what is still held in a node."""
+    """Return a text for each kind of thing that the node still holds: pinned blocks, leases and reservations."""
     held = {"pinned blocks": stats.pinned, "leases": stats.leases, "reservations": stats.reservations}
     return [f"{count} {what}" for what, count in held.items() if count]
 
 
 def _lost_space(client: StoreClient, capacity_bytes: int) -> list[str]:
-    """Fill the pool with new blocks, which needs every byte that is not held, and return what is missing."""
+    """Fill the whole pool with new blocks. If some do not fit, return a text that says how many."""
     room = capacity_bytes // PAGE_BYTES
     block = np.zeros(PAGE_BYTES, dtype=np.uint8)
     names = [hashlib.blake2b(f"space {index}".encode(), digest_size=16).digest() for index in range(room)]

@@ -1,4 +1,4 @@
-"""Redis server of a run on a Unix socket, which can be killed and started again."""
+"""Redis server for one run: it listens at a Unix socket, and can be killed and started again."""
 
 import shutil
 import signal

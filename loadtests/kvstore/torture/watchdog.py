@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 TICK_SECONDS = 0.05
 GRACE_SECONDS = 3.0
-"""Additional time for threads that wait for a core, because the machine is overloaded on purpose."""
+"""Seconds that a call may take in addition to its limit. The test overloads the machine, so threads wait for a core."""
 
 
 class CallWatchdog:
@@ -21,7 +21,8 @@ class CallWatchdog:
         """
         self._late = late
         self._awake_seconds = 0.0
-        self._calls: dict[int, tuple[str, float, float]] = {}  # thread -> call, begun, limit
+        # By thread: the name of the call, its begin, and its time limit, both in seconds.
+        self._calls: dict[int, tuple[str, float, float]] = {}
         self._lock = threading.Lock()
         threading.Thread(target=self._watch, daemon=True, name="watchdog").start()
 
@@ -35,7 +36,7 @@ class CallWatchdog:
             yield
         finally:
             with self._lock:
-                self._calls.pop(thread, None)  # missing if the call was late
+                self._calls.pop(thread, None)  # a late call was removed already
 
     def _watch(self) -> None:
         while True:

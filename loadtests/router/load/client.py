@@ -17,17 +17,17 @@ from loadtests.environments import SystemUnavailable
 
 GOOD = b"HTTP/1.1 200"
 EVENT = b"data: "
-END = b"0\r\n\r\n"  # the last chunk
+END = b"0\r\n\r\n"  # the end of a chunked answer
 START_SECONDS = 30.0
-WAIT_SECONDS = 60.0  # for the answers that are still missing at the end
-FAILURES = 20  # failures of one connection before it is given up
+WAIT_SECONDS = 60.0  # time limit for the answers that are missing when the round is over
+FAILURES = 20  # a source of requests is given up after this number of failed connections
 
 Next = Callable[[], bytes | None]
-"""Returns the next request, or None if there is none left."""
+"""Function that returns the bytes of the next request, or None if there is none left."""
 
 
 class CpuMeter(Protocol):
-    """Measures a round beside the client."""
+    """Port for measurements of one round that the client cannot make, such as the router's CPU time."""
 
     def start(self) -> None: ...
 
@@ -35,14 +35,14 @@ class CpuMeter(Protocol):
 
 
 class LoadWindow(Struct, frozen=True, kw_only=True):
-    """Results of a round."""
+    """Results of one round, as the client measured them."""
 
     requests: int
     failures: int
     seconds: float
     ttft_seconds: float
-    cpu_seconds: float  # of the client
-    gap_seconds_p99: float | None = None  # between two parts of an answer; None: every answer came at once
+    cpu_seconds: float  # CPU time of the client
+    gap_seconds_p99: float | None = None  # gap between two parts of an answer; None: no answer had two parts
     complaint: str = ""  # message of the first failure
 
 
@@ -54,15 +54,15 @@ class LoadConnection(asyncio.Protocol):
 
         Args:
             following: Returns the next request.
-            until: When to stop sending.
-            acknowledging: The connection's socket if TCP shall acknowledge at once; None leaves that to the system.
+            until: The instant from which on no request is sent any more.
+            acknowledging: The socket, if it must acknowledge all data at once; None: the system may delay acknowledgements.
         """
         self._acknowledging = acknowledging
         self.following = following
         self._until = until
         self._tail = b""
-        self._fresh = True  # no byte of the answer has arrived
-        self._begun = False  # the first token has arrived
+        self._fresh = True  # True until the first byte of the answer has arrived
+        self._begun = False  # True after the first token has arrived
         self._sent_at = 0.0
         self._transport: asyncio.Transport
         self.completed = 0
@@ -81,7 +81,7 @@ class LoadConnection(asyncio.Protocol):
             self.ended.set_result(None)
 
     def send(self) -> None:
-        """Send the next request, or end."""
+        """Send the next request. If there is none, or the time is over, end this connection's part of the round."""
         now = time.perf_counter()
         request = self.following() if now < self._until.at else None
         if request is None:
@@ -92,7 +92,8 @@ class LoadConnection(asyncio.Protocol):
         self._sent_at = now
         self._transport.write(request)
         if self._acknowledging is not None:
-            self._acknowledging.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)  # until the next answer is over
+            # The system may reset this option, so it is set for each request.
+            self._acknowledging.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
 
     def data_received(self, data: bytes) -> None:
         if not self._begun:
@@ -129,7 +130,7 @@ class LoadConnection(asyncio.Protocol):
 
 
 class Until:
-    """When to stop sending, by `time.perf_counter`; set when the round begins."""
+    """The instant (`time.perf_counter`) from which on no request is sent. It is set when the round begins."""
 
     at = 0.0
 
@@ -151,10 +152,10 @@ def round_of(
         seconds: Time after which no connection sends any more.
         meter: Started when all connections are open and nothing was sent, stopped after the last answer.
         delayed_acknowledgements: Whether the system may delay TCP acknowledgements.
-        tls: With what to connect; None: without TLS. Handshakes are over when the round begins.
+        tls: TLS context of the connections; None: no TLS. Handshakes are complete when the round begins.
 
     Raises:
-        SystemUnavailable: The server does not answer, or hardly ever.
+        SystemUnavailable: The server refuses connections, does not answer in time, or no answer was good.
     """
     options = DialOptions(delayed_acknowledgements=delayed_acknowledgements, tls=tls)
     return uvloop.run(_round_of(ports, following, seconds, meter, options))
@@ -205,7 +206,7 @@ class _Dialler:
 async def _round_of(
     ports: Sequence[int], following: Sequence[Next], seconds: float, meter: CpuMeter, options: DialOptions
 ) -> LoadWindow:
-    with ExitStack() as opened:  # all must be closed, or the event loop may wait for ever
+    with ExitStack() as opened:  # closes all connections; otherwise the event loop may wait for ever
         dialler = _Dialler(opened, options)
         return await _asked(dialler, ports, following, seconds, meter)
 

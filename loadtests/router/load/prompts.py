@@ -1,7 +1,7 @@
 """Requests of the benchmark, as the bytes that go over the wire.
 
-Words come from the text that the tiny model's tokenizer was trained on. Its tokens never span two words, so the length of a prompt is
-the sum over its words. Only the unique beginning may change it slightly.
+Words come from the text that the tiny model's tokenizer was trained on. A token of this tokenizer never spans two words, so the
+number of tokens of a prompt is the sum over its words. Only for the unique beginning, the number is approximate.
 """
 
 import importlib
@@ -21,8 +21,8 @@ from loadtests.router.scenarios import PrefixSharing, RouterScenario
 MODEL = "tiny"
 PATH = "/v1/completions"
 CONTEXT_TOKENS = 1 << 17
-WORDS = 3000  # most frequent words
-TEXTS = 32  # different texts after the unique beginnings of prompts
+WORDS = 3000  # number of the most frequent words that are used
+TEXTS = 32  # number of different texts that follow the unique beginnings of prompts
 STAMP_TOKENS = 16  # approximate length of the unique beginning: 16 hexadecimal digits and the start token
 MIX = 0x9E3779B97F4A7C15  # odd, so that its multiples are distinct 64-bit numbers
 
@@ -38,7 +38,7 @@ def model_with_long_context(tiny: Path, folder: Path) -> Path:
 
 
 class Vocabulary:
-    """Words with their token counts."""
+    """The words of which prompts are made, with the number of tokens of each word."""
 
     def __init__(self, model_dir: Path):
         """Read the words of the tiny model in a folder."""
@@ -54,7 +54,7 @@ class Vocabulary:
         }
 
     def text(self, tokens: int, chance: random.Random) -> str:
-        """Return a text of so many tokens, or one or two more; it begins with a space."""
+        """Return a text with at least `tokens` tokens, and at most the rest of the last word more. It begins with a space."""
         words = []
         left = tokens
         while left > 0:
@@ -65,7 +65,7 @@ class Vocabulary:
 
 
 def request(prompt: str, answer_tokens: int) -> bytes:
-    """Return a request for a streamed completion."""
+    """Return the bytes of an HTTP request for a streamed completion."""
     fields = {"model": MODEL, "stream": True, "max_tokens": answer_tokens, "temperature": 0, "prompt": prompt}
     body = json.dumps(fields, separators=(",", ":")).encode()
     head = f"POST {PATH} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
@@ -73,7 +73,10 @@ def request(prompt: str, answer_tokens: int) -> bytes:
 
 
 class NewPrompts:
-    """Requests with prompts that differ from the first character on; the rest of them is made beforehand."""
+    """Makes requests whose prompts differ from the first character on.
+
+    Everything but these first characters is prepared in advance, so that a request costs the client little CPU time.
+    """
 
     def __init__(self, scenario: RouterScenario, vocabulary: Vocabulary, seed: int):
         chance = random.Random(seed)
@@ -102,7 +105,7 @@ class Conversations:
         self._openings = [vocabulary.text(sharing.opening_tokens, chance) for _ in range(sharing.groups)]
 
     def of(self, user: str) -> Iterator[bytes]:
-        """Yield the requests of a user without end, always the same ones.
+        """Yield the requests of a user without end. The same name always gets the same requests.
 
         Args:
             user: Any name that identifies user and round.

@@ -1,15 +1,15 @@
-"""Mock workers: they compute nothing, and answer the OpenAI API with prepared bytes as cheaply as Python can.
+"""Mock workers: answer requests of the OpenAI API with prepared bytes, with as little CPU time as Python allows.
 
     python -m loadtests.router.mock_workers.workers JSON     prints the ports, one JSON line, when it is ready
 
 Rules:
 
-1. All workers of a run are one process with one event loop. Each has its own port, counters, prefix cache and prefill, which
-   computes one request after the other.
+1. All workers of a run are one process with one event loop. Each worker has its own port, counters and prefix
+   cache, and computes the prompts of its requests one after the other.
 2. Workers read only the parts of a request that the scenario needs; without a prefix cache, bodies are only counted.
 3. The head of an answer and its first token are sent in one write, and so is a whole answer of one token. The further tokens of all
    answers of a worker are sent together at the worker's pace, like the decode steps of an engine.
-4. Cache hits and requests are counted here (`GET /counters`), so that no router has to be believed.
+4. The workers count cache hits and requests (`GET /counters`), so that figures do not depend on what routers report.
 5. Other requests by which routers check workers (health, models, versions, loads) have prepared answers; unknown paths get a 404.
 """
 
@@ -32,20 +32,20 @@ from msgspec import Struct
 from fleet.local.process_group import die_with_parent
 from loadtests.router.load.prompts import CONTEXT_TOKENS, MODEL
 
-BLOCK_BYTES = 256  # about 64 tokens
+BLOCK_BYTES = 256  # bytes of text in a block, which are about 64 tokens
 END_OF_HEAD = b"\r\n\r\n"
 LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d+)", re.IGNORECASE)
 CHUNKED = re.compile(rb"\r\ntransfer-encoding:[ \t]*chunked", re.IGNORECASE)
 EXPECTS = re.compile(rb"\r\nexpect:[ \t]*100-continue", re.IGNORECASE)
 LAST_CHUNK = b"0\r\n\r\n"
-NEAR = 256  # bytes at both ends of a body in which short fields are searched
+NEAR = 256  # short fields are searched only in this number of bytes at each end of a body
 STREAM = re.compile(rb'"stream":\s*true')
 
 
 class MockWorkerSettings(Struct, frozen=True, kw_only=True):
     workers: int
     tokens: int = 1
-    """Tokens of each answer."""
+    """Number of tokens of each answer."""
 
     gap_seconds: float = 0.0
     cache_blocks: int = 0
@@ -58,7 +58,7 @@ class MockWorkerCounters(Struct):
     blocks: int = 0
     hits: int = 0
     probes: int = 0
-    """Requests that are no completions."""
+    """Number of requests other than completions, such as health checks."""
 
 
 class MockPrompt(Struct):
@@ -75,10 +75,13 @@ PROMPT = msgspec.json.Decoder(MockPrompt)
 
 
 class PrefixCache:
-    """Prefix cache on blocks of text instead of tokens: the last used blocks, each named by the hash of all text up to its end; the end of a prompt is evicted before its beginning."""
+    """Prefix cache with blocks of text instead of tokens. The name of a block is the hash of all text up to its end.
+
+    The least recently used block is evicted first; of one prompt, the last block.
+    """
 
     def __init__(self, capacity: int):
-        self._capacity = capacity  # blocks
+        self._capacity = capacity  # maximum number of blocks
         self._blocks: dict[int, None] = {}  # least recently used first
 
     def __len__(self) -> int:
@@ -142,7 +145,8 @@ class MockWorker:
         self._loop = loop
         self._cache = PrefixCache(settings.cache_blocks)
         self._free_at = 0.0
-        self._streams: dict[MockWorkerConnection, int] = {}  # tokens that are still to be sent
+        # For each connection, the number of tokens that are still to be sent.
+        self._streams: dict[MockWorkerConnection, int] = {}
         self._beating = False
 
     @property
@@ -154,7 +158,7 @@ class MockWorker:
         self._cache = PrefixCache(self.settings.cache_blocks)
 
     def complete(self, connection: "MockWorkerConnection", body: bytes, *, chat: bool) -> None:
-        """Answer a request, or begin its answer."""
+        """Count a request, and begin its answer after the time that its uncached blocks take."""
         counters = self.counters
         counters.requests += 1
         ends = body[:NEAR] + body[-NEAR:]
@@ -192,7 +196,7 @@ class MockWorker:
                 self._loop.call_at(at, self._beat, at)
 
     def _beat(self, at: float) -> None:
-        """Send the next token of all answers."""
+        """Send the next token of all running answers, and call this method again after `gap_seconds` while any is left."""
         answers = self.answers
         self.counters.tokens += len(self._streams)
         for connection, left in list(self._streams.items()):
@@ -215,7 +219,7 @@ class MockWorkerConnection(asyncio.Protocol):
     def __init__(self, worker: MockWorker):
         self._worker = worker
         self._parts: list[bytes] = []
-        self._left: int | None = None  # missing bytes of the body; None: the head is not complete
+        self._left: int | None = None  # missing bytes of the body; None: the head of the request is not complete
         self._chunked = False
         self._transport: asyncio.Transport
 
@@ -277,7 +281,7 @@ class MockWorkerConnection(asyncio.Protocol):
 
 
 def _joined(body: bytes) -> bytes:
-    """Return the content of a chunked body."""
+    """Return the content of a body in chunked transfer encoding."""
     content = b""
     while True:
         size, _, body = body.partition(b"\r\n")
@@ -289,7 +293,7 @@ def _joined(body: bytes) -> bytes:
 
 
 def _token(chat: bool, *, finished: bool) -> dict[str, Any]:
-    """Return one event in vLLM's form."""
+    """Return the content of an event with one token, as vLLM writes it."""
     reason = {"finish_reason": "length" if finished else None}
     text: dict[str, Any] = {"delta": {"content": " a"}} if chat else {"text": " a", "stop_reason": None}
     return {
@@ -345,7 +349,7 @@ async def _serve(settings: MockWorkerSettings) -> None:
         ports.append(server.sockets[0].getsockname()[1])
     gc.freeze()
     print(json.dumps({"ports": ports}), flush=True)
-    await loop.create_future()  # until it is killed
+    await loop.create_future()  # serve until the process is killed
 
 
 def main() -> None:

@@ -1,11 +1,11 @@
-"""Simulated cluster of the leaderboard: its engines, its latency goals, and one run of a policy.
+"""Simulated cluster of the leaderboard: defines the engines and the latency goals, and runs one policy on one workload.
 
 Rules:
 
 1. The run is one of `fleet.sim`: the production router's machine with a policy, and engines in virtual time. Step times follow the
-   straight lines of `fleet.hardware.latency.linear`. Policies do not know the step times; they learn what they can.
-2. All policies get the same requests, from the same seed, at the same times. A turn that needs an answer begins when that has
-   ended; all others arrive at their times, whether the cluster keeps up or not.
+   straight lines of `fleet.hardware.latency.linear`. Policies do not know the step times; they can only learn from what the router observes.
+2. All policies get the same requests, from the same seed, at the same times. A turn of a conversation begins when the
+   answer to the previous turn has ended. All other requests arrive at their times, whether the cluster keeps up or not.
 3. Policies are ranked by goodput: requests per second whose TTFT and TPOT kept the goals. The goals depend on the engine, and are
    the same for all policies.
 """
@@ -27,9 +27,9 @@ from fleet.sim.run import RunPlan, simulate
 from fleet.sim.workload.clients import SessionClients
 from loadtests.router.simulated.traffic import RouterTraffic
 
-SLACK_SECONDS, PACES = 0.5, 5.0  # see `goals_of`
+SLACK_SECONDS, PACES = 0.5, 5.0  # constants of the goals; `goals_of` explains them
 PERCENTILE = 99
-NEVER = Nanos(10**9 * SECOND)  # between two samples of a timeline, which is not used
+NEVER = Nanos(10**9 * SECOND)  # time between two samples of the timeline: none is taken, because it is not used
 PATIENT = RouterSettings(explained_requests=1, max_queued=1_000_000, max_queue_seconds=1e9)
 """Settings with which no request is rejected for waiting, so that overload shows in the latencies."""
 
@@ -73,13 +73,13 @@ class PolicyOutcome(Struct, frozen=True, kw_only=True):
     refused: int
     goodput: float  # requests per second that kept both goals
     attainment: float  # share of the requests that kept both goals
-    hit_rate: float  # share of prompt tokens
-    imbalance: float  # the busiest worker divided by the mean, by time in steps
+    hit_rate: float  # share of prompt tokens that were cached
+    imbalance: float  # time in steps of the busiest worker, divided by the mean over all workers
     ttft_mean: float
     ttft_p50: float
     ttft_p99: float
     tpot_mean: float
-    seconds: float  # from the first arrival to the last answer
+    seconds: float  # time from the first arrival to the last answer
     busy: float  # share of the time that engines spent in steps
 
 
@@ -145,9 +145,10 @@ def outcome(ended: Sequence[EndedRequest], goals: AnswerGoals, *, imbalance: flo
 
     Args:
         ended: Requests, of which at least one was answered.
-        goals: Latency goals. Goodput counts over the time of the arrivals, so that a slow policy does not seem to have fewer requests.
+        goals: Latency goals. Goodput is counted per second from the first to the last arrival, so that it does not depend on
+            how long a slow policy takes for the last answers.
         imbalance: Imbalance of the workers.
-        busy: Share of the time that they spent in steps.
+        busy: Share of the time that the workers spent in steps.
     """
     served = [each for each in ended if not each.refused and each.first_token is not None]
     ttfts = sorted(each.ttft_ms / 1000 for each in served)

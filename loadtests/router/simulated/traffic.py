@@ -10,16 +10,16 @@ from fleet.core.clock import SECOND, Nanos
 from fleet.recording.agentic_traces import TraceSession, TraceTurn
 from kvstore.eviction.trace_replay import TraceRequest
 
-BLOCK_TOKENS = 64  # of drawn prompts
+BLOCK_TOKENS = 64  # tokens per block of drawn prompts
 MIX = 0x9E3779B97F4A7C15  # odd, so that consecutive numbers become distinct keys that look like hashes
 
 
 class RouterTraffic(Struct, frozen=True, kw_only=True):
-    """Sessions that begin at a rate, which can be changed."""
+    """Sessions of requests with their beginnings; `at` changes the rate at which they come."""
 
     name: str
     block_tokens: int
-    sessions: Sequence[TraceSession]  # in the order of their beginnings
+    sessions: Sequence[TraceSession]  # sorted by the beginning
 
     @property
     def requests(self) -> int:
@@ -68,7 +68,7 @@ def recorded(name: str, requests: Sequence[TraceRequest], block_tokens: int) -> 
 
 
 def unique(requests: int, seed: int) -> RouterTraffic:
-    """Return prompts without common blocks."""
+    """Return requests whose prompts have no common blocks."""
     keys = count(1)
     return _made("unique", seed, requests, lambda chance: [_turn(_new(keys, chance.randint(8, 56)), chance)])
 
@@ -107,7 +107,7 @@ def hot_prefix(requests: int, seed: int) -> RouterTraffic:
 
 
 def conversations(requests: int, seed: int, *, groups: int = 64, turns: int = 6) -> RouterTraffic:
-    """Return conversations that begin with one of several prefixes and grow by each question and answer, with a second of thinking between."""
+    """Return conversations that begin with one of several prefixes and grow turn by turn; users think for a second on average."""
     keys = count(1)
     openings = [_new(keys, 32) for _ in range(groups)]
 

@@ -10,8 +10,8 @@ Rules:
    byte of KV before it. So every stream is compared: over gRPC token by token, over HTTP its text and the tokens of its last event.
 3. The capacity is measured first, with more and more closed clients. Then requests come at a share of it, at random times, whether
    or not earlier ones have been answered.
-4. A token is lost if a stream that ended well did not contain it, or if its stream did not end in time. It is repeated if a stream
-   contains it and should not. A stream continues unchanged when a worker dies; only a stream whose sampling state died with the
+4. A token is lost if a stream that ended well did not contain it, or if its stream did not end in time. A token is repeated if a
+   stream contains it although the expected answer does not. A stream continues unchanged when a worker dies; only a stream whose sampling state died with the
    worker ends with WORKER_LOST. A request that is rejected before its first token must have a reason that permits a retry. These
    cases are counted by reason; everything else is a broken promise.
 5. Some clients cancel in the middle of an answer. At the end no request, reservation, connection or open file may be left, and memory

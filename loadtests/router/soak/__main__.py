@@ -1,4 +1,7 @@
-"""Supervisor of the soak test: starts all processes, measures the capacity, and reports the findings. See the package."""
+"""Supervisor of the soak test: starts all processes, measures the capacity, and reports the findings.
+
+The docstring of the package has the rules.
+"""
 
 import argparse
 import asyncio
@@ -38,24 +41,24 @@ from workers.engines.simulated.model import SimulatedModel
 LOAD = 0.7
 HARM_EVERY_SECONDS = 8.0
 STORE_BYTES = 64 << 20
-RAMP = (16, 32, 64)  # closed clients
-RAMP_SECONDS = 10.0  # longest time of a step
-LEAST_RAMP_SECONDS = 2.5  # twice the time of an answer
-RAMP_SHARE = 1 / 20  # of the run
-WARM_SHARE = 0.3  # of a step, which is not measured
+RAMP = (16, 32, 64)  # numbers of closed clients in the steps by which the capacity is measured
+RAMP_SECONDS = 10.0  # maximum duration of a step
+LEAST_RAMP_SECONDS = 2.5  # minimum duration of a step: twice the duration of an answer
+RAMP_SHARE = 1 / 20  # duration of a step, as a share of the run
+WARM_SHARE = 0.3  # share of a step at its beginning that is not measured
 MOST_IN_FLIGHT = 2000
-END_SECONDS = 240.0  # for running requests to end
-REST_SECONDS = 20.0  # for connections of clients that have left to be closed
+END_SECONDS = 240.0  # time limit for running requests to end
+REST_SECONDS = 20.0  # time limit for the router to close the connections of clients that have left
 SAMPLES = 900
-LEAST_PAUSE_SECONDS = 0.5  # between two samples
-SHOWN = 20  # broken promises that are shown in full
+LEAST_PAUSE_SECONDS = 0.5  # minimum seconds between two samples
+SHOWN = 20  # maximum number of broken promises that are shown
 
 log = logging.getLogger("soak")
 
 
 @dataclass
 class SoakFindings:
-    """Findings of a run."""
+    """Measurements of the router in one run, and complaints about it."""
 
     capacity_rps: float = 0.0
     load: float = 0.0
@@ -68,7 +71,7 @@ class SoakFindings:
 
 
 class Soak:
-    """One run of the soak test."""
+    """Runs the soak test once: starts the processes, sends the requests, and collects the findings."""
 
     def __init__(self, folder: Path, seconds: float, load: float, harm_every: float, seed: int):
         self.findings = SoakFindings()
@@ -128,7 +131,7 @@ class Soak:
             ]
 
     async def _soak(self, router: SoakProcess, grpc: str) -> None:
-        """Apply rules 3 to 5 to a running router."""
+        """Send the requests to a running router, and check it (rules 3 to 5 of the package)."""
         findings = self.findings
         async with AsyncClient(grpc) as operator:
             await self._until_served(operator)
@@ -183,7 +186,7 @@ class Soak:
             await self.clients.ask(next(self._requests_to_send))
 
     async def _arrivals(self, until: float) -> int:
-        """Send requests at random times until the end, and wait for the last answer; return their number."""
+        """Send requests at random times until the instant `until`, wait for all answers, and return the number of requests."""
         rate = self._load * self.findings.capacity_rps
         under_way: set[asyncio.Task[None]] = set()
         arrived = 0

@@ -9,15 +9,15 @@ from msgspec import Struct
 class AnswerDifference(Struct, frozen=True):
     """Difference between a received and an expected answer."""
 
-    lost: int = 0  # expected tokens that did not come
-    repeated: int = 0  # tokens that came and were not expected
+    lost: int = 0  # number of expected tokens that did not come
+    repeated: int = 0  # number of tokens that came although they were not expected
 
 
 SAME = AnswerDifference()
 
 
 def difference(expected: Sequence[object], received: Sequence[object], *, whole: bool) -> AnswerDifference:
-    """Compare an answer; if it need not be `whole`, its end may be missing."""
+    """Compare an answer with the expected one. If `whole` is False, the end of the answer may be missing."""
     if whole and received == expected:
         return SAME
     if not whole and received == expected[: len(received)]:

@@ -14,10 +14,10 @@ from workers.settings import SimulatedSettings, WorkerSettings
 
 MODEL = ModelName("tiny")
 BLOCK_TOKENS = 32
-WHOLE_WORKERS = 4  # workers with role both, normally
-PROMPT_WORKERS = 1  # workers with role prefill
+WHOLE_WORKERS = 4  # usual number of workers with role both
+PROMPT_WORKERS = 1  # usual number of workers with role prefill
 DRAIN_SECONDS = 20.0
-LONGEST_DRAIN_SECONDS = DRAIN_SECONDS + 15.0  # on a busy machine
+LONGEST_DRAIN_SECONDS = DRAIN_SECONDS + 15.0  # time limit of a drain on a busy machine
 FROZEN_SECONDS = 6.0  # twice the router's heartbeat timeout
 SIMULATED = SimulatedSettings(
     latency=EngineLatency(prefill_ms_per_token=0.1, step_base_ms=20.0, step_ms_per_sequence=1.0),
@@ -29,7 +29,7 @@ log = logging.getLogger("soak")
 
 
 class ChurningWorkers:
-    """Workers that join, leave, hang and die one after the other; at least one worker is always unharmed."""
+    """Starts workers, and lets one after the other leave, hang, die or join; only one worker is harmed at a time."""
 
     def __init__(self, folder: Path, registry: str, store: str, chance: random.Random):
         self.joins = self.leaves = self.deaths = self.hangs = 0
@@ -47,7 +47,7 @@ class ChurningWorkers:
         return len(self._workers)
 
     async def gather(self) -> None:
-        """Start the normal set of workers."""
+        """Start `WHOLE_WORKERS` workers with role both, and `PROMPT_WORKERS` prefill workers."""
         for role in (Role.BOTH,) * WHOLE_WORKERS + (Role.PREFILL,) * PROMPT_WORKERS:
             self._workers.append(await self._born_as(role))
 
@@ -127,7 +127,7 @@ class ChurningWorkers:
         victim.thaw()
 
     async def _gone(self, leaving: SoakProcess) -> None:
-        """Wait for a draining worker, which has to end by itself with status 0."""
+        """Wait for a draining worker to end, and note a complaint unless it ends by itself with status 0."""
         status = await leaving.ended(LONGEST_DRAIN_SECONDS)
         if status is None:
             leaving.kill()

@@ -1,4 +1,4 @@
-"""Clients of both frontends, and the statistics of their answers."""
+"""Clients of the soak test: send requests over gRPC and HTTP, compare the answers, and count the results."""
 
 import asyncio
 import time
@@ -25,7 +25,7 @@ PATH = "/v1/completions"
 WORTH_A_RETRY = {Reason.NO_WORKER, Reason.QUEUE_FULL, Reason.DRAINING, Reason.WORKER_LOST}
 
 TextOf = Callable[[Sequence[int], Sequence[int]], str]
-"""Returns the text of an answer, from the tokens of its prompt and its own tokens."""
+"""Function that returns the text of an answer, from the tokens of the prompt and of the answer."""
 
 
 class AnswerFailed(Exception):
@@ -38,23 +38,23 @@ class AnswerFailed(Exception):
 
 @dataclass
 class SoakTally:
-    """Statistics of all requests."""
+    """Counts of all requests of a run and of their results."""
 
     requests: int = 0
     tokens: int = 0
-    """Tokens that clients received."""
+    """Number of tokens that clients received."""
 
     lost: int = 0
     repeated: int = 0
     completed: int = 0
     left: int = 0
-    """Clients that cancelled."""
+    """Number of clients that cancelled their request."""
 
     errors: Counter[str] = field(default_factory=Counter)
     """Requests that ended with an error that permits a retry, by reason."""
 
     broken: list[str] = field(default_factory=list)
-    """Broken promises."""
+    """A text for each promise that the router broke (rule 4 of the package)."""
 
     first_token_seconds: list[float] = field(default_factory=list)
 
@@ -69,11 +69,11 @@ class SoakTally:
 
 
 class ReceivedAnswer(Struct):
-    """Answer of one client so far."""
+    """The part of an answer that a client has received so far."""
 
-    tokens: list[int] = []  # one by one over gRPC, with the last event over HTTP
+    tokens: list[int] = []  # over gRPC they come one by one, over HTTP all with the last event
     text: str = ""
-    pieces: int = 0  # received tokens, or events with text
+    pieces: int = 0  # number of received tokens (gRPC) or events with text (HTTP)
     ended: bool = False
 
 
@@ -81,7 +81,7 @@ class SoakClients:
     """All clients of one router."""
 
     def __init__(self, http: str, grpc: str, model: str, text_of: TextOf, *, resume_seconds: float = 0.0):
-        """Prepare the clients; those over gRPC go on with broken streams for `resume_seconds`."""
+        """Prepare the clients. After a broken stream, a gRPC client tries for `resume_seconds` to continue it; 0: it does not."""
         self.tally = SoakTally()
         self._model = model
         self._text_of = text_of
@@ -93,7 +93,7 @@ class SoakClients:
         await self._grpc.close()
 
     async def ask(self, wish: SoakRequest, got: ReceivedAnswer | None = None) -> None:
-        """Send one request, follow it to its end, and count it; `got` shows the answer while it comes."""
+        """Send one request, read its answer to the end, and count it. The caller can watch the answer in `got` meanwhile."""
         tally, got = self.tally, ReceivedAnswer() if got is None else got
         tally.requests += 1
         pieces = self._over_http(wish, got) if wish.over_http else self._over_grpc(wish, got)
@@ -109,7 +109,7 @@ class SoakClients:
         except TimeoutError:
             self._never_ended(wish, got)
         except AnswerFailed as failure:
-            if limit.expired():  # gRPC raises its own error then
+            if limit.expired():  # when the time limit cancels a gRPC call, gRPC raises its own error
                 self._never_ended(wish, got)
             else:
                 self._failed(wish, got, failure)
@@ -253,7 +253,7 @@ class HttpConnections:
             IncompleteReadError, OSError: The connection ended within the answer.
             ValueError: The stream ended without its last event.
         """
-        while self._idle and self._idle[-1][0].at_eof():  # the server closed it after a long idle time
+        while self._idle and self._idle[-1][0].at_eof():  # the server has closed the connection after a long idle time
             self._idle.pop()[1].close()
         reader, writer = self._idle.pop() if self._idle else await asyncio.open_connection(self._host, self._port)
         reusable = False

@@ -1,6 +1,7 @@
 """Processes of a soak test, started like a supervisor starts them, and ended in every way in which a process can end.
 
-They are started by `subprocess`, which uses vfork. The event loop would use fork, which gRPC's threads do not survive.
+`subprocess` starts them, because it uses vfork. asyncio would use fork, after which gRPC fails, because its threads do not exist in the
+child.
 """
 
 import asyncio
@@ -20,7 +21,7 @@ from msgspec import Struct
 from loadtests.environments import SystemUnavailable
 from loadtests.kvstore.nodes import ROOT, environment
 
-START_SECONDS = 60.0  # on a busy machine
+START_SECONDS = 60.0  # time limit of a start, for a busy machine
 
 
 class SoakProcess:
@@ -48,11 +49,11 @@ class SoakProcess:
         """Start the process and return its endpoints when it is ready.
 
         Raises:
-            SystemUnavailable: It ended, or was not ready in time; the message contains the end of its log.
+            SystemUnavailable: The process ended, or was not ready in time; the message contains the end of its log.
         """
         command = [sys.executable, "-m", "fleet.cli.main", "serve", self._kind, "--config", str(self._config)]
         command += ["--parent", str(os.getpid())]
-        with self._log.open("ab") as log:  # in this thread, because a child ends with the thread that started it
+        with self._log.open("ab") as log:  # not in another thread: a child ends with the thread that started it
             process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, cwd=ROOT, env=environment())  # noqa: ASYNC220
         self._process = process
         assert process.stdout is not None

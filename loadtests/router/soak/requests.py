@@ -9,14 +9,14 @@ from fleet.client.requests import Options
 from fleet.core.requests import TOKEN_BYTES, Sampling
 from workers.engines.simulated.answer_oracle import AnswerOracle
 
-WORDS = range(64, 4000)  # ordinary token ids of prompts
+WORDS = range(64, 4000)  # token ids of which prompts are made; none of them is a special token
 OPENINGS = 24
 OPENING_TOKENS = (64, 768)
 OWN_TOKENS = (8, 320)
 ANSWER_TOKENS = (8, 40)
 SESSIONS = 200
-GREEDY = 0.7  # share of all requests
-SAMPLED = 0.15  # share of all requests; the rest samples with a seed, which the next worker has to take over
+GREEDY = 0.7  # share of all requests that decode greedily
+SAMPLED = 0.15  # share of all requests that sample without a seed; the rest has a seed
 LEAVES = 0.03  # share of clients that cancel in the middle of their answer
 
 
@@ -28,12 +28,12 @@ class SoakRequest(Struct, frozen=True, kw_only=True):
     expected: tuple[int, ...]
     over_http: bool
     session: str
-    leaves_after: int | None = None  # tokens after which the client cancels, or None
+    leaves_after: int | None = None  # number of tokens after which the client cancels; None: it does not
     options: Options = {}  # more options of the gRPC client
 
 
 def soak_requests(chance: random.Random, oracle: AnswerOracle) -> Iterator[SoakRequest]:
-    """Yield requests without end: prompts with shared prefixes and unique ends, over both frontends."""
+    """Yield requests without end, for both frontends. Their prompts begin with shared prefixes and end with unique tokens."""
     openings = [_some(chance, OPENING_TOKENS) for _ in range(OPENINGS)]
     while True:
         prompt = chance.choice(openings) + _some(chance, OWN_TOKENS)
@@ -58,6 +58,7 @@ def _sampling(chance: random.Random, length: int) -> Sampling:
     if kind < GREEDY:
         return Sampling(max_tokens=length, temperature=0.0, ignore_eos=True)
     if kind < GREEDY + SAMPLED:
-        # These are numbers that 32-bit floats represent exactly, because the engine uses every bit of them.
+        # 32-bit floats represent these numbers exactly. Otherwise the conversion on the way would change the expected answer,
+        # which depends on every bit of them.
         return Sampling(max_tokens=length, temperature=0.75, top_p=0.875, ignore_eos=True)
     return Sampling(max_tokens=length, temperature=0.75, seed=chance.randrange(1 << 31), ignore_eos=True)

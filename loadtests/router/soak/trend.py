@@ -10,15 +10,16 @@ from msgspec import Struct
 MEBIBYTE = 1 << 20
 HOUR = 3600.0
 FLAT_MB_PER_HOUR = 30.0
-"""Tolerated growth in the second half. A leak of 100 bytes per request exceeds it at 85 requests a second; fragmentation does not."""
+"""Tolerated growth of memory in the second half of a run. Fragmentation stays below it. A leak of 100 bytes per request exceeds it at
+85 requests a second."""
 
-ENOUGH_SECONDS = 300.0  # a shorter second half shows warm-up instead of growth
+ENOUGH_SECONDS = 300.0  # if the second half is shorter, growth is not judged, because it may be warm-up
 MORE_FILES = 16  # tolerated additional files at rest, which gRPC keeps open
 MORE_TASKS = 16
 
 
 class TrendSample(Struct, frozen=True, kw_only=True):
-    seconds: float  # since the start
+    seconds: float  # seconds since the first sample
     rss_bytes: int
     files: int
     threads: int
@@ -40,7 +41,7 @@ def second_half(samples: Sequence[TrendSample]) -> list[TrendSample]:
 
 
 def slope_mb_per_hour(samples: Sequence[TrendSample]) -> float:
-    """Return the growth of memory over the second half, by least squares."""
+    """Return the growth of memory in the second half of the samples, in MiB per hour, by least squares."""
     half = second_half(samples)
     if len({each.seconds for each in half}) < 2:
         return 0.0

@@ -6,9 +6,9 @@ from pathlib import Path
 from loadtests.environments import SystemDistribution
 from loadtests.kvstore.nodes import free_port
 
-BLOCK_TOKENS = 64  # for routers that count tokens
+BLOCK_TOKENS = 64  # tokens per block, for routers that need it
 CommandOf = Callable[[Path, int, Sequence[str], str], Sequence[str]]
-"""Returns the command that starts a router, from its interpreter, port, worker URLs and policy."""
+"""Function that returns the command that starts a router, from its interpreter, port, worker URLs and policy."""
 
 SGLANG = SystemDistribution(name="sglang-router", version="0.3.2", steps=((("sglang-router==0.3.2",),),))
 SMG = SystemDistribution(name="smg", version="1.13.0", steps=((("smg==1.13.0",),),))
@@ -62,27 +62,27 @@ def _options(port: int, workers: Sequence[str], policy: str) -> Sequence[str]:
 
 
 def dynamo_environment(folder: Path) -> dict[str, str]:
-    """Return the environment: parts find each other through files in a folder, and logging of every decision is off."""
+    """Return environment variables for Dynamo: its parts find each other through files in a folder, and log only errors."""
     known = {"DYN_FILE_KV": str(folder / "dynamo-discovery"), "DYN_DISCOVERY_BACKEND": "file"}
     return {**known, "DYN_LOG": "error", "HF_HUB_OFFLINE": "1"}
 
 
 def dynamo_command(python: Path, port: int, policy: str) -> Sequence[str]:
-    """Return the command of the frontend, with its fastest tokenizer."""
+    """Return the command of Dynamo's frontend, with the fastest of its tokenizers."""
     command = [str(python), "-m", "dynamo.frontend", "--http-host", "127.0.0.1", "--http-port", str(port)]
     return [*command, "--router-mode", policy, "--tokenizer", "fastokens"]
 
 
 def dynamo_workers(python: Path, model_dir: Path, model: str, speed: float, workers: int, blocks: int) -> Sequence[str]:
-    """Return the command of its simulated engines, in one process.
+    """Return the command that runs Dynamo's simulated engines in one process.
 
     Args:
-        python: Its interpreter.
+        python: Interpreter of Dynamo's environment.
         model_dir: Folder with tokenizer and configuration.
         model: Model name for clients.
         speed: Factor by which engines are faster than 7 ms a token. The documented special value 0 does not work; use a large one.
         workers: Number of engines.
-        blocks: Cache size of each engine; 0: its default.
+        blocks: Cache size of each engine in blocks; 0: Dynamo's default.
     """
     command = [str(python), "-m", "dynamo.mocker", "--model-path", str(model_dir), "--model-name", model]
     command += ["--num-workers", str(workers), "--speedup-ratio", str(speed)]

@@ -27,7 +27,7 @@ PAUSE_SECONDS = 0.1
 
 
 class Cores(Struct, frozen=True, kw_only=True):
-    """Cores of the processes; if there is only one core, all share it."""
+    """The cores on which the processes of a benchmark run. If there is only one core, all processes share it."""
 
     router: frozenset[int]
     others: frozenset[int]
@@ -100,12 +100,12 @@ def cpu_seconds(pid: int) -> float:
         with suppress(psutil.NoSuchProcess, OSError):
             total += time.clock_gettime(_clock_of(process.pid))
             ended = process.cpu_times()
-            total += ended.children_user + ended.children_system  # children that ended and were waited for
+            total += ended.children_user + ended.children_system  # time of children that have ended
     return total
 
 
 def resident_bytes(pid: int) -> int:
-    """Return the memory of a process and its children; shared pages count for each."""
+    """Return the resident memory of a process and its children. Pages that several of them share count several times."""
     total = 0
     for process in _tree(pid):
         with suppress(psutil.NoSuchProcess):
@@ -143,7 +143,7 @@ def started_module(
     """Run a module of this checkout on these cores; yield it with the JSON line that it prints when it is ready.
 
     Raises:
-        SystemUnavailable: It was not ready in time.
+        SystemUnavailable: The module was not ready in time.
     """
     _exit_on_sigterm()
     name = module.rpartition(".")[2]
@@ -177,13 +177,13 @@ def wait_until_it_answers(
 
     Args:
         server: The server.
-        port: Its port.
+        port: Port of the server.
         request: Path and body of the request.
         seconds: Longest wait.
-        tls: With what to connect; None: without TLS.
+        tls: TLS context of the connection; None: no TLS.
 
     Raises:
-        SystemUnavailable: It ended, or did not answer in time; the message contains the end of its log.
+        SystemUnavailable: The server ended, or did not answer in time; the message contains the end of its log.
     """
     deadline = time.monotonic() + seconds
     complaint = "nobody listens"
@@ -224,5 +224,5 @@ def _tree(pid: int) -> list[psutil.Process]:
 
 
 def _clock_of(pid: int) -> int:
-    """Return Linux's CPU clock of a process, which counts nanoseconds instead of ticks of 10 ms: clock_getcpuclockid(3)."""
+    """Return the id of a process's CPU clock, as clock_getcpuclockid(3) does on Linux; it counts nanoseconds, not 10 ms ticks."""
     return (~pid << 3) | 2

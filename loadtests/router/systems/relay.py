@@ -1,4 +1,4 @@
-"""Floor of the benchmark: a relay that forwards bytes and sends requests to workers in turn, without parsing anything.
+"""Floor of the benchmark, that is, its lower limit: a relay that sends requests to workers in turn, and parses nothing.
 
     python -m loadtests.router.systems.relay WORKER_PORT... [--tls CERTIFICATE KEY]    prints its port, one JSON line, when it is ready
 
@@ -46,7 +46,7 @@ class RelayUpstream(asyncio.Protocol):
 
 
 class RelayClient(asyncio.Protocol):
-    answered = True  # the next bytes begin a new request
+    answered = True  # True: the next bytes from the client begin a new request
     transport: asyncio.Transport
 
     def __init__(self, turns: "Iterator[RelayDestination]", loop: asyncio.AbstractEventLoop):
@@ -114,7 +114,7 @@ async def _serve(ports: list[int], tls: ssl.SSLContext | None) -> None:
     server = await loop.create_server(lambda: RelayClient(turns, loop), "127.0.0.1", 0, backlog=1024, ssl=tls)
     gc.freeze()
     print(json.dumps({"port": server.sockets[0].getsockname()[1]}), flush=True)
-    await loop.create_future()  # until it is killed
+    await loop.create_future()  # serve until the process is killed
 
 
 def main() -> None:

@@ -1,8 +1,8 @@
-"""Targets: how each router is started in front of workers that speak the OpenAI API.
+"""Targets: starts each router of the benchmark in front of workers that speak the OpenAI API.
 
 A target has the form `name` or `name:policy` on the command line; without a policy, it places requests by the workers' caches.
 With `+tls` after the name, it serves the client over TLS with a certificate of the run, and speaks to workers as before.
-Dynamo brings its own workers (its mocker), because its frontend speaks to no others.
+Dynamo's target has workers of its own (Dynamo's mocker), because its frontend can use no others.
 """
 
 import importlib.metadata
@@ -28,21 +28,21 @@ from loadtests.router.systems.processes import Cores, ProcessTree, started, star
 
 START_SECONDS = 90.0
 TLS = "+tls"
-DYNAMO_AT_ONCE = 1000.0  # factor of the speed of its simulated engine
-DYNAMO_PACED = 0.007  # seconds per token at speed 1
+DYNAMO_AT_ONCE = 1000.0  # speed-up of Dynamo's simulated engine, if tokens come without a pause
+DYNAMO_PACED = 0.007  # seconds per token of Dynamo's simulated engine without a speed-up
 
 
 class ServerCertificate(Struct, frozen=True, kw_only=True):
     """A certificate for 127.0.0.1."""
 
-    certificate: Path  # PEM
-    key: Path  # PEM
+    certificate: Path  # PEM file with the certificate
+    key: Path  # PEM file with the private key
     trusted: ssl.SSLContext
-    """With what a client connects that trusts the certificate's authority."""
+    """TLS context of a client that trusts the certificate's authority."""
 
 
 class BenchmarkSetting(Struct, frozen=True, kw_only=True):
-    """Surroundings of a router."""
+    """Surroundings in which the routers run: workers, folders, cores and certificate."""
 
     workers: tuple[int, ...] = ()
     """Ports of the workers; these and the next fields come from the scenario."""
@@ -68,11 +68,11 @@ class BenchmarkSetting(Struct, frozen=True, kw_only=True):
     """Another checkout of Fleet for the target `fleet-before`, or None."""
 
     served: ServerCertificate | None = None
-    """Certificate with which the router serves the client; None: without TLS. It comes from the target's name."""
+    """Certificate with which the router serves the client; None: no TLS. It is set if the target's name contains `+tls`."""
 
 
 class RunningRouter(Struct, frozen=True, kw_only=True):
-    """A router that is ready."""
+    """A router that is ready, and how the client connects to it."""
 
     ports: tuple[int, ...]
     """Ports among which the client's connections are distributed."""
@@ -81,19 +81,22 @@ class RunningRouter(Struct, frozen=True, kw_only=True):
     """The router's process; None: the client asks workers directly."""
 
     own_workers: bool = False
-    """True if the target brings its own workers, whose counters are unknown."""
+    """True if the target has workers of its own; their counters cannot be read."""
 
     tls: ssl.SSLContext | None = None
-    """With what the client connects; None: without TLS."""
+    """TLS context of the client's connections; None: no TLS."""
 
 
 Start = Callable[[BenchmarkSetting, str], AbstractContextManager[RunningRouter]]
-"""Runs the router with a policy (empty: its own cache-aware one) as long as the context is open; may raise `SystemUnavailable`."""
+"""Function that runs a router with a policy while the context is open; an empty policy means the router's cache-aware one.
+
+The function may raise `SystemUnavailable`.
+"""
 
 
 class RouterTarget(Struct, frozen=True, kw_only=True):
     name: str
-    """Name as on the command line, with `+tls` and the policy."""
+    """Name as on the command line, including `+tls` and the policy if they are given there."""
 
     policy: str
     version: str
@@ -102,10 +105,10 @@ class RouterTarget(Struct, frozen=True, kw_only=True):
 
     @contextmanager
     def running(self, setting: BenchmarkSetting) -> Iterator[RunningRouter]:
-        """Run the router as long as the context is open; the files of a router with TLS have a folder of their own.
+        """Run the router while the context is open. For TLS, make a certificate, and put all files into the subfolder `tls`.
 
         Raises:
-            SystemUnavailable: It does not start.
+            SystemUnavailable: The router does not start.
         """
         if not self.tls:
             with self.start(setting, self.policy) as running:
@@ -147,7 +150,7 @@ def _target(full_name: str) -> RouterTarget:
 
 
 @contextmanager
-def _direct(setting: BenchmarkSetting, policy: str) -> Iterator[RunningRouter]:  # noqa: ARG001 - it has no policy
+def _direct(setting: BenchmarkSetting, policy: str) -> Iterator[RunningRouter]:  # noqa: ARG001 - there is no router
     """Connect each client connection to one worker, without a router."""
     yield RunningRouter(ports=setting.workers, server=None)
 

@@ -1,4 +1,4 @@
-"""Behaviour of Fleet's planner: loads that stay, jump, end and change their lengths, and a load for two GPU types.
+"""Behaviour of Fleet's planner under loads that stay constant, jump, end or change their lengths, and with two GPU types.
 
 The pools, goals and prices are those of `planner-steps.toml` and `planner-mix.toml`; the planner has its defaults. The router has its own
 defaults, too, so it refuses requests that would wait for more than 10 s.
@@ -29,7 +29,7 @@ STEP_AT, STEP_ENDS = 1800.0, 3000.0
 LOW, HIGH = 1.0, 5.0
 STARTS = (4, 85, 135)
 SPAN = 30.0
-"""Seconds of arrivals of which the goals are kept again."""
+"""Length in seconds of the spans of arrivals in which recovery is judged (`recovered`)."""
 
 SLACK = 10.0
 """Seconds after a start-up within which the goals must be kept again."""
@@ -50,11 +50,11 @@ HOMOGENEOUS: dict[str, dict[str, Any]] = {
         "planner.pools.large.least": 1,
     },
 }
-"""Changes of `planner-mix.toml` that leave one kind of replicas."""
+"""Changes of `planner-mix.toml` that leave replicas of only one GPU type."""
 
 
 class BehaviourCase(Struct, frozen=True, kw_only=True):
-    """One replay: its kind, and what distinguishes it."""
+    """One replay: the kind of its load, and its parameters."""
 
     kind: str
     seed: int
@@ -62,11 +62,11 @@ class BehaviourCase(Struct, frozen=True, kw_only=True):
     rate: float = 0.0
     rule: str = "fleet"
     pools: str = ""
-    """Name in `HOMOGENEOUS`; empty: both kinds of replicas."""
+    """Name in `HOMOGENEOUS`; empty: replicas of both GPU types."""
 
 
 class BehaviourRun(Struct, frozen=True, kw_only=True):
-    """Figures of one case."""
+    """Measured figures of one case."""
 
     case: BehaviourCase
     attainment: float
@@ -74,14 +74,15 @@ class BehaviourRun(Struct, frozen=True, kw_only=True):
     dollars: float
     turns: int
     figure: float = 0.0
-    """Seconds until the goals were kept again, or until the floor was reached; plans until the ratio followed."""
+    """Depends on the kind: seconds until the goals were kept again (step), seconds until the pools had their least sizes (end), or number of
+    plans until the ratio of the pools had followed the lengths (lengths)."""
 
     most: int = 0
-    """Most replicas above the need."""
+    """Only for steps: the largest number of replicas by which a pool exceeded its need while replicas started."""
 
 
 def run(case: BehaviourCase) -> BehaviourRun:
-    """Replay one case, in any process."""
+    """Replay one case. Processes of a pool may call this function."""
     match case.kind:
         case "constant":
             return _constant(case)
@@ -98,7 +99,7 @@ def run(case: BehaviourCase) -> BehaviourRun:
 
 
 def cases(seeds: Sequence[int]) -> list[BehaviourCase]:
-    """Return all cases."""
+    """Return all cases, for each of the seeds."""
     found = []
     for seed in seeds:
         found += [BehaviourCase(kind="constant", seed=seed, rate=rate) for rate in CONSTANT]
@@ -116,7 +117,7 @@ def study(effort: Effort) -> tuple[list[StudyTable], list[StudyFinding]]:
 
 
 def report(runs: Sequence[BehaviourRun]) -> tuple[list[StudyTable], list[StudyFinding]]:
-    """Return the tables and findings of runs."""
+    """Make the tables and the findings from the figures of all runs."""
     constant, steps, ends, lengths, mixes = (
         [each for each in runs if each.case.kind == kind] for kind in ("constant", "step", "end", "lengths", "mix")
     )
@@ -240,7 +241,7 @@ def _figures(case: BehaviourCase, result: ReplayResult, figure: float = 0.0, mos
 
 
 def needs(replay: Replay, rate: float) -> dict[str, int]:
-    """Return the fewest replicas of each pool that serve a rate of the scenario's requests by the model of their engines."""
+    """Return the fewest replicas of each pool that can serve the scenario's requests at this rate, by the engines' step model."""
     context = replay.context()
     model = StepCapacity({name: pool_engine(profile) for name, profile in context.profiles.items()})
     requests = context.future
@@ -261,7 +262,7 @@ def needs(replay: Replay, rate: float) -> dict[str, int]:
 
 
 def recovered(kept: Sequence[tuple[float, bool]], since: float, until: float) -> float:
-    """Return the instant from which on every `SPAN` seconds of arrivals keep the goals; `until` if there is none.
+    """Return the instant from which on each span of `SPAN` seconds keeps the goals; `until` if there is no such instant.
 
     Args:
         kept: Arrival of each request in seconds, and whether it kept the goals.
@@ -282,7 +283,7 @@ def recovered(kept: Sequence[tuple[float, bool]], since: float, until: float) ->
 
 
 def plans_until_turned(steps: Sequence[ReplayStep], since: float) -> int:
-    """Return the number of plans after an instant until decode has more replicas than then, and prefill fewer; 0: never."""
+    """Return the number of plans after `since` until decode has more, and prefill fewer replicas than at `since`; 0: never."""
     before = [step for step in steps if step.at <= since][-1]
     plans = 0
     for earlier, step in pairwise([before, *(each for each in steps if each.at > since)]):

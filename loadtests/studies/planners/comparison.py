@@ -1,7 +1,8 @@
 """Study of planners: Fleet's rule and thirteen baselines size the pools of the same simulated clusters.
 
 Each rule sees three loads: a drawn day, recorded chats whose rate doubles, and recorded coding agents. Starts take 4, 85 or 135 s, and metrics
-come at once or 15 s late. Further loads stay, jump, end or change their lengths (`behaviour`). Parameters come from as many trials for each rule (`tuning`), on other seeds and other parts of the traces.
+come at once or 15 s late. `behaviour` adds further loads, which stay constant, jump, end or change their lengths. The parameters of each
+rule come from the same number of trials (`tuning`), on other seeds and other parts of the traces.
 """
 
 import tomllib
@@ -31,7 +32,7 @@ LOADS: dict[str, dict[str, Any]] = {
     "conversation": {**SAMPLED, "workload.part": [0.5, 1.0]},
     "agentic": SAMPLED,
 }
-"""Changes of the scenarios `planner-NAME.toml` for the report."""
+"""Loads of the report: the names of the scenarios `planner-NAME.toml`, each with its changes."""
 
 STARTS = (4, 85, 135)
 DELAYS = (0, 15)
@@ -39,10 +40,13 @@ MAIN = (85, 15)
 """Start-up and metric delay, in seconds, for which all rules run with all seeds."""
 
 HINDSIGHT = ("static_peak", "static_best", "oracle")
-"""Rules that search by replays of the same requests. They do not depend on the delay of metrics, and run with the first seed."""
+"""Rules that know the future: they search their plan by replays of the same requests.
+
+They do not depend on the delay of metrics, and run with the first seed only.
+"""
 
 KNOW_THE_LOAD = (*HINDSIGHT, "melange")
-"""Rules whose parameters come from the very load of the report."""
+"""Rules that know the reported load: those that search by its replays, and melange, whose parameters come from it."""
 
 EVERYWHERE = ("fleet", "hpa", "llmd_slo", "sageserve", "tokenscale")
 """Rules that run with all start-ups and delays."""
@@ -57,7 +61,7 @@ class PlannerCase(Struct, frozen=True, kw_only=True):
     delay: int = MAIN[1]
     seed: int = 1
     requests: int = 0
-    """Most requests; 0: all."""
+    """Maximum number of requests; 0: all."""
 
 
 class PlannerRun(Struct, frozen=True, kw_only=True):
@@ -72,14 +76,14 @@ def study(effort: Effort) -> StudyReport:
     runs = list(spread(run, cases, effort.processes))
     tables = [*(_main_table(load, runs) for load in LOADS), _delays_table(runs)]
     findings = [finding for load in LOADS for finding in _findings(load, runs)]
-    if not effort.requests:  # a shorter load has no steps
+    if not effort.requests:  # with a limit of requests, these loads would end before they change
         more = behaviour.study(effort)
         tables, findings = [*tables, *more[0]], [*findings, *more[1]]
     return StudyReport(study="planner", tables=tuple(tables), findings=tuple(findings))
 
 
 def run(case: PlannerCase) -> PlannerRun:
-    """Replay one case, in any process."""
+    """Replay one case. Processes of a pool may call this function."""
     changes = {**LOADS[case.load], "seed": case.seed}
     outcome = replayed(case, changes, tuned(case.load, case.rule))
     return PlannerRun(case=case, outcome=outcome)

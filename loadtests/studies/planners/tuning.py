@@ -1,4 +1,4 @@
-"""Tuning of planners: as many trials for each rule, on other seeds and other parts of the traces than the study reports."""
+"""Tuning of planners: the same number of trials for each rule, on other seeds and parts of the traces than those of the study."""
 
 from typing import Any
 
@@ -9,14 +9,14 @@ from loadtests.studies.runs import Effort, spread
 ATTAINMENT = 0.97
 SEED = 1001
 REQUESTS = 5000
-"""Most requests of a trial."""
+"""Maximum number of requests of a trial."""
 
 LOADS: dict[str, dict[str, Any]] = {
     "day": {},
     "conversation": {"workload.part": [0.0, 0.5]},
     "agentic": {**SAMPLED, "workload.file": "traces/agentic_first.jsonl.gz"},
 }
-"""Changes of the scenarios for the tuning."""
+"""Loads of the tuning: the names of the scenarios `planner-NAME.toml`, each with its changes."""
 
 TRIALS: dict[str, tuple[dict[str, float], ...]] = {
     "fleet": (
@@ -57,7 +57,7 @@ TRIALS: dict[str, tuple[dict[str, float], ...]] = {
     "heteroscale": ({}, {"target": 0.5}, {"target": 0.5, "down_seconds": 300}, {"target": 0.4, "down_seconds": 300}),
     "melange": ({}, {"use": 0.9}, {"use": 0.8}, {"use": 0.7}),
 }
-"""Parameters that are tried: the defaults, and as many others for each rule."""
+"""Parameters of each trial, by rule: an empty dict stands for the defaults. Each rule has the same number of trials."""
 
 
 def study(effort: Effort) -> StudyReport:
@@ -95,7 +95,7 @@ def _run(case: tuple[str, str, int]) -> PlannerRun:
 
 
 def _rank(run: PlannerRun) -> tuple[float, float]:
-    """Return what is minimised: first what is missing to the attainment, then GPU-hours."""
+    """Return the sort key of a trial, the best first: the shortfall from `ATTAINMENT`, and then the GPU-hours."""
     return max(0.0, ATTAINMENT - run.outcome.attainment), run.outcome.gpu_hours
 
 

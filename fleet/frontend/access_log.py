@@ -95,7 +95,7 @@ class AccessLog:
         first_byte_at: Nanos | None,
         trace_id: str = "",
     ) -> None:
-        """Write the line and the record of an ended request to an external server.
+        """Write the line and the record of a request that was relayed to an external server and has ended.
 
         Args:
             request_id: Id of the request.
@@ -105,8 +105,8 @@ class AccessLog:
             stream: Whether the client wanted a stream.
             reason: Why the request was not served; None if it was served.
             answer_tokens: Approximate number of tokens in the answer.
-            began_at: Instant at which the request arrived.
-            first_byte_at: Instant at which the answer began; None if there was no answer.
+            began_at: Instant at which the request arrived, by the monotonic clock.
+            first_byte_at: Instant at which the answer began, by the same clock; None if there was no answer.
             trace_id: Id of the request's trace; empty if the request is not traced.
         """
         now = self._clock.now()
@@ -161,7 +161,7 @@ class AccessEntry:
         self.trace_id = ""  # empty: the request is not traced
         self.queue_seconds: float | None = None  # None: not sent to a worker, or not known yet
         self.notes_answer = access.records is not None and access.records.content
-        """True if `note` is to be called with each event of the answer."""
+        """True if the record shows the text of the answer; the caller then calls `note` with each event of the answer."""
 
         self._answer: list[str] = []
         self._calls: list[CallDelta] = []
@@ -295,6 +295,6 @@ def utc(unix_nanoseconds: int) -> str:
 
 
 def quoted(name: str) -> str:
-    """Return a client's name, cut and quoted so that it cannot end the log line or look like another field."""
+    """Return a name that a client has chosen, cut and quoted so that it cannot end the log line or look like another field."""
     short = name[:LONGEST_NAME]
     return short if short.isascii() and short.isprintable() and not {" ", "="} & set(short) else repr(short)

@@ -1,7 +1,7 @@
 """Generation: from a client's request to its answer as text; all frontends share this path.
 
 Flow: identify the tenant, resolve the model, validate, render and tokenize, apply the rate limit, salt, submit to the
-router's server, turn tokens into text, look for stop strings, count. Rules:
+router's server, turn tokens into text, look for stop strings, count the tokens for the metrics and the tenant. Rules:
 
 1. Nothing is submitted before everything that the client wrote has been checked.
 2. A request ends once: by `Finished`, by a `RequestRejected`, or because its consumer closed the iterator. In each case the
@@ -9,8 +9,9 @@ router's server, turn tokens into text, look for stop strings, count. Rules:
 3. The engine handles tokens that end generation (`stop_token_ids`). Stop strings are found in this module, because the
    engine has no text. After a stop string the request is cancelled in the engine, and the answer does not wait for
    this.
-4. An answer that the client gets in one piece (`GenerateRequest.whole`) is collected here. So it may start over on another
-   worker until it is complete, whatever its sampling.
+4. An answer that the client gets in one piece (`GenerateRequest.whole`) is collected here. The client has seen nothing of
+   it before it is complete. So if a worker is lost, the answer may start over on another worker, even if the new one gets
+   other tokens because the sampling is random.
 5. An engine samples at least one token. For a request with `max_tokens` 0, the prompt is computed and this token is
    dropped.
 6. The answer to a request with `pooling` is one `Delta` with the vector of the prompt. It has no tokens.
@@ -94,15 +95,15 @@ from kvstore.block import adapter_salt, cache_salt, tenant_salt
 Result = TypeVar("Result")
 
 _NO_CALLS = ToolChoice.NONE  # a module variable is ten times as fast as the enum attribute
-# Prompts up to this length are tokenized on the event loop, which takes 0.1 ms with a tokenizer of GPT's kind and up to
-# 1.4 ms with one of BERT's; longer ones are tokenized in a thread.
+# Prompts up to this length are tokenized on the event loop. This takes 0.1 ms with a tokenizer of GPT's kind, and up to 1.4 ms
+# with a tokenizer of BERT's kind. Longer prompts are tokenized in a thread.
 INLINE_CHARACTERS = 4096
 # Larger bodies are read in a thread. The longest time for a body of this size is 6 ms, for thousands of short messages.
 INLINE_BODY_BYTES = 64 << 10
-# Answers with more tokens and alternatives, each of which takes up to 7 µs, are formatted in a thread.
+# Answers with more entries (`Generation.format_answer`) are formatted in a thread, because each entry takes up to 7 µs.
 INLINE_ENTRIES = 1024
-# Up to this many known tokens of a resumed answer (8 µs each) are replayed on the event loop; more in a thread.
 MAX_REPLAYS = 4  # maximum number of resumed answers that the threads for tokenizers replay at a time; others wait
+# Up to this many known tokens of a resumed answer (8 µs each) are replayed on the event loop; more tokens are replayed in a thread.
 INLINE_TOKENS = 256
 RETRY_AFTER_MS = 1000
 DATA_URL = "must be a data URL in base64, as data:image/png;base64,…"
@@ -110,7 +111,10 @@ MAX_BAD_SEQUENCES = 128  # limit of vLLM's sampler for the token sequences of on
 
 
 class PromptPace:
-    """Lets the prompts of one HTTP request begin over several turns of the event loop, because each short one is tokenized on it."""
+    """Spreads the prompts of one HTTP request over several turns of the event loop.
+
+    Short prompts are tokenized on the event loop. Many of them in one turn would hold up all other requests.
+    """
 
     def __init__(self) -> None:
         self._begun = 0  # number of characters of the prompts that have begun in this turn
@@ -164,11 +168,11 @@ class ImageLoader(Protocol):
         """Fetch images. The context yields all images of the request, and ends when the request no longer needs them.
 
         Args:
-            images: The content of the images, empty for those to fetch.
+            images: All images of the request: the content of each image, or empty bytes if it has to be fetched.
             remote: The images to fetch.
             tenant: The tenant of the request; empty: there are no tenants.
             most_bytes: The limit for the content of all images together.
-            within_seconds: Time that the request has left.
+            within_seconds: Time until the deadline of the request; infinite if it has none.
 
         Raises:
             RequestRejected: An image cannot be fetched.
@@ -203,10 +207,11 @@ class Generation:
         self.metrics = metrics
         self._running: set[RequestId] = set()
         self.relayed_ids: set[RequestId] = set()
-        """Ids of running requests to external servers whose clients sent an id. The relay keeps them."""
+        """Ids of running requests to external servers whose clients sent an id. The relay adds and removes them."""
         self._parents: dict[ModelName, ModelName] = {}  # base model of each LoRA adapter, by the adapter's name
         self._threads = threads
-        # After the death of a router, all its streams are resumed at once, and each has to be replayed in a thread.
+        # After the death of a router, clients resume all its streams at once, and each has to be replayed in a thread. This limit
+        # leaves threads free for the prompts of other requests.
         self._replays = asyncio.Semaphore(MAX_REPLAYS)
         self._parsing_plans = ParsingPlans()
         self._image_loader = image_loader  # None: images at URLs are refused
@@ -267,7 +272,8 @@ class Generation:
     async def read_body(self, read: Callable[..., Result], body: bytes, *arguments: object) -> Result:
         """Return what `read` makes of a body and further arguments; a large body is read in a thread.
 
-        If one of the arguments is the id of the request, another request may take the id meanwhile (`unused_id`).
+        While a thread reads the body, another request may begin under an id that was free before. So if one of the arguments is
+        the id of the request, the caller must check it again afterwards (`unused_id`).
 
         Raises:
             RequestRejected: The body is invalid, or too many large bodies wait to be read.
@@ -286,8 +292,8 @@ class Generation:
 
         Args:
             formatted: Function that formats the answer.
-            entries: Number of its log probabilities, with those of alternatives (`count_entries`), and an eighth of the number
-                of its tokens.
+            entries: Measure of the work (`count_entries`): the number of log probabilities, including those of alternative
+                tokens, plus an eighth of the number of tokens.
         """
         if entries <= INLINE_ENTRIES:
             return formatted()
@@ -363,9 +369,11 @@ class Generation:
     async def with_images(
         self, request: GenerateRequest, authorization: str, most_bytes: int
     ) -> AsyncIterator[GenerateRequest]:
-        """Fetch the images that a request names by URLs, and yield the request with them. It counts as ended if that fails.
+        """Fetch the images that a request names by URLs, and yield the request with their content.
 
-        `generate` does the same. This method is for a client's request that becomes several requests with the same images.
+        Use this method for a client's request that becomes several requests with the same images, so that each image is fetched
+        once; `generate` fetches the images of a single request itself. If the fetch fails, the request is counted, logged and
+        traced here.
 
         Args:
             request: The request as the frontend understood it.
@@ -398,7 +406,10 @@ class Generation:
             yield fetched
 
     def _failed(self, request: GenerateRequest, measured: "_RequestTimes", reason: Reason) -> None:
-        """Count, log and trace a request that failed before it became several requests, which have traces of their own."""
+        """Count, log and trace a request that failed before it became several requests.
+
+        The trace begins only here, because each of the several requests would have had its own trace.
+        """
         if self.tracing is not None:
             measured.begin_trace(self.tracing, request)
         measured.ended(reason)
@@ -432,7 +443,7 @@ class Generation:
         )
 
     def card_of(self, model: ModelName, authorization: str, tenant: str) -> ModelCard:
-        """Return the card of the model that a request names, which may be empty.
+        """Return the card of the model that a request names; an empty name means the only model that workers serve.
 
         Raises:
             RequestRejected: The key or the model is wrong, or no worker serves the model.
@@ -441,14 +452,14 @@ class Generation:
         return self._resolve(model)[0]
 
     def created(self, card: ModelCard) -> int:
-        """Return the Unix time of a model's files in seconds; an adapter has that of its base model."""
+        """Return the Unix time of a model's files in seconds; an adapter has the time of its base model. 0: not known."""
         codec = self._codecs.get(card.parent or card.name)
         return 0 if codec is None else codec.created
 
     def limits_reasoning(self, model: ModelName) -> bool:
-        """Return whether every worker of the model, which may be empty, can end the reasoning after a number of tokens.
+        """Return whether every worker of a model can end the reasoning after a number of tokens; False for an unknown model.
 
-        An unknown model gives False.
+        An empty name means all base models.
         """
         cards = [card for card in self._router.models() if card.name == model or (not model and not card.parent)]
         return bool(cards) and all(card.limits_reasoning for card in cards)
@@ -495,8 +506,8 @@ class Generation:
         card, _, tokens, sampling = await self._checked(request)
         await admit_with_peers(self._tenants, tenant, len(tokens) // TOKEN_BYTES, self._clock)
         digests = await image_digests(request.images) if request.images else ()
-        # The router never continues an answer with a seed on another worker. It must not continue this one either, because it
-        # does not know the tokens.
+        # The router cannot continue this answer on another worker, because it does not see the tokens. So the event states a
+        # seed: an answer with a seed is continued only by workers that can rebuild the state of its random generator.
         told = Sampling(max_tokens=sampling.max_tokens, seed=0, form=sampling.form)
         return structs.replace(self._arrived(request, card, tokens, told, digests=digests), external=True)
 
@@ -525,7 +536,7 @@ class Generation:
         Args:
             request: The request, with its tenant.
             most_bytes: The limit for the content of all images together.
-            is_free: Whether the request is not charged; it is then not held against the limits of its tenant.
+            is_free: True if the tenant is not charged for the request; the tenant's limits are then not checked.
 
         Raises:
             RequestRejected: The request is invalid or over a limit of its tenant, or an image cannot be fetched.
@@ -578,7 +589,7 @@ class Generation:
         if parsing is not None:
             sampling = parsing.constrained(sampling)
 
-        # Id of the original request, because ids of tool calls are derived from it.
+        # Id of the original request. Ids of tool calls are derived from it, and must stay the same in a resumed answer.
         answer_id = request.id if resumed is None else resumed.claims.request_id
 
         def begun() -> Answer:
@@ -594,7 +605,7 @@ class Generation:
             return text if parsing is None else parsing.answer(answer_id, text, codec, tokens)
 
         answer = begun()
-        claims: ResumeClaims | None = None  # content of the next resume token; None: no token is due
+        claims: ResumeClaims | None = None  # content of the stream's resume tokens; None: the stream has none
         replayed, ended = 0, None
         if resumed is not None:
             in_engine = isinstance(answer, EngineParsedAnswer)
@@ -608,17 +619,20 @@ class Generation:
             replayed, ended = len(resumed.token_ids), resumed.end(answer, sampling)
         if request.resumable and self._resume_tokens is not None:
             claims = self._claims(request, _digest(card, tokens, digests), resumed)
-        elif request.is_kept:  # the client needs event ids, and these need resume tokens
+        elif request.is_kept:  # the client asks for event ids, which contain resume tokens
             raise invalid("resumable", NO_RESUME_TOKENS)
-        due = claims  # claims of the next resume token for the client; None: it has the present one
+        due = claims  # content of the next resume token to send; None: the client has got the present token
         collected: list[Delta] = []  # the parts of an answer that the client gets in one piece
         allowance: RateLimitStatus | None = None
         counted_tokens = 0
-        # Ask again, because another request with this token may have been admitted while this one was prepared.
+        # Do not rely on `resumed.is_free`: another request with the same resume token may have been admitted meanwhile, and only
+        # the first one is free.
         if resumed is None or not self._is_free(resumed.claims):
             counted_tokens = 0 if request.sibling else prompt_tokens
             if ended is None:
-                counted_tokens += replayed  # computed like a prompt; over gRPC, the client may also have invented them
+                # Charge the replayed tokens, too: a worker computes them like a prompt, and over gRPC the client may have
+                # invented them.
+                counted_tokens += replayed
             allowance = await admit_with_peers(self._tenants, request.tenant, counted_tokens, self._clock)
         measured.admitted(counted_tokens, allowance)
         if request.images and not digests:
@@ -754,7 +768,7 @@ class Generation:
         return structs.replace(request, id=request_id, tenant=tenant), answer
 
     def _claims(self, request: GenerateRequest, digest: bytes, resumed: ResumedAnswer | None) -> ResumeClaims:
-        """Return the content that the resume tokens of this stream share. `digest` is that of the prompt."""
+        """Return the content that all resume tokens of this stream share. `digest` is the digest of the prompt (`_digest`)."""
         assert self._resume_tokens is not None
         if resumed is not None:
             return structs.replace(resumed.claims, resumes=resumed.claims.resumes + 1, stream=_new_stream())
@@ -770,8 +784,9 @@ class Generation:
     def _first_token(self, request: GenerateRequest, claims: ResumeClaims, resumed: ResumedAnswer | None) -> str:
         """Return the resume token with which an answer begins.
 
-        If workers keep the tokens, a resumed answer begins with the client's own token: until new tokens come, no worker may
-        have those that the client has under another key.
+        If workers keep the tokens of the answer, a resumed answer begins with the resume token that the client sent. A new
+        resume token has another answer key. Until the first new tokens come, perhaps no worker has the client's tokens under
+        that key, so that the client could not resume with the new token.
         """
         return self._issued(claims if resumed is None or not request.is_kept else resumed.claims)
 
@@ -986,9 +1001,10 @@ def _engine_sampling(request: GenerateRequest, codec: TextCodec, *, room: int) -
 
 
 def _bad_tokens(words: Sequence[str], codec: TextCodec) -> tuple[tuple[int, ...], ...]:
-    """Return the token sequences of words, each at the beginning of a text and after a space, because the tokens often differ.
+    """Return two token sequences for each word, because tokens often differ: at the beginning of a text, and after a space.
 
-    vLLM's own `bad_words` miss a word that has another number of tokens after a space.
+    Fleet computes these sequences itself, because vLLM's own `bad_words` miss a word that has another number of tokens after
+    a space.
     """
     sequences = []
     for index, word in enumerate(words):
@@ -1038,7 +1054,7 @@ class _RequestTimes:
         self._steps = 0
         self._over = False
         self.served_model = ModelName("")  # the model that serves the request, even if the request names none
-        self.usage: Usage | None = None  # None: the tenant is not charged yet
+        self.usage: Usage | None = None  # None: the request is not admitted yet, so the tenant is not charged
         self.allowance: RateLimitStatus | None = None  # what admission left of the tenant's limits
         self._kv: tuple[KvPhase, ...] = ()
 
@@ -1095,6 +1111,10 @@ class _RequestTimes:
 
 
 def _new_stream() -> int:
-    """Return a random `ResumeClaims.stream`. It is not 0, and leaves room for the keys after failed attempts (`LiveRequest.answer_key`)."""
-    # Nobody needs to be unable to guess it, because resume tokens are signed.
+    """Return a random number for `ResumeClaims.stream`.
+
+    It is not 0, because 0 means no answer key. It leaves room in 64 bits, because the router adds the number of failed
+    attempts to it (`LiveRequest.answer_key`).
+    """
+    # The number need not be hard to guess, because resume tokens are signed.
     return 1 + random.getrandbits(63)

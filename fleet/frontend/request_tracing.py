@@ -1,4 +1,4 @@
-"""Port of the frontends to tracing; `fleet.tracing.request_traces` implements it. A router that does not trace has none."""
+"""Port of the frontends to tracing; `fleet.tracing.request_traces` implements it, for routers that trace."""
 
 from collections.abc import Mapping
 from typing import Protocol
@@ -20,7 +20,7 @@ class TracedRequest(Struct, frozen=True, kw_only=True):
     """The attributes of a request that its span shows; nothing of its prompt is among them."""
 
     id: RequestId
-    operation: str  # `gen_ai.operation.name`
+    operation: str  # value of the span's attribute `gen_ai.operation.name`
     model: str
     stream: bool
     context: TraceContext | None = None  # None: the frontend has read no trace headers

@@ -9,10 +9,11 @@ Rules:
    not contain the tokens of the answer. The client sends them, which is safe, because the client could also write them
    into a prompt.
 3. A resumption is free, because the first router has charged the tenant for the request and its prompt. But only
-   `MAX_FREE_RESUMES` resumptions of one request are free. And only the first resumption with a token of the same stream
-   is free at each router; the rest of an answer after a failed attempt counts as another stream. All others are charged
-   like new requests whose prompts end with the known tokens of the answer, because otherwise clients could have prompts
-   computed for free. The known tokens of a free resumption are not charged, although a client may have invented them.
+   `MAX_FREE_RESUMES` resumptions of one request are free. And at each router, only the first resumption with a token of the
+   same stream is free. (The rest of an answer after a failed attempt counts as another stream.) All other resumptions are
+   charged like new requests whose prompts end with the known tokens of the answer, because otherwise clients could have
+   prompts computed for free. The known tokens of a free resumption are not charged, although a client may have invented
+   them.
 4. Without a common secret, tokens are signed with a key that is no secret. Tokens are then issued only if clients need
    no API keys, because such routers run only in closed networks.
 """
@@ -65,7 +66,7 @@ class ResumeClaims(Struct, frozen=True):
     def next_id(self) -> RequestId:
         """The id of the request that resumes the answer.
 
-        It differs from that of the broken stream, which may still run.
+        It differs from the id of the broken stream, because the request of that stream may still run.
         """
         return RequestId(f"{self.request_id[:120]}.r{self.resumes + 1}")
 
@@ -99,8 +100,8 @@ class ResumeTokens:
 
         Args:
             secret: Common secret of the routers of the cluster; empty if there is none (rule 4).
-            lifetime_seconds: How long after the first request tokens are accepted.
-            unix_seconds: Wall clock, because the clocks of different routers are compared.
+            lifetime_seconds: How long after the arrival of the original request tokens are accepted.
+            unix_seconds: The wall clock, because one router may compute the age of a token that another router issued.
         """
         # BLAKE2 with a key is a MAC (RFC 7693). A copy of this object computes one in a sixth of the time of an HMAC.
         self._keyed = blake2b(digest_size=_MAC_BYTES, key=hmac.digest(secret, _PURPOSE, "sha256"))

@@ -3,17 +3,17 @@
 Rules:
 
 1. The known tokens are replayed: they are decoded to text again, but this text is not sent, because the client has it. The
-   text of an answer does not depend on how its tokens are cut into steps. So it goes on correctly even within a character,
-   a word or a possible stop string.
+   text of an answer does not depend on how its tokens are cut into steps. So the answer continues correctly even if it was
+   cut within a character, a word or a possible stop string.
 2. The router's machine continues the answer as after the loss of a worker: the known tokens become a part of the prompt. An
    answer that cannot be continued exactly is refused.
 3. If the client has more tokens than this router knows, the missing tokens are generated again and dropped. This is only done
    for greedy sampling, which gives the same tokens.
 4. If the client already has the last token or the stop string of the answer, nothing is generated.
-5. If the caller leaves out what the client has (`Resume.from_start`), nothing is dropped: the known part is the first part of the answer.
-   This needs the text, so it is not possible if a worker parses the answer. It is also refused if, in the known part, text follows a tool
-   call or reasoning follows text: one `Delta` cannot express where the kind of content changes, and this place depends on the steps of the
-   first worker.
+5. With `Resume.from_start`, the caller of this module leaves out itself what the client has. Then nothing is dropped here: the known
+   part is returned as the first part of the answer. This needs the text, so it is not possible if a worker parses the answer. It is
+   also refused if, in the known part, text follows a tool call or reasoning follows text: the known part is one `Delta`, which cannot
+   express where the kind of content changes.
 """
 
 from collections.abc import Sequence

@@ -79,7 +79,7 @@ class ServerCertificates:
         self._listening: dict[tuple[str, ...], ssl.SSLContext] = {}
 
     def context(self, protocols: tuple[str, ...]) -> ssl.SSLContext:
-        """Return the context of a listener with these application protocols. It always uses the current certificate."""
+        """Return the TLS context of a listener with these application protocols. It always uses the current certificate."""
         if (known := self._listening.get(protocols)) is not None:
             return known
         context = self._current[protocols].built()
@@ -115,7 +115,7 @@ class TlsPort:
         now: Callable[[], float],
         plaintext_answer: bytes = b"",
     ) -> None:
-        """Create a port that does not accept yet.
+        """Create a port, which accepts connections from the next turn of the event loop on.
 
         Args:
             listening: The listening socket, which `close` closes.

@@ -1,4 +1,4 @@
-"""Connection errors of aiohttp: converts them to a text for a status or a log. Without I/O."""
+"""Connection errors of aiohttp: converts them to a text for a status or a log."""
 
 import aiohttp
 

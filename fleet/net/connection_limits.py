@@ -5,11 +5,11 @@ Rules:
 1. A connection that waits for its client is in one of the groups of `WaitingFor`. A connection whose request is being
    served is never closed for another one.
 2. If the table is full, a new connection displaces a waiting connection, which is closed. First, connections are
-   displaced that have waited for their client's next bytes for `GRACE_SECONDS`: silent ones before closing ones, and
-   these before those with an incomplete head. If there is no such connection, the one that has waited longest is
-   displaced, which may be an idle one. A connection with an incomplete body is displaced only if no other one waits. So
-   the connections of one burst do not displace each other while others have been idle for longer. If no connection
-   waits, the new one is refused.
+   displaced that have waited for their client's next bytes for `GRACE_SECONDS`: silent connections, then closing ones,
+   then those with an incomplete head. If no connection has waited that long for bytes, the connection that has waited
+   longest is displaced, which may be an idle one. A connection with an incomplete body is displaced only if no other
+   connection waits. So the connections of one burst do not displace each other while others have been idle for longer. If
+   no connection waits, the new connection is refused.
 3. One client address has a limited share of the connections. At that limit, a new connection displaces only connections
    of its own address, so one address can never shut out the clients of other addresses.
 4. Every operation takes constant time. The start of a request only sets a flag (`ConnectionSlot.served`). The search for
@@ -94,7 +94,7 @@ class ConnectionAdmission(Struct, Generic[Client], frozen=True):
     """The connection that must be closed now; it has left the table."""
 
     displaced_silent: bool = False
-    """True if that connection has never sent a byte. Its first request may be on its way."""
+    """True if the displaced connection has never sent a byte. Its first request may be on its way."""
 
 
 class ConnectionTable(Generic[Client]):
@@ -285,7 +285,7 @@ class _Buffer(Protocol):
 class WriteBufferCounter:
     """Counts the bytes that pass through the write buffer of a transport.
 
-    It reads the buffer's size only when the transport pauses writing and when it resumes, so a write costs nothing more.
+    It reads the buffer's size only when the transport pauses writing and when it resumes, so it adds no cost to a write.
     """
 
     __slots__ = ("_left", "written")
@@ -293,7 +293,7 @@ class WriteBufferCounter:
     def __init__(self) -> None:
         self.written = 0
         """All bytes that ever had to wait for the client, including those that wait now."""
-        self._left = 0  # the buffer size when writing was last resumed
+        self._left = 0  # bytes in the buffer when writing was last resumed
 
     def paused(self, transport: _Buffer) -> None:
         """Count the waiting bytes, because the transport has paused writing."""

@@ -1,4 +1,4 @@
-"""Port for the metrics of a planner or a worker, which serves in threads of its own."""
+"""Metrics port of a planner or a worker, served by threads of its own and not by the event loop."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -23,12 +23,12 @@ class ConnectionSettings(Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     address_share: Annotated[float, Meta(gt=0, le=1)] = 0.9
     """The part of `max_connections` that one client address (for IPv6, one /64 network) may use. An address at its
-    limit makes room among its own connections only. 0.9 leaves room for others when one client takes all it can, and
-    costs a single load balancer in front, whose address all clients share, a tenth of the connections; set 1 there.
+    limit makes room among its own connections only. 0.9 leaves room for others when one client takes all it can. Behind
+    a single load balancer, all clients have the same address and would lose a tenth of the connections; set 1 there.
     Clients over Unix sockets count as one address."""
 
     first_byte_timeout_seconds: Seconds = 10.0
-    """The time from the start of a connection to its first byte. The same time is enough for a whole head
+    """The longest time from the start of a connection to its first byte. The default is the same as for a whole head
     (`http.head_timeout_seconds`)."""
 
     write_timeout_seconds: Seconds = 30.0
@@ -36,8 +36,9 @@ class ConnectionSettings(Struct, frozen=True, kw_only=True, forbid_unknown_field
     is disconnected, even if it reads a byte now and then."""
 
     min_read_bytes: Annotated[int, Meta(ge=1, le=1024 * MIB)] = 64 * KIB
-    """The bytes of `write_timeout_seconds`. A connection's writer waits when this many bytes are buffered, so the default
-    requires a rate of 2 KiB/s, which every network has."""
+    """The number of bytes that a client must read within `write_timeout_seconds` if so many bytes wait for it. The default is
+    the number of buffered bytes at which the writer of a connection waits. It requires a rate of 2 KiB/s, which every network
+    has."""
 
 
 class ClientTlsSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -95,41 +96,44 @@ class GrpcSettings(ConnectionSettings, frozen=True, kw_only=True, forbid_unknown
 
     library: GrpcLibrary = GrpcLibrary.NGH2
     """`ngh2` serves by libnghttp2. `grpcio` serves the same methods by gRPC's own library, for a machine or a client
-    that has trouble with the first: it takes about twice the CPU time per token, has no `address_share` and no
+    that has trouble with `ngh2`. `grpcio` takes about twice the CPU time per token, has no `address_share` and no
     `min_read_bytes`, displaces no idle connection on a full port, and counts a message only once it has arrived."""
 
 
 DEFAULT_GRPC_LIMITS = GrpcSettings()
-"""The default limits."""
+"""The library and the limits that are used if a port is opened without settings."""
 
 
 class HttpSettings(ConnectionSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Limits of the HTTP port."""
 
     max_head_bytes: Annotated[int, Meta(ge=KIB, le=16 * MIB)] = 32 * KIB
-    """The size of the request line and the headers."""
+    """The maximum size of the request line and the headers together."""
 
     max_body_bytes: Annotated[int, Meta(ge=KIB, le=1024 * MIB)] = 8 * MIB
-    """The size of a request body; the default holds two million token ids."""
+    """The maximum size of a request body. The default is enough for two million token ids."""
 
     max_held_bytes: Annotated[int, Meta(ge=KIB, le=1 << 40)] = 1024 * MIB
-    """The size of the bodies of all connections together, from the first byte to the end of the answer. Beyond it the
-    port answers long requests with 503; ordinary ones, up to `ORDINARY_BODY_BYTES`, are always accepted."""
+    """The maximum size of the bodies of all connections together. A body counts from its first byte to the end of its
+    answer. Beyond this size, the port answers long requests with 503. Requests with bodies of up to 64 KiB are always
+    accepted."""
 
     head_timeout_seconds: Seconds = 10.0
-    """The time from the first byte of a request to the end of its headers."""
+    """The longest time from the first byte of a request to the end of its headers."""
 
     body_timeout_seconds: Seconds = 30.0
-    """The time from the end of the headers to the end of the body."""
+    """The longest time from the end of the headers to the end of the body."""
 
     idle_timeout_seconds: Seconds = 75.0
-    """The time between two requests of a connection. nginx has the same default, so proxies reuse connections."""
+    """The longest time between two requests of a connection; the connection is then closed. nginx has the same default, so
+    proxies reuse connections."""
 
     cors_origins: tuple[str, ...] = ("*",)
-    """The origins whose web pages may call the port, such as ``https://chat.example``; ``*`` stands for all, as in vLLM. Pages send
-    keys themselves, never the browser, so no other site can use them. Answers of external servers have their own headers."""
+    """The origins whose web pages may call the port, such as ``https://chat.example``; ``*`` stands for all, as in vLLM. A page
+    must send its API key itself, because the browser never adds one. So pages of other sites cannot use a user's key. Answers
+    of external servers have their own headers."""
 
     unknown_fields: Literal["ignore", "refuse"] = "ignore"
-    """The treatment of fields of completions, chats, responses and messages that Fleet does not know. They are ignored, as
-    OpenAI-compatible servers do with each other's, or the request is refused by their name. Fields within messages and tools, and
-    those of the other paths, are ignored. Bodies for external servers are theirs to judge."""
+    """The treatment of unknown fields in the bodies of completions, chats, responses and messages. ``ignore`` ignores them, as
+    OpenAI-compatible servers ignore each other's fields. ``refuse`` refuses the request, and the error names the field. Unknown
+    fields within messages and tools, and in bodies for other paths, are always ignored. External servers check their own bodies."""

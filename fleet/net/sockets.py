@@ -4,7 +4,7 @@ import socket
 
 from fleet.core.errors import ConfigurationRefused
 
-# maximum number of unsent bytes that the kernel buffers for a client; bytes on the network do not count
+# Maximum number of unsent bytes that the kernel buffers for a client. Bytes on their way through the network do not count.
 UNSENT_BYTES = 16 << 10
 # Maximum number of connections that wait to be accepted: Linux's default maximum; in a burst, further ones would be
 # delayed by a second.

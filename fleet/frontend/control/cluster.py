@@ -189,7 +189,7 @@ def _encode_remote_prefill(measured: RemotePrefillSnapshot) -> pb.RemotePrefill:
 def explain_request(
     router: RouterApi, overflow: OverflowReports | None, request_id: RequestId
 ) -> pb.ExplainResponse | None:
-    """Return a request's placement decisions and the outcome of its overflow; None if both are unknown here."""
+    """Return a request's placement decisions and the outcome of its overflow; None if this process knows neither."""
     explanation = router.explain(request_id)
     record = None if overflow is None else overflow.explained(request_id)
     if explanation is None and record is None:

@@ -3,7 +3,8 @@
 Rules:
 
 1. A report is made only when its caller can receive it. So a slow caller gets the latest report, and no reports queue up.
-2. At most `MOST_WATCHERS` callers watch at a time. Further callers are refused.
+2. At most `MOST_WATCHERS` callers watch at a time, because the router computes a report for each of them every second.
+   Further callers are refused.
 3. Each report contains a sample of the requests that ended since the same caller's last report.
 """
 
@@ -66,9 +67,10 @@ class DemandWatch:
         return {"WatchDemand": stream(self._watch, response_serializer=serialize)}
 
     def report(self, after: int) -> tuple[int, DemandReport]:
-        """Return a number and a report of the present demand.
+        """Return the number of the latest request in the router's sample of ended requests, and a report of the present demand.
 
-        The report samples the requests that ended after number `after`. Pass the returned number to the next call.
+        The report contains the requests of the sample with a number above `after`. A caller passes 0 first, and then the number
+        that the previous call returned.
         """
         now, models, workers = self._router.demand()
         speeds = self._speeds()
@@ -95,7 +97,7 @@ class DemandWatch:
                 while True:
                     last, report = self.report(last)
                     encoded = encode_report(report)
-                    if is_first:  # only the first report states the versions
+                    if is_first:  # only the first report states the protocol versions, because they do not change
                         encoded.protocols.CopyFrom(range_message())
                         is_first = False
                     await send_message(context, encoded)

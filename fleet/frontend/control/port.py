@@ -54,7 +54,7 @@ async def open_control_port(
         router: Router whose state the services show and change.
         serving: Returns whether the router can serve requests now; the health service reports it.
         grpc_address: Address of the gRPC port for clients.
-        services: Further gRPC services: by full name, the function that adds the service to the server.
+        services: Further gRPC services: the full name of each, with the function that adds the service to the server.
         store: gRPC address of the KV store node whose usage the status shows; empty if there is none.
         store_access: Proof that the router sends to that node.
         shared: Whether other processes may listen on the same port.

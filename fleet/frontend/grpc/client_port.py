@@ -1,4 +1,4 @@
-"""gRPC port for clients: what all services share, namely listening, draining, a memory limit for messages, and deadlines."""
+"""Base of the gRPC ports for clients: listening, draining, a memory limit for messages, and deadlines."""
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator
@@ -89,7 +89,7 @@ class ClientPort(ABC):
         self._draining = True
 
     def ready(self) -> bool:
-        """Return whether a live worker could serve a request now."""
+        """Return whether the port admits requests, and at least one live worker can serve them."""
         return bool(self._generation.models()) and not self._draining
 
     def check_admitted(self) -> None:

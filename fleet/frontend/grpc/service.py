@@ -31,7 +31,7 @@ CALL_HEADERS = frozenset({"authorization", "x-request-id"})
 
 
 class GrpcFrontend(ClientPort):
-    """Serves `fleet.v1.Inference` from the router's generation path."""
+    """Serves `fleet.v1.Inference`; `Generation` processes the requests, as for the other frontends."""
 
     SERVICE = "fleet.v1.Inference"
     SETTING = "grpc_listen"

@@ -34,9 +34,9 @@ _REFUSED_V6 = tuple(
         IPv6Network,
         (
             "2001::/23",  # protocol assignments, Teredo among them (RFC 2928)
-            "2001:db8::/32",  # documentation
+            "2001:db8::/32",  # reserved for examples in documentation (RFC 3849)
             "2002::/16",  # 6to4 (RFC 3056)
-            "3fff::/20",  # documentation (RFC 9637)
+            "3fff::/20",  # reserved for examples in documentation (RFC 9637)
         ),
     )
 )

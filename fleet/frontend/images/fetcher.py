@@ -43,7 +43,7 @@ Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 
 MIB = 1 << 20
 MAX_URL_CHARACTERS = 4096
-MAX_WAITING = 256  # images of all requests that may wait or be fetched
+MAX_WAITING = 256  # images of all requests that may wait or be fetched at one time
 PARALLEL = 4  # images of one request that are fetched at one time
 RETRY_AFTER_MS = 1000
 
@@ -68,7 +68,7 @@ class FetchOutcome(StrEnum):
     """How the fetch of an image ended. The values are labels of a metric."""
 
     FETCHED = "fetched"
-    REFUSED = "refused"  # the URL or its content is not allowed, or the server did not give it
+    REFUSED = "refused"  # the URL or its content is not allowed, or the server did not deliver the image
     BUSY = "busy"  # too many images are fetched or held
     CANCELLED = "cancelled"  # the client left, or another image of the request failed
 
@@ -93,7 +93,7 @@ class ImageFetcher:
         self._threads = DaemonThreads("image-names", settings.max_fetches) if resolve is None else None
         self._resolve = self._system_addresses if resolve is None else resolve
         self._all = _Budget(settings.max_fetches, MAX_WAITING, settings.max_held_mib * MIB)
-        self._tenants: dict[str, _Budget] = {}  # budget of each tenant that uses a part of it now
+        self._tenants: dict[str, _Budget] = {}  # budget of each tenant with a fetch, a lookup or fetched images now
         self.outcomes = dict.fromkeys(FetchOutcome, 0)
 
     @property
@@ -119,8 +119,8 @@ class ImageFetcher:
         """Fetch the images of a request; yield all its images in their order. Their memory counts as held until the context ends.
 
         Args:
-            images: The content of the images, empty for those to fetch.
-            remote: The images to fetch. One URL is fetched once.
+            images: All images of the request: the content of each image, or empty bytes if it has to be fetched.
+            remote: The images to fetch. A URL that several images have is fetched once.
             tenant: The tenant of the request; empty: there are no tenants.
             most_bytes: The limit for the content of all images together.
             within_seconds: Time that the request has left; the limit of the settings applies too.
@@ -246,7 +246,7 @@ class ImageFetcher:
         host, port = _host(url), url.port
         if url.scheme not in _PORTS or not host:
             raise invalid(field, "must be a data URL, or an http or https URL with a host")
-        if ":" in host and not _is_address(host):  # such as [a:b.example.com], which aiohttp would resolve once more
+        if ":" in host and not _is_address(host):  # such as [a:b.example.com]; aiohttp would resolve it again (rule 1)
             raise invalid(field, "has a host in brackets that is not an IPv6 address")
         if url.raw_user is not None or url.raw_password is not None:
             raise invalid(field, "must not contain a user or a password")
@@ -316,7 +316,7 @@ class ImageFetcher:
 
 
 class _Addresses(AbstractResolver):
-    """Resolver of aiohttp that gives every name the addresses that were checked."""
+    """Resolver for aiohttp that returns the checked addresses, whatever the name."""
 
     def __init__(self, addresses: Sequence[str]) -> None:
         self._addresses = addresses
@@ -339,7 +339,7 @@ class _Budget:
     """Limits what all requests, or the requests of one tenant, use at a time: fetches, name lookups, waiting images, bytes of images."""
 
     def __init__(self, places: int, waiting: int, held_bytes: int, tenant: str = "") -> None:
-        self.tenant = tenant  # empty: the budget of all
+        self.tenant = tenant  # empty: the budget of all requests of the process
         self.places = asyncio.Semaphore(places)
         self.max_waiting = waiting
         self.max_held_bytes = held_bytes
@@ -349,7 +349,7 @@ class _Budget:
         self.lookups = 0  # number of lookups that have not ended
 
     def half(self, tenant: str) -> "_Budget":
-        """Return an unused budget of a tenant with half of these limits, and at least one place."""
+        """Return an unused budget for a tenant, with half of these limits, but at least one fetch at a time."""
         return _Budget(max(1, self.max_lookups // 2), self.max_waiting // 2, self.max_held_bytes // 2, tenant)
 
     @property
@@ -399,7 +399,9 @@ async def _content(answer: aiohttp.ClientResponse, field: str, held: _HeldBytes)
 
 
 def load_trust(authority: str, *, field: str) -> ssl.SSLContext:
-    """Return the TLS context that verifies https servers by the certificates in a file, or by the system's if the name is empty.
+    """Return the TLS context that verifies https servers by the certificates in the file `authority`.
+
+    If `authority` is empty, the system's certificates are used.
 
     Raises:
         ConfigurationRefused: The file cannot be used. `field` is the path of the setting, for the message.
@@ -416,7 +418,7 @@ def _host(url: URL) -> str:
 
 
 def _canonical(host: str) -> str:
-    """Return an address in its usual form, and a name as it is."""
+    """Return a host in the form in which hosts are compared: an IP address in its shortest form, a name unchanged."""
     return str(ip_address(host)) if _is_address(host) else host
 
 

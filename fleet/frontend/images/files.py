@@ -6,10 +6,10 @@ Rules:
    URLs, if the settings allow it, after the client's tenant is known.
 2. The type and the size of an image are read from its header, whatever the URL says. The pixels are decoded by the worker,
    which compares their number with the limits again: formats such as GIF can state a larger size behind the header.
-3. Images in data URLs are read with the body of the request, before the limits of its tenant are checked: in the event
-   loop, or in a thread if an HTTP body has more than 64 KiB. So the number of images is checked before the first one is
-   read, and the work to read a header is bounded: a few fields at fixed places, or at most `MAX_SEGMENTS` segments of a
-   JPEG.
+3. Images in data URLs are read with the body of the request, before the limits of its tenant are checked. They are read
+   in the event loop, or in a thread if an HTTP body has more than 64 KiB. So the work must be bounded: the number of
+   images is checked before the first one is read. And from a header, only a few fields at fixed places are read, or at
+   most `MAX_SEGMENTS` segments of a JPEG.
 
 Formats: PNG (ISO/IEC 15948, 11.2.2), GIF (GIF89a, 18), JPEG (ITU-T T.81, annex B) and WebP (RFC 9649, 2.5 to 2.7).
 """
@@ -25,15 +25,17 @@ from fleet.core.errors import RequestRejected, invalid
 from fleet.core.requests import RemoteImage
 from fleet.core.validation import MAX_IMAGES, MAX_PIXELS, MAX_REQUEST_PIXELS
 
-MAX_SIDE = 16_384  # Image processors of models scale an image by its longer side.
+# Maximum width and height in pixels. `MAX_PIXELS` alone would allow very long, narrow images, and image processors of models
+# scale an image by its longer side.
+MAX_SIDE = 16_384
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 
-# Maximum number of segments of a JPEG before its size; a color profile takes a segment for each 64 KiB.
+# Maximum number of segments of a JPEG that are read to find its size. A color profile takes a segment for each 64 KiB.
 MAX_SEGMENTS = 256
 
 _PNG = b"\x89PNG\r\n\x1a\n\x00\x00\x00\x0dIHDR"
-_FILL = 0xFF  # This byte may precede a marker any number of times; each one counts as a segment.
+_FILL = 0xFF  # This byte may precede a marker any number of times; each such byte counts as a segment.
 _SCAN, _END = 0xDA, 0xD9
 _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # SOF0 to SOF15, without DHT, JPG and DAC
 
@@ -105,10 +107,10 @@ def check_images(contents: Sequence[bytes], fields: Mapping[int, str]) -> None:
 
 
 def image_part(url: str, field: str, images: list[ImageFile]) -> dict[str, Any]:
-    """Return the part of a chat's message for an image of another API; the image is appended to `images`.
+    """Return the part of a chat message for an image that came in another API; the image is appended to `images`.
 
     Raises:
-        RequestRejected: As for `add_image`, with the field of that API.
+        RequestRejected: As for `add_image`; `field` is the path in the other API.
     """
     add_image(url, field, images)
     return {"type": "image_url", "image_url": {"url": url}}
@@ -119,7 +121,7 @@ def _too_many_pixels(field: str) -> RequestRejected:
 
 
 def checked_pixels(content: bytes, field: str) -> int:
-    """Return the number of pixels of an image, or refuse it."""
+    """Return the number of pixels of an image. Refuse content that is no image, or an image with too many pixels."""
     size = image_size(content)
     if size is None:
         raise invalid(field, f"is no image; {', '.join(FORMATS)} are taken")

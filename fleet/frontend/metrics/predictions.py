@@ -76,7 +76,7 @@ class PredictionMetrics(LatencyPredictions):
 
 
 def profile_lookup(profiles: Mapping[str, ProfileSettings]) -> ProfileLookup:
-    """Return a function that finds a worker's profile: of those whose names begin the worker's id, the one with the longest name.
+    """Return a function that finds a worker's profile: the one whose name is the longest prefix of the worker's id.
 
     Raises:
         ConfigurationRefused: A model, a GPU or a sharding is invalid; the message names the profile and the field.

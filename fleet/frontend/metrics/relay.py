@@ -1,4 +1,4 @@
-"""Metrics of relayed requests, counted in plain numbers as in `fleet.core.telemetry`."""
+"""Metrics of relayed requests. They are counted in plain numbers, which become metrics on each scrape (`fleet.core.telemetry`)."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -73,7 +73,7 @@ class RelayMetrics:
         """Create the collector for a `CollectorRegistry`; `gauges` returns further metrics of external backends."""
         self._gauges = gauges
         self.requests: dict[tuple[str, str], RelayedRequests] = {}
-        """Counts by model and operation. `begin` adds an entry when it is needed first."""
+        """Counts by model and operation. `begin` adds the entry at the first request of a model and operation."""
 
         self._passages: dict[Labels, int] = {}
 
@@ -82,7 +82,12 @@ class RelayMetrics:
         return self.requests.setdefault((model, operation), RelayedRequests(model, operation))
 
     def passed(self, model: str | None, reason: Reason | None) -> None:
-        """Record the end of a passage, the model that it names, and the reason if it was not served."""
+        """Record the end of a passage.
+
+        Args:
+            model: The model that the passage names; None if it names no known model.
+            reason: Why the passage was not served; None if it was served.
+        """
         labels = model or UNKNOWN_MODEL, SERVED if reason is None else reason
         self._passages[labels] = self._passages.get(labels, 0) + 1
 

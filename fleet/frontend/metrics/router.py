@@ -132,7 +132,8 @@ class RouterMetrics:
         Args:
             read: Returns the current state of the router.
             tasks: Returns the number of tasks of the event loop; None: leave the metric out.
-            refused: Returns how many workers the tokenizer check has refused, by model and comparison; None: leave the metric out.
+            refused: Returns how many workers the tokenizer check has refused, by model and by the digest that differs; None:
+                leave the metric out.
             directory: Returns whether the discovery directory answers, or None if there is none or it was not read yet.
             incompatible: Returns the peers without a common protocol version.
         """
@@ -187,7 +188,7 @@ class RouterMetrics:
 def _by(
     snapshot: RouterSnapshot, definition: CounterDefinition, read: Callable[[RouterCounters], Mapping[Value, int]]
 ) -> Metric:
-    """Return a counter by model and by what `read` returns."""
+    """Return a counter with two labels: the model, and each key of the mapping that `read` returns for the model."""
     return definition.samples(
         {(each.model, value): count for each in snapshot.models for value, count in read(each.counters).items()}
     )

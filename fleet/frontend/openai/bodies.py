@@ -10,7 +10,7 @@ with Fleet's own names and with those of other projects are read. Rules:
    `HINT_HEADERS` is used.
 2. An unusable value is refused with the name of its header.
 3. In Fleet, a request with a higher priority runs earlier. In vLLM's header, a lower number runs earlier, so its sign
-   is changed.
+   is inverted.
 """
 
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ from fleet.frontend.openai.resumable_stream import LAST_EVENT_ID
 
 
 class FleetOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The object ``fleet`` of a body; proto/fleet/v1/inference.proto explains the same fields."""
+    """The object ``fleet`` of a body: Fleet's additions to the OpenAI API. proto/fleet/v1/inference.proto explains its fields."""
 
     placement: Placement = Placement.AUTO
     kv_path: KvPath | None = None

@@ -1,4 +1,4 @@
-"""Branches: the answers of one HTTP request that wants several answers, or one answer with more than text.
+"""Branches: the answers of one HTTP request that wants several answers, or one answer with details such as token ids.
 
 Rules:
 
@@ -290,7 +290,7 @@ class BranchedAnswers:
             return given.text
         return self._generation.prompt_text(self._model, self._prompts[number].tokens)
 
-    # Sending the answer as a whole.
+    # Sending the answers.
 
     async def _send(self, chunk: bytes) -> None:
         headers = (
@@ -339,7 +339,7 @@ class BranchedAnswers:
                 choice |= of_prompt
             else:
                 outside |= of_prompt
-            choices.append(msgspec.Raw(encode(choice)))  # takes less memory than the objects
+            choices.append(msgspec.Raw(encode(choice)))  # the encoded choice takes less memory than its objects
             kv += answer.finished.kv
             token_ids.append(answer.token_ids)
         formatter = self.formatter(0, detailed=False)
@@ -442,7 +442,7 @@ class ChoiceWriter:
         return before + self._formatter.last_chunks(finished, token_ids)
 
     def _begin(self) -> bytes:
-        """Return the event that repeats the prompt before the answer; empty without `echo`, and in later calls."""
+        """Return the event that repeats the prompt before the answer; empty without `echo`, or if the event was sent before."""
         if not self._echoes:
             return b""
         self._echoes = False
@@ -479,9 +479,9 @@ def _named_by_id(model: ModelName, token_id: int) -> str:  # noqa: ARG001 - impl
 
 
 def first_error(group: BaseExceptionGroup[Exception]) -> Exception:
-    """Return the error to raise for a group: the first rejection, or the first error if there is no rejection.
+    """Return the error to raise for a group: the first rejection, or the first error if the group has no rejection.
 
-    An error other than a rejection indicates a bug.
+    A group without a rejection indicates a bug.
     """
     errors = list(_leaves(group))
     return next((each for each in errors if isinstance(each, RequestRejected)), errors[0])

@@ -20,7 +20,7 @@ MODEL_BYTES = 64 << 10
 
 _IN_JSON = re.compile(rb'"model"\s*:\s*("(?:[^"\\]|\\.){0,1000}")')
 _IN_FORM = re.compile(rb'name="?model"?[^\r\n]*\r\n(?:[^\r\n]+\r\n)*\r\n([^\r\n]{0,1000})\r\n')
-_CONTENT_HEADERS = frozenset({b"accept-encoding"})  # forwarded: the answer may be compressed
+_CONTENT_HEADERS = frozenset({b"accept-encoding"})  # forwarded, because the answer of a passage may be compressed
 
 
 class Passage:
@@ -38,7 +38,7 @@ class Passage:
         Args:
             exchange: The client's request.
             request_id: Id of the request, for the headers of the answer.
-            credentials: The client's header lines with its key, for servers for which the settings have no key.
+            credentials: The client's header lines with its key. They go to servers for which the settings have no key.
             limits: Rate limit headers of the tenant.
         """
         request = exchange.request

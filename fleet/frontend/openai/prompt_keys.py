@@ -6,9 +6,9 @@ Rules:
    the known template cannot render a message (tools, images), the client's bytes take the place of tokens, 4 bytes
    each. Prompts with the same beginning share blocks in both cases.
 2. A key stands for a block and all blocks before it in the prompt. For servers with KV events, the keys come from
-   `kvstore.block.chain`, so that they equal the keys in the events. Keys of other servers are only compared by routers,
-   so 64 bits are enough (`fleet.router.native.twin.block_keys`). Routers with the same secret compute the same keys;
-   without a secret each process has different keys.
+   `kvstore.block.chain`, so that they equal the keys that the router computes from the tokens in the events. For other
+   servers, only routers compare keys, so 64 bits are enough (`fleet.router.native.twin.block_keys`). Routers with the same
+   secret compute the same keys; without a secret each process has different keys.
 3. Prompts with different LoRA adapters or different salts (``cache_salt`` in vLLM and SGLang) share no block.
 4. An unreadable prompt is not rejected here, because its server reports the error better.
 """
@@ -35,7 +35,7 @@ from fleet.router.native.costs import block_keys
 from fleet.router.ports import TextCodec
 from kvstore.block import HashAlgorithm, adapter_salt, chain
 
-# Any hash algorithm would be suitable, because these hashes never leave the process.
+# Any hash algorithm is suitable here, because the router computes both the hashes of prompts and those of KV events with it.
 ALGORITHM = HashAlgorithm.XXH3_128
 RUNS = 5  # how often the tokenizer's speed is measured; the fastest run counts
 # Maximum time for which tokenizing one prompt may block the event loop. A prompt that takes longer is tokenized in a
@@ -43,8 +43,8 @@ RUNS = 5  # how often the tokenizer's speed is measured; the fastest run counts
 MAX_INLINE_TIME = 2 * MILLISECOND
 
 PURPOSE = b"fleet.prompt_keys.v1"
-"""Context of the key derivation from the secret. Other derivations from the same secret use other contexts, so that their
-keys never equal these."""
+"""Context of the key derivation from the secret. Other modules derive keys from the same secret with other contexts, so that
+no two of these keys are equal."""
 
 _TEXT = msgspec.json.Decoder(str)
 _MESSAGES = msgspec.json.Decoder(list[MessageBody])
@@ -152,7 +152,7 @@ class PromptReader:
         self.adapter: LoraAdapter | None = None
         self._uncached: Mapping[int, tuple[int, ...]] = dict.fromkeys(self._block_sizes, ())
         self.inline_bytes = 1 << 30
-        """Prompts of more bytes have to be read in a thread, because they would block the event loop too long."""
+        """Prompts of more bytes are read in a thread, because they would block the event loop for more than `MAX_INLINE_TIME`."""
         if codec is not None:
             self.inline_bytes = max(
                 len(sample) * MAX_INLINE_TIME // _tokenizing_time(codec, sample, clock) for sample in _samples()
@@ -178,7 +178,7 @@ class PromptReader:
         return self._named(prompt.encode() if self._codec is None else self._codec.encode(prompt))
 
     def read(self, prompt: Raw, messages: Raw, tools: Raw) -> KeyedPrompt:
-        """Read the prompt of a completion or chat of any form, from its unparsed JSON fields."""
+        """Read the prompt of a completion or a chat from its unparsed JSON fields. A field that the body lacks is empty."""
         tokens = None
         if self._codec is not None:
             tokens = self._chat(messages, tools, self._codec) if messages else self._completion(prompt, self._codec)

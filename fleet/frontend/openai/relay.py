@@ -3,7 +3,8 @@
 Rules:
 
 1. The relay only reads the fields that placement needs (model, prompt, requested length, the object ``fleet``) and forwards
-   the body unchanged. The server validates all other fields, and its answer is relayed with any status below 500.
+   the body unchanged. The server validates all other fields. Its answer is relayed with any status below 500, so the client
+   also gets the server's own error about a wrong field.
 2. A request is submitted, placed and sent in the same iteration of the event loop in which its last byte arrived. Only
    a long prompt is tokenized in a thread, because tokenizing it here would delay other requests.
 3. A request and its reservations end once: after the last byte of the answer, when the router rejects the request, or when
@@ -92,7 +93,8 @@ OPERATIONS: Mapping[str, str] = {
     EMBEDDINGS: OPERATION_EMBEDDINGS,
     **dict.fromkeys((*RERANK_PATHS, *SCORE_PATHS, CLASSIFY), SCORE),
 }
-"""Operations by path, as `operation_of` names those of Fleet's own workers; the operation of another path is the path."""
+"""Names of operations by path, for metrics and traces. `operation_of` gives the same names to requests for Fleet's own workers.
+For any other path, the path itself is the name."""
 
 OWN_PATHS = frozenset(
     {
@@ -128,12 +130,15 @@ class AnswerStream(Protocol):
         ...
 
     def send_last_event(self, event: bytes) -> None:
-        """Send one more event if the last event is complete and the end of the connection marks the end of the answer."""
+        """Append an event to the answer, or do nothing if it cannot be appended.
+
+        The answer must be a stream whose last event is complete, and whose end is marked by the end of the connection.
+        """
         ...
 
 
 class RelayStage(Enum):
-    READING = auto()  # a thread is tokenizing the prompt
+    READING = auto()  # not submitted to the router yet, for example because a thread still tokenizes the prompt
     SUBMITTED = auto()
     OVER = auto()
 
@@ -206,7 +211,7 @@ class RelayedRequest:
     # Called by `fleet.backends.external`
 
     def begin(self, source: asyncio.Transport, flow: AnswerStream) -> asyncio.Transport:
-        """Return the transport to the client for the answer from `source`.
+        """Begin to relay the answer that arrives over `source`; return the transport to the client.
 
         Raises:
             ClientDisconnected: The client has just closed its connection.
@@ -336,8 +341,9 @@ class Relay:
             only: Whether the router serves external backends alone, and no workers of Fleet.
             paths: The paths that clients may reach.
             is_running: Returns whether a running request has this id, relayed or not.
-            named_ids: Set in which the relay keeps the ids of running requests whose clients sent an id. `is_running` knows it.
-            access: Notes each request; None if requests are not noted.
+            named_ids: Set in which the relay keeps the ids of running requests whose clients sent an id. `is_running` looks
+                into this set, too.
+            access: The access log; None if there is none.
             tracing: Traces requests; None if they are not traced.
         """
         self.router = router
@@ -366,7 +372,7 @@ class Relay:
         for reader in readers.values():  # Export the usual series with value 0 before the first request.
             metrics.begin(reader.model, OPERATION_CHAT)
             metrics.begin(reader.model, COMPLETION)
-        # Running exchanges of usage with peer routers, for tenants near a shared rate limit.
+        # Running exchanges of usage with peer routers, for tenants near a shared rate limit. The set keeps the tasks alive.
         self._settling: set[asyncio.Task[bool]] = set()
 
     async def quiet(self) -> None:
@@ -374,13 +380,16 @@ class Relay:
         await self._quiet.wait()
 
     def serve(self, exchange: Exchange) -> ExchangeTask | None:
-        """Start to serve a POST request for one of the paths `placed`; return None if no external server has its model."""
+        """Start to serve a POST request for one of the paths `placed`.
+
+        Return None if no external server has the model of the request; Fleet's own workers may then serve it.
+        """
         began_at = self._clock.now()
         request = exchange.request
         path = request.head.path
         try:
             sent = known = ""
-            if self.takes_keys:  # the key is checked first, so that a client without a key gets no error about its body
+            if self.takes_keys:  # checked first, so that a client without a key gets no error about its body
                 sent = (request.headers.get(b"authorization") or bearer_of_key(request.headers)).decode("latin-1")
                 known = self._tenants.tenant(sent, "")
             body = read_body(request.body, path)

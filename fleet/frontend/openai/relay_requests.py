@@ -25,9 +25,9 @@ from fleet.router.messages import Arrived
 MAX_ANSWER_TOKENS = 2**30  # placement counts at most this many tokens, whatever a body says
 
 CREDENTIALS = (b"authorization", b"x-api-key", b"api-key", b"x-goog-api-key")
-"""Headers in which clients send keys: those of OpenAI, Anthropic, Azure and Google."""
+"""Headers in which clients of OpenAI, Anthropic, Azure and Google send their keys."""
 
-# Headers that concern only the connection to the client (RFC 9110, 7.6.1), and headers that the upstream connection sets.
+# Headers that concern only the client's connection (RFC 9110, 7.6.1), headers that the upstream connection sets, and keys.
 _NOT_FORWARDED = frozenset(
     b"host connection keep-alive proxy-connection proxy-authorization te trailer transfer-encoding upgrade expect "
     b"content-length accept-encoding".split()
@@ -75,7 +75,7 @@ def read_body(content: bytes, path: str) -> RelayTextBody | RelayRawBody:
     """Decode the fields of a body that placement needs.
 
     Raises:
-        RequestRejected: INVALID_ARGUMENT, with the field as the client wrote it.
+        RequestRejected: INVALID_ARGUMENT; the error names the field as the client wrote it.
     """
     if path == COMPLETIONS:
         try:
@@ -123,7 +123,7 @@ def apply_fleet_options(arrived: Arrived, options: FleetOptions, began_at: Nanos
     The timeout of the options is counted from the instant `began_at`.
 
     Raises:
-        RequestRejected: INVALID_ARGUMENT, with the field as the client wrote it.
+        RequestRejected: INVALID_ARGUMENT; the error names the field as the client wrote it.
     """
     try:
         check_hints(options)

@@ -5,9 +5,10 @@ Rules:
 1. A path is compared as a server reads it: percent-decoded once, in lower case, without a trailing slash and without matrix
    parameters (``;name=value``). The path that the server gets is spelled as the client wrote it.
 2. A path that different servers could read differently is not relayed. It contains an empty segment, ``.`` or ``..``, a
-   backslash, a control character, or an encoding within an encoding.
-3. Control routes change a server or its other clients (loading adapters, sleeping, updating weights). A pattern with a
-   wildcard never covers them. They are relayed only if the setting `external_paths` lists them by their own name.
+   backslash, a control character, or an encoding within an encoding, such as ``%252e``.
+3. Control routes change the state of a server, and so affect its other clients (loading adapters, sleeping, updating
+   weights). A pattern with a wildcard never covers them. They are relayed only if the setting `external_paths` lists them
+   by their own name.
 """
 
 from collections.abc import Sequence
@@ -132,7 +133,7 @@ class RelayedPaths(Struct, frozen=True):
 
     @classmethod
     def of(cls, patterns: Sequence[str]) -> "RelayedPaths":
-        """Create the object from patterns. A pattern is a path, or the beginning of paths, followed by ``/*``."""
+        """Create the object from patterns. A pattern is either a whole path, or the beginning of a path followed by ``/*``."""
         exact = frozenset(each.casefold() for each in patterns if not each.endswith("/*"))
         return cls(exact, tuple(each.removesuffix("*").casefold() for each in patterns if each.endswith("/*")))
 

@@ -9,7 +9,7 @@ Rules:
 4. Options without an OpenAI field are in the object ``fleet``, where unknown names are rejected.
 5. Tools become part of the prompt. The tool calls and the reasoning of the model are parsed out of the text of its
    answer.
-6. An unusable `x-request-id` is ignored, because proxies add this header.
+6. An unusable `x-request-id` is ignored and not refused, because proxies add this header, and the client cannot mend it.
 
 vLLM's sampling parameters are supported too, because benchmarks and evaluations send them. For structured output, the
 fields of vLLM, OpenAI and SGLang are supported.
@@ -93,7 +93,7 @@ COMPLETION_MAX_TOKENS = 16  # OpenAI's default for `max_tokens` of a completion
 MAX_N = 128  # OpenAI's limit for `n`, the number of answers to a prompt
 MAX_PROMPTS = 1024  # vLLM's limit for the prompts of one request
 MAX_BRANCHES = 1024  # maximum number of answers that one request may have generated, over all its prompts
-MAX_REPEATED_IMAGE_BYTES = 16 * 2**20  # bytes of all images of a chat, counted once for each answer
+MAX_REPEATED_IMAGE_BYTES = 16 * 2**20  # maximum bytes of all images of a chat, each counted once for every answer
 
 
 class Details(Struct, frozen=True, kw_only=True):
@@ -123,7 +123,7 @@ class OpenAiRequest(Struct, frozen=True, kw_only=True):
     include_usage: bool
     return_token_ids: bool
     names: Mapping[str, str]  # the client's name of each field of the public protocol, for error messages
-    details: Details | None = None  # None if the client wants one answer without these options
+    details: Details | None = None  # None if the client wants one answer and uses no option of `Details`
     seen: LastEventId | None = None  # which part of a resumed answer the client has; None: the answer is new
 
 
@@ -140,8 +140,8 @@ def read_completion(
 
     Args:
         body: JSON.
-        request_id: Id for a body without one.
-        now: Instant of arrival.
+        request_id: Id of the request if the body has no field `request_id`.
+        now: Instant of arrival by the monotonic clock; the deadline is counted from it.
         headers: The request's headers if there are hints among them (`header_hints`); otherwise None.
         strict: Whether unknown fields are refused.
 
@@ -238,10 +238,10 @@ def _parsing(chat: ChatBody) -> AnswerParsing:
 
 
 def _allowed_tools(chat: ChatBody) -> list[dict[str, Any]] | None:
-    """Return the tools that the model may call. The prompt has only these, so the model knows no other.
+    """Return the tools that the model may call. The prompt has only these tools, so the model knows no other.
 
     Raises:
-        RequestRejected: INVALID_ARGUMENT; `tool_choice` allows a tool that there is not.
+        RequestRejected: INVALID_ARGUMENT; `tool_choice` allows a tool that the request does not define.
     """
     choice = chat.tool_choice
     if not isinstance(choice, NamedToolChoice) or choice.type != "allowed_tools" or choice.allowed_tools is None:
@@ -420,7 +420,7 @@ def _details(body: OpenAiBody, more_prompts: tuple[Prompt, ...], *, echo: bool) 
 
 
 def most_image_bytes(details: Details) -> int:
-    """Return the maximum total bytes of a request's images; lower for several answers, because each one sends the images again."""
+    """Return the maximum total bytes of a request's images; lower for several answers, because workers get the images for each one."""
     return MAX_IMAGE_BYTES if details.best_of == 1 else MAX_REPEATED_IMAGE_BYTES // details.best_of
 
 
@@ -461,7 +461,10 @@ def _check_stream_options(options: StreamOptions, *, stream: bool) -> None:
 
 
 def _priority(priority: int, options: FleetOptions) -> int:
-    """Return the priority in the object ``fleet``. If it is 0, return the negated value of vLLM's field `priority`."""
+    """Return the priority in the object ``fleet``. If it is 0, return the negated value of vLLM's field `priority`.
+
+    The sign differs, because a lower number runs earlier in vLLM, and later in Fleet.
+    """
     if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
         raise invalid("priority", f"must be from {-MAX_PRIORITY} to {MAX_PRIORITY}, not {_short(priority)}")
     return options.priority or -priority
@@ -616,7 +619,7 @@ def _message(index: int, message: MessageBody, images: list[ImageFile]) -> ChatM
         case str(content):
             pass
         case None if message.role == "assistant":
-            # Empty if the answer had only tool calls, or was cut off within its reasoning.
+            # The content is null if the earlier answer had only tool calls, or was cut off within its reasoning.
             content = message.refusal or ""
         case None:
             raise invalid(f"{field}.content", "must not be null")
@@ -676,7 +679,7 @@ def invalid_body(error: msgspec.ValidationError, parent: str = "", kind: Any = N
     Args:
         error: The error of msgspec.
         parent: Path of the field that was decoded; empty for the whole body.
-        kind: Type to which the field was decoded.
+        kind: Type to which the value was decoded, for the list of allowed values in the message; None: without a list.
     """
     message, path = split_validation_error(error)
     message = with_allowed_values(message, kind, path)
@@ -693,8 +696,8 @@ def new_request_id(
 ) -> RequestId:
     """Return the request id that the client sent; `otherwise` or a random id if the client sent no usable id.
 
-    The id of a running request counts as unusable. Proxies may send a request again under the same id while the first
-    one runs.
+    The id of a running request counts as unusable: a proxy may send a request again under the same id while the first
+    request still runs.
     """
     if REQUEST_ID_HEADER in headers:
         chosen = RequestId(headers[REQUEST_ID_HEADER].decode("latin-1"))
@@ -711,9 +714,9 @@ def unused_id(request: GenerateRequest, chosen: RequestId, is_running: Callable[
 
 
 def numbered_request_id(request_id: RequestId, number: int, is_running: Callable[[RequestId], bool]) -> RequestId:
-    """Return the id of request `number` of those that one HTTP request becomes; number 0 has the id of the HTTP request.
+    """Return the id of one of the requests to the router that an HTTP request becomes; number 0 has the id of the HTTP request.
 
-    The id is shortened if it is very long. It differs from the ids of running requests, which a client may have chosen.
+    A very long id is shortened. The new id differs from the ids of running requests, which clients may have chosen.
     """
     if not number:
         return request_id

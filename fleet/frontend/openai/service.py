@@ -70,8 +70,8 @@ from kvstore.protocol.versions import own_protocols
 from kvstore.security.metrics_access import OPEN_METRICS, MetricsGuard
 
 HEALTH_LIMITS = HttpSettings(
-    # Connections of the health port: enough for a kubelet, Prometheus and a few people. The limit is low, because each
-    # answer is computed again.
+    # Connections of the health port: enough for a kubelet, Prometheus and a few people. The limit is low, because every
+    # answer is computed anew and costs time on the event loop.
     max_connections=128,
     max_head_bytes=8 * KIB,
     max_body_bytes=KIB,
@@ -122,7 +122,7 @@ STREAM_HEADERS: tuple[tuple[str, str], ...] = (
 
 
 class AnswerOfModels(Protocol):
-    """Function that makes an answer of the models that are served."""
+    """Function that turns the list of served models into an answer; `of_anthropic` chooses the form of Anthropic's API."""
 
     def __call__(self, listed: list[Json], *, of_anthropic: bool) -> Json: ...
 
@@ -316,7 +316,7 @@ class HttpFrontend(HttpServer):
         return False
 
     async def refuse_stranger(self, exchange: Exchange) -> None:
-        """Answer a request without a known key, and count it. Its body is not judged."""
+        """Reject a request without a known API key, and count it. Its body is not looked at, so no error describes it."""
         head = exchange.request.head
         request_id = new_request_id(head.headers, self._generation.serves)
         unknown = GenerateRequest(id=request_id, model=ModelName(""), prompt=TextPrompt(""))
@@ -363,7 +363,7 @@ class HttpFrontend(HttpServer):
         hinted = None if HINT_HEADER_NAMES.isdisjoint(headers) else headers
         try:
             now, strict = self._clock.now(), self._refuses_unknown_fields
-            # This saves the call of `read_body`, which most requests do not need.
+            # Most bodies are small. Reading a small body here saves the call of `Generation.read_body`.
             if len(request.body) <= INLINE_BODY_BYTES:
                 parsed = read(request.body, request_id, now, hinted, strict=strict)
             else:
@@ -441,7 +441,8 @@ class HttpFrontend(HttpServer):
         ids, headers = EventIds(parsed.seen), STREAM_HEADERS
         async with aclosing(self._generation.generate(parsed.request, _authorization(exchange), offer)) as events:
             formatter: AnswerFormatter | None = None
-            # What a parsed answer still gets after its last token has no position of its own, so it is one of the last events.
+            # The event of a delta without tokens, such as the part of a parsed answer that comes after its last token. It has
+            # no position of its own in the answer. So it is sent before the next event with tokens, or with the last events.
             rest, has_tokens = b"", False
             async for item in events:
                 match item:
@@ -471,9 +472,11 @@ class HttpFrontend(HttpServer):
                     case Finished():
                         assert formatter is not None
                         if item.stop_string and not has_tokens:
-                            rest = b""  # the client got it with the token that completed the stop string
+                            # The client got this text earlier, with the token that completed the stop string.
+                            rest = b""
                         if not rest and not item.text and (begin := formatter.begin()):
-                            # A resumed stream has no such event, so it does not count among the last ones.
+                            # A resumed stream does not repeat the event with the role. So this event is not numbered as one of
+                            # the last events: their numbers must be the same after a resumption.
                             exchange.send(ids.numbered(begin), content_type=EVENT_STREAM, headers=headers)
                         chunks = ids.numbered_last(rest + formatter.last_chunks(item, ()))
                         exchange.send(chunks, content_type=EVENT_STREAM, headers=headers, last=True)

@@ -5,9 +5,9 @@ Rules:
 1. To the router, each prompt of an HTTP request is a request of its own, with the same key, deadline and limits. The
    first one has the id of the HTTP request. If one prompt fails, the other prompts are cancelled, and the HTTP request
    fails with the error of this prompt.
-2. At most `CONCURRENT` prompts of one HTTP request are on their way, so that a long list does not fill the admission
-   queue. Prompts begin in several turns of the event loop (`PromptPace`), so that tokenizing them does not block the
-   loop for long.
+2. At most `CONCURRENT` prompts of one HTTP request are submitted at a time, so that a long list does not fill the
+   admission queue. Prompts begin in several turns of the event loop (`PromptPace`), so that tokenizing them does not block
+   the loop for long.
 3. A model with the task classify reads each pair of texts as one prompt and gives its score. For a model with the task embed,
    the score of a pair is the cosine of the angle between the embeddings of both texts. Each text is embedded once.
 """
@@ -277,7 +277,7 @@ class VectorFrontend:
         Args:
             exchange: The exchange, with the client's key.
             requests: The request of each prompt.
-            field: Name of the list of prompts in the body, for errors; empty: none.
+            field: Name of the list of prompts in the body, for errors; empty if the body has no such list.
 
         Raises:
             RequestRejected: A prompt failed, and the others have ended.
@@ -334,7 +334,10 @@ class VectorFrontend:
         raise AssertionError("a request ends with `Finished`")
 
     async def _respond(self, exchange: Exchange, found: Sequence[PromptVector], answer: Callable[[], Json]) -> None:
-        """Send the answer with the fields that `answer` returns besides the common ones. Many vectors are converted in a thread."""
+        """Send an answer: the fields that all paths share, and the fields that `answer` returns.
+
+        If there are many vectors, they are converted to JSON in a thread.
+        """
         admitted = found[0].admitted
         tokens = sum(each.tokens for each in found)
 
@@ -374,6 +377,6 @@ def _base64(found: PromptVector) -> str:
 def _cosine(
     one: "np.ndarray[tuple[int], np.dtype[np.float32]]", other: "np.ndarray[tuple[int], np.dtype[np.float32]]"
 ) -> float:
-    """Return the cosine of the angle between two vectors; 0 if one of them has no direction."""
+    """Return the cosine of the angle between two vectors; 0 if one of them has the length 0."""
     lengths = float(np.linalg.norm(one)) * float(np.linalg.norm(other))
     return float(np.dot(one, other)) / lengths if lengths else 0.0

@@ -1,7 +1,8 @@
 """Tokenizer, chat template and incremental decoder of a Hugging Face model folder.
 
-Text is encoded by the library fastokens, which is at least ten times faster than Hugging Face's tokenizers. When the model is loaded, both
-libraries encode samples. If fastokens gives other ids, the library tokenizers encodes all text. Tokens are always decoded by tokenizers.
+Text is encoded by the library `fastokens`, which is at least ten times faster than Hugging Face's library `tokenizers`. When the model is
+loaded, both libraries encode samples. If `fastokens` gives other ids, `tokenizers` encodes all text. Tokens are always decoded by
+`tokenizers`.
 
 The chat template comes from ``chat_template.jinja`` or else from ``tokenizer_config.json``. It is code that is delivered with
 the weights. So Jinja renders it in a sandbox, in which the template can reach nothing but the messages and the functions that
@@ -42,7 +43,7 @@ RESERVED_VARIABLES = frozenset({"messages", "tools", "documents", "add_generatio
 REASONING_OFF = (("enable_thinking", False), ("thinking", False), ("reasoning_effort", "none"))
 """Variables of templates, each with the value that turns reasoning off.
 
-If a client sends such a value and the template lacks the variable, it is ignored: a model without the variable does not reason.
+If a client sends such a value and the template lacks the variable, the value is ignored: a model without the variable does not reason.
 """
 
 
@@ -72,7 +73,7 @@ class ChatTemplate:
         names += [node.value for node in syntax.find_all(jinja2.nodes.Const)]
         self._takes_calls = "tool_calls" in names
         self._takes_developer = "developer" in source
-        # A template that goes through the parts of a message writes a placeholder for each image.
+        # A template with a loop over the parts of a message writes a placeholder for each image.
         self._takes_parts = any(_reads_content(loop.iter) for loop in syntax.find_all(jinja2.nodes.For))
         self._takes_images = self._takes_parts and "image" in source
         self._needs_parts = self._takes_images and all(
@@ -106,7 +107,7 @@ class ChatTemplate:
             try:
                 text = self._rendered(messages, declared, variables)
             except (jinja2.UndefinedError, TypeError):
-                # The template of gpt-oss fails on functions whose description is absent or null. OpenAI's API leaves it optional.
+                # The template of gpt-oss fails on functions whose description is absent or null, which OpenAI's API allows.
                 if not declared or all(each["function"].get("description") is not None for each in declared):
                     raise
                 text = self._rendered(messages, [_described(each) for each in declared], variables)
@@ -223,11 +224,13 @@ def _to_json(
 
 
 IMAGE_TOKENS = ("image_token_id", "image_token_index", "boi_token_index", "boi_token_id")
-"""Fields of config.json with the token that chat templates write for an image: the image's own, or the one before it."""
+"""Fields of config.json with the id of the token that chat templates write for an image: the image token itself, or the token
+that begins an image."""
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 REPLACEMENT = "\ufffd"
-# maximum number of tokens that are held back until a character is complete; a character has at most 4 bytes
+# Maximum number of tokens that are held back until a character is complete. A character has at most 4 bytes, so more tokens
+# without a complete character cannot become valid text.
 MAX_HELD = 16
 CONTEXT = 4, 8  # minimum and maximum number of tokens at the prompt's end with which the decoder starts
 
@@ -241,7 +244,8 @@ SAMPLES = (
     "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa 0000000000000000 ================ \n\n\n\n\n\n",
 )
 
-# Size of fastokens' cache of encoded text between special tokens, because each turn of a conversation repeats the earlier turns.
+# Size of the cache in which fastokens keeps encoded pieces of text. It helps because each turn of a conversation repeats the
+# earlier turns.
 REMEMBERED_BYTES = 16 << 20
 
 EncodeText = Callable[[str, bool], TokenBytes]
@@ -313,7 +317,7 @@ class HuggingFaceCodec:
         self._image_token_ids = image_token_ids
         self._class_names = class_names or {}
         self._created = created
-        # Put before a single token when it is decoded, because decoders drop a leading space of the first token.
+        # `token_text` puts this token before a single token, because decoders drop a leading space of the first token.
         self._lead = _ids(encode("a", False))[-1:]
         self._lead_text = self._decode(self._lead)
         self._token_texts: dict[int, str] = {}  # cache of the texts of single tokens
@@ -505,9 +509,9 @@ class IncrementalDecoder:
     """Decodes the tokens of one request to text, step by step, and never splits a character.
 
     `tokenizers.decoders.DecodeStream` decodes the last tokens again with each new token, and returns the added text once this
-    text does not end in U+FFFD. This class adds three things: the text that is held back at the end, a limit on the tokens
-    that are held back, and decoding after bytes that are not UTF-8, at which `DecodeStream` raises. Implements
-    `fleet.router.ports.TextDecoder`.
+    text does not end in U+FFFD. This class adds three things. It returns the text that is held back at the end of the answer.
+    It limits the number of tokens that are held back. And it continues after bytes that are not UTF-8, at which `DecodeStream`
+    raises an error. Implements `fleet.router.ports.TextDecoder`.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], *, special: bool = False) -> None:
@@ -557,7 +561,7 @@ class IncrementalDecoder:
     def _end_of(self, prompt: Sequence[int]) -> tuple[list[int], str]:
         """Return the shortest end of the prompt whose text begins with a whole character, and this text.
 
-        Its length in tokens is within the limits of `CONTEXT`.
+        The length of this end in tokens is within the limits of `CONTEXT`.
         """
         context: list[int] = []
         text = ""

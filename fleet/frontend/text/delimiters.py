@@ -1,7 +1,7 @@
-"""Delimiters: where a delimiter of a response template may begin, so that other text need not be given to the parser.
+"""Delimiters: finds where a delimiter of a response template may begin, so that other text need not be given to the parser.
 
-Each delimiter is a regular expression. From the parse tree of the expression follow the texts by which every match begins (its
-prefixes). A search for these prefixes takes a fraction of a microsecond, and the parser takes several for each piece of text.
+Each delimiter is a regular expression. Its parse tree tells with which texts a match can begin (the prefixes). A search for these
+prefixes takes a fraction of a microsecond, but the parser takes several microseconds for each piece of text.
 """
 
 import functools
@@ -40,7 +40,8 @@ def delimiter_searches(template: Any, *, held: str) -> Mapping[str | None, Searc
         found[field.name] = _search(watched, gets_all=field.name == held)
     patterns = [pattern for field in fields for pattern in (field.open_re, field.close_re) if pattern is not None]
     if template.implicit is None and not all(_Prefixes(pattern.pattern).are_independent for pattern in patterns):
-        # Outside of regions, one could not tell the text that the parser holds from the text that it drops.
+        # Some delimiter of this template may depend on the text before it. So this module cannot tell which text outside of
+        # regions the parser holds back, and which text it drops. Therefore the parser gets all text.
         return dict.fromkeys(found)
     return found
 
@@ -50,7 +51,8 @@ def _search(delimiters: Iterable[tuple[list[str] | None, Any]], *, gets_all: boo
 
     A delimiter is a pair: its literals, or None if it has none, and its compiled regular expression.
 
-    If the parser gets all text of the region at its end (`gets_all`), a delimiter may depend on the text before it.
+    If `gets_all` is true, the parser gets all text of the region when the region ends. Only then may a delimiter depend on the
+    text before it.
     """
     alternatives = []
     for literals, pattern in delimiters:
@@ -196,7 +198,7 @@ class _Prefixes:
         if operation == "AT":
             is_end = str(value) in ("AT_END", "AT_END_STRING")
             self.are_independent &= is_end
-            if str(value) == "AT_END_STRING":  # the parser looks for the end of the answer itself
+            if str(value) == "AT_END_STRING":  # drop empty prefixes: the parser notices the end of the answer itself
                 growing = [each for each in growing if each[0]]
             return [(text, False) for text, _ in growing] if is_end else growing
         if operation in ("ASSERT", "ASSERT_NOT"):

@@ -14,7 +14,8 @@ from fleet.core.requests import TOKEN_BYTES, TokenBytes
 from fleet.router.kv_index.prefix_index import keys_of
 from kvstore.block import chain
 
-# Images with at most this many bytes together are hashed on the event loop, which takes about 50 µs; more in a thread.
+# Images with at most this many bytes together are hashed on the event loop, which takes about 50 µs. More bytes are hashed in a
+# thread.
 INLINE_BYTES = 64 << 10
 
 
@@ -50,7 +51,7 @@ def image_keys(
 
 
 def _extras(places: Sequence[int], block_tokens: int, images: Sequence[bytes]) -> Mapping[int, bytes]:
-    """Return the extra bytes of each block with an image (rule 4 of `kvstore.block`)."""
+    """Return the extra bytes that go into the hash of each block with an image (rule 4 of `kvstore.block`)."""
     extras: dict[int, bytes] = {}
     for place, image in zip(places, images, strict=True):
         block, offset = divmod(place, block_tokens)

@@ -28,14 +28,15 @@ from fleet.frontend.text.response_templates import CONTENT, REASONING, TOOL_CALL
 log = logging.getLogger(__name__)
 
 MAX_DELIMITER_CHARACTERS = 1024
-"""Maximum length of the text that may be held because it may become a delimiter. The time to parse a text grows with its
-square while it is held."""
+"""Maximum length of the text that the parser may hold because it may become a delimiter. The parser searches all held text again
+for each further character, so the time grows with the square of the length."""
 
 _PARSER_ERRORS = (ValueError, TypeError, LookupError, AttributeError, RecursionError, TimeoutError)
-"""Errors that Hugging Face's parser raises for malformed answers, and that of a search over its time limit (`LimitedPattern`)."""
+"""Errors that Hugging Face's parser raises for malformed answers, and TimeoutError, which `LimitedPattern` raises."""
 
 NOWHERE = ""
-"""The region of text that a response template has no place for. It is dropped, as by Hugging Face's parser."""
+"""Name of the region for text that belongs to no region of the response template. Such text is dropped, as by Hugging Face's
+parser."""
 
 
 class EngineParsedAnswer:
@@ -234,11 +235,12 @@ class _Regions:
             if template.start_anchor_re.search(prompt) is None:
                 prompt = ""  # without an anchor, the parser would take the whole prompt as a part of the answer
             self._parser = parsing.ResponseParser(template, prefix=prompt, tools=tools)
-        except _PARSER_ERRORS:  # the prompt ends with a malformed call, or a search takes too long
+        except _PARSER_ERRORS:  # parse without the prompt, which ends with a malformed call or takes too long to search
             self._parser = parsing.ResponseParser(template, prefix="", tools=tools)
         self._searches = compiled.searches
         self._outside = template.implicit  # the region of text outside of delimiters; None: such text is dropped
-        self.search: Search | None  # finds delimiters that matter in the region of the parser
+        # Finds the delimiters that matter in the region in which the parser is; None: any text may begin a delimiter.
+        self.search: Search | None
         # The region that text without a delimiter belongs to (NOWHERE: it is dropped); None: only the parser can decide.
         self.plain: str | None
         self._enter(self._outside)
@@ -258,7 +260,7 @@ class _Regions:
             self._move(event)
             self._follows |= event["type"] == "region_close"
         if self._num_held:
-            self.plain = None  # rule 4
+            self.plain = None  # the parser has to complete the delimiter that the prompt begins (rule 4)
 
     @property
     def _buffer(self) -> str:
@@ -323,7 +325,7 @@ class _Regions:
             self._enter(None)  # the parser has dropped what it held
 
     def _piece_end(self, text: str, position: int) -> int:
-        """Return where the piece for the parser ends that begins at the position (rule 2)."""
+        """Return the end of the next piece for the parser, which begins at `position` (rule 2)."""
         if self.search is None or self._num_held:
             return position + 1
         if (found := self.search(text, position)) is None:
@@ -331,7 +333,7 @@ class _Regions:
         return found.start() if found.start() > position else found.end()
 
     def _move(self, event: Mapping[str, Any]) -> None:
-        """Follow the parser into the region of its event."""
+        """Note the region in which the parser is after an event."""
         if event["type"] != "region_chunk":
             self._enter(event["field"] if event["type"] == "region_open" else self._outside)
 
@@ -342,7 +344,7 @@ class _Regions:
         self.plain = NOWHERE if region is None and self.search is not None else None
 
     def _update_position(self) -> None:
-        """Note how far the parser has come; it returns no event for dropped text."""
+        """Note how far the parser has come. Its events do not tell this, because it returns no event for text that it drops."""
         self._position = self._parser._pos  # noqa: SLF001 - the parser has no public name for it
         self._num_held = len(self._buffer) - self._position
 
@@ -400,7 +402,7 @@ class _Regions:
         return self._buffer[max(begin, self._prompt_length) : end]
 
     def _consume(self, field: str, delimiter: Any) -> None:
-        """Pass over a delimiter, and dropped text before it, if there is one."""
+        """Move the position past the next delimiter and the dropped text before it. Without a delimiter, do nothing."""
         if delimiter is not None and (found := delimiter.search(self._buffer, self._position)) is not None:
             if field == TOOL_CALLS:
                 self._call_text = self._answer_text(*found.span())
@@ -428,5 +430,8 @@ def _refuse_constant(name: str) -> None:
 
 
 def call_id(request_id: RequestId, index: int) -> str:
-    """Return the id for a tool call to which the model gave no id; every process computes the same id."""
+    """Return the id for a tool call to which the model gave no id.
+
+    Every process computes the same id, so a resumed answer has it too.
+    """
     return f"call_{request_id}_{index}"

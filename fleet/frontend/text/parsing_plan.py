@@ -51,10 +51,12 @@ class ParsingPlan(Struct, frozen=True, kw_only=True):
     task: ParsingTask
     tools: list[Mapping[str, Any]]
     template: CompiledTemplate | None  # None if the engine parses
-    is_demanded: bool  # True if the client demands tool calls, so that structured output must enforce them
+    # True if structured output must enforce tool calls or their form: the client demands calls, forbids parallel calls, or
+    # has strict tools.
+    is_demanded: bool
 
     def constrained(self, sampling: Sampling) -> Sampling:
-        """Return the sampling parameters, with structured output added if tool calls are demanded."""
+        """Return the sampling parameters, with structured output added if it must enforce tool calls or their form."""
         return structs.replace(sampling, form=ToolCallForm()) if self.is_demanded else sampling
 
     def answer(
@@ -146,7 +148,7 @@ class ParsingPlans:
         except RequestRejected as refused:
             if is_needed:
                 raise
-            if self._warned.get(card.name) != refused.message:  # once, and not at each request
+            if self._warned.get(card.name) != refused.message:  # log a cause once, and not for each request
                 self._warned[card.name] = refused.message
                 log.warning("reasoning stays in the text", extra={"model": card.name, "cause": refused.message})
             return None

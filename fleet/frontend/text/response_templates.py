@@ -32,7 +32,8 @@ _XML_CALL = {
     "open_pattern": r"<tool_call>\s*<function=(?P<name>[^>\n]+)>",
     "close_pattern": r"</function>\s*</tool_call>",
     "content": "xml-inline",
-    # A value without an end tag takes the rest of the call, so that it is not lost, and the time to parse a call is linear.
+    # A value without an end tag takes the rest of the call, so that the value is not lost. The possessive quantifiers keep the
+    # time to parse a call linear in its length.
     "content_args": {
         "tag_pattern": r"<parameter=(?P<key>[^>\n]++)>\n?"
         r"(?P<value>(?:(?!\n?(?:</parameter>|\Z)).)*+)\n?(?:</parameter>|\Z)"
@@ -53,8 +54,8 @@ REASONING_FIELDS: Mapping[str, Mapping[str, Any]] = {"deepseek_r1": _THINK, "dee
 """Response templates for reasoning, by vLLM's name of the reasoning parser."""
 
 UNCHECKED = ("", "auto", "hf")
-"""Values of the settings of workers that name no parser of this module: none, the one that the model folder shows, and the template in
-the model folder."""
+"""Values of the workers' parser settings that are not checked, because they name no parser. Empty means no parser, ``auto`` the
+parser that fits the model folder, and ``hf`` the response template in the model folder."""
 
 MAX_FIELDS, MAX_LITERALS, MAX_LITERAL_CHARACTERS = 64, 64, 256
 """Limits of response templates in model folders, which are compiled while other requests wait."""
@@ -67,13 +68,14 @@ TURN_BEGINS = (
 
 
 SEARCH_SECONDS = 0.05
-"""Time limit of one search for a delimiter, which usually takes microseconds. The event loop waits for it."""
+"""Time limit of one search for a delimiter, because the event loop waits for the search. It usually takes microseconds."""
 
 
 def misspelt_parser(tool_call_parser: str, reasoning_parser: str) -> str:
-    """Return the error about the first of two settings whose name is nearly that of a parser of the router; empty if there is none.
+    """Return an error message for the first setting that seems to misspell a parser of the router; empty if neither does.
 
-    Other names may be parsers of vLLM, which the router does not have. Then only requests with tools are refused.
+    A name unlike all parsers of the router is no error, because it may be a parser that only vLLM has. If the workers do not
+    parse either, only requests with tools are refused then.
     """
     for setting, name, known in (
         ("tool_call_parser", tool_call_parser, TOOL_CALL_FIELDS),
@@ -96,7 +98,7 @@ class LimitedPattern:
         self._pattern = pattern
 
     def search(self, text: str, position: int = 0, *, partial: bool = False) -> Any:
-        """Search like the expression.
+        """Search as the compiled expression does, within the time limit.
 
         Raises:
             TimeoutError: The search takes longer than `SEARCH_SECONDS`.
@@ -104,7 +106,7 @@ class LimitedPattern:
         return self._pattern.search(text, position, partial=partial, timeout=SEARCH_SECONDS)
 
     def finditer(self, text: str) -> Iterator[Any]:
-        """Find all matches like the expression. Raise TimeoutError like `search`."""
+        """Find all matches, as the compiled expression does. Raise TimeoutError like `search`."""
         return self._pattern.finditer(text, timeout=SEARCH_SECONDS)  # type: ignore[no-any-return]
 
 
@@ -112,7 +114,7 @@ class CompiledTemplate(Struct, frozen=True):
     """A response template, and how to find its delimiters."""
 
     template: Any  # `ResponseTemplate` of transformers
-    searches: Mapping[str | None, Search | None]  # by the region that the parser is in; see `delimiter_searches`
+    searches: Mapping[str | None, Search | None]  # result of `delimiter_searches`: a search for each region
 
     @property
     def fields(self) -> Mapping[str, Any]:
@@ -128,7 +130,7 @@ class ResponseTemplates:
         self._missing: ImportError | None = None
         self._compiled: dict[
             tuple[str, str, str], CompiledTemplate | str | None
-        ] = {}  # a value that is a text says why the template cannot be used
+        ] = {}  # a text says why the template cannot be used; None: the model has no template
 
     @property
     def is_loaded(self) -> bool:
@@ -167,7 +169,11 @@ class ResponseTemplates:
         return compiled
 
     def _compile(self, model: str, spec: Any) -> CompiledTemplate | str:
-        """Compile a template; return why it cannot be used, if so."""
+        """Compile a template. If it cannot be used, return the reason as a text.
+
+        Raises:
+            RequestRejected: INVALID_ARGUMENT; the parser is not installed.
+        """
         if self._parser is None:
             message = "this router cannot parse answers: install its extra, pip install 'fleet-serving[parsers]'"
             raise invalid("chat.tools", message) from self._missing

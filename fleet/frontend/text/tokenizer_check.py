@@ -9,9 +9,9 @@ Rules:
 2. A worker whose token ids or block hashes differ is not used. With different token ids it would compute wrong prompts; with
    different block hashes the router could not find its cached blocks. A different template is only logged, because the
    router renders the prompts.
-3. An external server gets a request to tokenize the sample texts if it can (``/tokenize`` of vLLM, SGLang and
-   llama.cpp). A different result is only reported, because such a server gets the clients' own bytes. The router then
-   does not use token ids to predict what this server caches.
+3. An external server that can tokenize (``/tokenize`` of vLLM, SGLang and llama.cpp) is asked to tokenize the sample
+   texts. A different result is only reported, because such a server gets the clients' own bytes. The router then does not
+   use token ids to predict what this server caches.
 """
 
 import hashlib
@@ -69,7 +69,7 @@ def tokenizer_digests(codec: TextCodec | None, block_tokens: int) -> TokenizerDi
 
 
 def folder_tokenizer_digests(model_dir: str, block_tokens: int) -> TokenizerDigests:
-    """Compute the three digests with the tokenizer of a model folder, or without one if the folder has none that loads."""
+    """Compute the three digests with the tokenizer of a model folder; without a tokenizer if none is there, or it does not load."""
     codec = None
     if model_dir and (Path(model_dir) / "tokenizer.json").is_file():
         try:
@@ -88,7 +88,7 @@ class TokenizerMatch(StrEnum):
 
 
 def tokenize_request_body(model: ModelName, text: str) -> bytes:
-    """Return the body of a request to ``/tokenize``. It has the text twice, because llama.cpp uses another field."""
+    """Return the body of a request to ``/tokenize``. It has the text twice: llama.cpp reads `content`, others read `prompt`."""
     return msgspec.json.encode({"model": model, "prompt": text, "content": text})
 
 
@@ -99,7 +99,7 @@ class _Tokenised(Struct):
 def compare_tokens(codec: TextCodec, text: str, answer: bytes) -> TokenizerMatch:
     """Compare a server's answer with this router's tokens.
 
-    The first token may be missing in the answer, because llama.cpp adds the special token at the beginning only later.
+    The first token may be missing in the answer, because llama.cpp's answer lacks the special token at the beginning.
     """
     try:
         theirs = msgspec.json.decode(answer, type=_Tokenised).tokens

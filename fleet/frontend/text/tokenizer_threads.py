@@ -4,9 +4,10 @@ Rules:
 
 1. Waiting tasks are kept in this module and not in the executor. An executor keeps a cancelled task until a thread reaches
    it, so a client that sends long prompts and disconnects could fill the memory.
-2. A task that a thread has begun counts as running until it is done, even if its request was cancelled.
+2. A task that a thread has begun counts as running until it is done, even if its request was cancelled, because a thread
+   cannot be interrupted.
 3. Very long texts (some MiB of white space may take a second or more) never occupy all threads, and only a limited number of
-   them may wait. So a client that sends many very long texts delays only itself, and other long prompts go first.
+   them may wait. So if a client sends many very long texts, a thread and places to wait remain for other long prompts.
 4. Each very long text is tokenized in a new thread, which then ends. A tokenizer keeps scratch memory for each thread, about
    43 bytes for a byte of white space (320 MB for 7.5 MB), and only frees it when the thread ends.
 5. Large bodies and answers are converted in one further thread. This work holds the interpreter lock, and the event loop gets
@@ -149,7 +150,7 @@ class TokenizerThreads:
 
 
 class _ThreadShare:
-    """Keeps the waiting tasks of one kind (very long texts, or others) in order, and counts the running ones."""
+    """Keeps the waiting tasks of one kind (very long texts, other texts, answers or bodies) in order, and counts the running ones."""
 
     def __init__(self, threads: int, most: int) -> None:
         self.threads = threads  # limit for running tasks of this kind

@@ -66,8 +66,8 @@ class ControlAccess:
     def binder(self, held: ExitStack | AsyncExitStack) -> Callable[[Any, str], int]:
         """Return the function that binds a server to an address and returns the port.
 
-        A Unix socket is for this user alone. It replaces one that a killed process left behind, and is removed when
-        `held` ends, unless a successor has replaced it by then.
+        A Unix socket is for this user alone. It replaces a socket that a killed process left behind. When `held` ends, the
+        socket is removed, unless another process has replaced it by then.
 
         The function raises RuntimeError if the address cannot be bound, and ConfigurationRefused if a process listens
         at the path.
@@ -93,7 +93,7 @@ class ControlAccess:
     def aio_channel(self, address: str, *, separate: bool = False) -> grpc.aio.Channel:
         """Return a channel for asyncio calls that carry the proofs.
 
-        With `separate`, the channel has a connection of its own.
+        With `separate`, the channel has a connection of its own (`SEPARATE_CHANNEL_OPTIONS`).
         """
         return self._access.aio_channel(address, SEPARATE_CHANNEL_OPTIONS if separate else CHANNEL_OPTIONS)
 
@@ -124,9 +124,9 @@ def load_control_access(field: str, credentials: Credentials) -> ControlAccess:
 
 
 def caller_name(context: Any) -> str:
-    """Return the name of a caller of a control port, for limits that each caller has.
+    """Return the name under which limits per caller are counted at a control port.
 
-    It is the name in the caller's certificate, else the caller's host, or the user on a Unix socket.
+    It is the name in the caller's certificate, otherwise the caller's host, or the peer name of gRPC on a Unix socket.
     """
     names: Sequence[bytes] = context.auth_context().get("x509_common_name") or ()
     if names:
@@ -136,7 +136,7 @@ def caller_name(context: Any) -> str:
 
 
 def is_unix_socket(address: str) -> bool:
-    """Return whether an address is a Unix socket, which its file protects."""
+    """Return whether an address is a Unix socket, which the permissions of its file protect."""
     return bool(unix_path(address))
 
 

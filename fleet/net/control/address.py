@@ -27,7 +27,7 @@ from kvstore.errors import StoreNotStarted
 from kvstore.net import unix_sockets as sockets
 from kvstore.net.addresses import unix_path
 
-# maximum number of characters of the parent folder, so that socket paths stay within Unix's limit of 107
+# Maximum number of characters of the parent folder, so that socket paths stay within Unix's limit of 107.
 LONGEST_PARENT = 40
 DEFAULT_PARENT = "/tmp"  # noqa: S108 - `private_folder` checks owner and mode of the folder in it
 ALTERNATIVES = "set control_listen to a unix:/path of your own, or to host:port with control_credentials"
@@ -56,7 +56,7 @@ def _socket_name(grpc_address: str) -> str:
 
 
 def find_control_socket(grpc_address: str) -> str | None:
-    """Return the control address of a router of this user on this machine, by its client address; None if there is none."""
+    """Return the control address of this user's router that serves `grpc_address` on this machine; None if there is none."""
     host, _, port = grpc_address.rpartition(":")
     hosts = THIS_HOST if host in THIS_HOST else (host, *EVERY_HOST)
     asked = [grpc_address] if unix_path(grpc_address) else [f"{each}:{port}" for each in dict.fromkeys((host, *hosts))]

@@ -123,7 +123,7 @@ class MessageWriter:
 async def open_writer(context: Context, seconds: float) -> AsyncGenerator[MessageWriter]:
     """Yield a writer for calls that send a message per token.
 
-    The writer needs one timer per call. `send_message` needs one per message, which takes a fifth of the message's time.
+    The writer needs one timer per call. `send_message` needs one per message, which takes a fifth of the time to send it.
 
     Args:
         context: The call.
@@ -183,4 +183,4 @@ def headers_of(context: Context, names: Collection[str]) -> dict[bytes, bytes]:
 
 async def abort_call(context: Context, refused: RequestRejected) -> Never:
     await context.abort_with_status(encode_status(refused))
-    raise AssertionError  # `abort_with_status` raises
+    raise AssertionError  # never reached, because `abort_with_status` raises

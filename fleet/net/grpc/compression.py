@@ -13,7 +13,7 @@ IDENTITY: Final = b"identity"
 _WINDOWS: Final = {b"gzip": 31, b"deflate": 15}  # zlib's window bits: 31 for a gzip header, 15 for a zlib header
 ENCODINGS: Final = (IDENTITY, *_WINDOWS)  # values of the header `grpc-encoding`
 
-# maximum ratio of the size after decompression to the size before; text has 3 to 5, token ids have less
+# Maximum ratio of the size after decompression to the size before. The ratio of text is 3 to 5, that of token ids is lower.
 MAX_RATIO: Final = 32
 # Any ratio is allowed if the decompressed message has at most this size, because a prompt may repeat one word.
 # Decompressing this much takes half a millisecond.

@@ -1,4 +1,4 @@
-"""Rejections as gRPC statuses with details: Fleet's `ErrorDetail` and the standard ones that tools understand."""
+"""Rejections as gRPC statuses with details: Fleet's `ErrorDetail`, and Google's standard details, which tools understand."""
 
 from typing import Any
 

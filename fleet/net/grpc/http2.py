@@ -58,16 +58,17 @@ FINAL_FLUSH_SECONDS = 1.0  # time limit for cancelled calls to end, and then aga
 
 CONFIGURATION = ngh2.Configuration(
     auto_window_update=False,
-    # Beyond these two limits the whole connection ends, with all calls of a gateway. Calls therefore have a lower limit.
+    # Beyond these two limits the whole connection ends, and with it all calls of a gateway. Therefore a call with a lower limit
+    # (`LONGEST_HEAD_BYTES`) is refused before.
     max_inbound_header_list_size=64 << 10,
     max_inbound_header_count=1024,
     # Maximum number of stream resets in a burst, and per second. The limit is high, because a gateway resets calls of
     # clients that left.
     stream_reset_rate_limit=(10_000, 1_000),
 )
-# HTTP/2 settings by id: maximum number of concurrent streams, bytes of the window of a call, bytes of a head.
+# HTTP/2 settings by id: maximum number of concurrent streams, bytes of a call's flow-control window, bytes of a head.
 SETTINGS = {0x3: 8192, 0x4: 256 << 10, 0x6: 16 << 10}
-WINDOW_BYTES = 4 << 20  # bytes of the window of a connection
+WINDOW_BYTES = 4 << 20  # bytes of a connection's flow-control window
 
 
 class _CallDetails:
@@ -202,9 +203,10 @@ class Http2Server:
         return ""
 
     def over_memory_limit(self, *, long: bool) -> bool:
-        """Return whether too many received bytes are in memory for another message of this length to arrive.
+        """Return whether so many received bytes are in memory that no further message may arrive.
 
-        Services reject complete long messages by `max_held_bytes`; this higher limit holds while messages arrive.
+        `long` is true for a message of more than `ORDINARY_BODY_BYTES`. Services reject complete long messages by
+        `max_held_bytes`; this higher limit holds while messages arrive.
         """
         return self.held_bytes > self.max_held_bytes + (HELD_BYTES // 2 if long else HELD_BYTES)
 
@@ -239,7 +241,8 @@ class Http2Server:
     async def _sweep_forever(self) -> Never:
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
-            # Yield once more, so that sockets are read first: uvloop wakes sleeping tasks before it reads sockets.
+            # Yield once more, because uvloop wakes sleeping tasks before it reads sockets. So bytes that came while this process
+            # was stopped are read before the silence of clients is judged.
             await asyncio.sleep(0)
             now = asyncio.get_running_loop().time()
             for connection in list(self.connections):
@@ -432,7 +435,7 @@ class Http2Connection(asyncio.Protocol):
     # Internal
 
     def flush(self) -> None:
-        """Send pending bytes and resume the calls that waited for it."""
+        """Send pending bytes, and resume the calls that waited because too many of their bytes were unsent."""
         self._flushing = False
         if self.paused or self._gone or self.transport.is_closing():
             return
@@ -482,7 +485,7 @@ class Http2Connection(asyncio.Protocol):
                 case _:
                     pass
         for call in new:
-            if call.stream in self.calls:  # concurrent calls
+            if call.stream in self.calls:  # a later event of this batch may have ended the call already
                 call.begin(self.server.rejection())
 
     def _end(self, call: CallContext) -> None:

@@ -5,8 +5,8 @@ Rules:
 1. A call is a task. It is cancelled when its client resets it, when its connection ends, and at its deadline.
 2. `CallContext.write` waits while the caller does not read. A caller that reads too slowly (`SlowReader`), or that
    leaves the final status unread, is reset.
-3. The caller's window is opened only as its messages are read. A caller that sends faster than its handler reads must
-   therefore wait.
+3. The caller's flow-control window (HTTP/2) is opened only as its messages are read. A caller that sends faster than its
+   handler reads must therefore wait.
 4. A message above the size limit is refused by its length prefix, before it arrives. An incomplete message is refused
    after a time limit.
 5. A compressed message is only decompressed when its handler reads it (`fleet.net.grpc.compression`), so a waiting
@@ -45,7 +45,7 @@ If a call has only one message, the time is counted from the start of the call.
 """
 
 UNREAD_STATUS_SECONDS = 30.0  # time limit for the caller to read the final messages and the status
-UNREAD_MESSAGES = 4  # number of unread messages above which the caller's window stays closed
+UNREAD_MESSAGES = 4  # number of unread messages from which on the caller's window stays closed
 MESSAGE_BYTES = 64  # memory that an unread message takes besides its content
 
 PREFIX = struct.Struct(">BI")
@@ -101,7 +101,7 @@ class Http2ConnectionApi(Protocol):
         """Handle a complete answer; if the request is not `complete`, its remaining bytes are discarded."""
 
     def reset(self, call: "CallContext", code: int) -> None:
-        """End the call at once."""
+        """End the call at once, with this error code of HTTP/2."""
 
 
 class CallContext:
@@ -230,7 +230,7 @@ class CallContext:
         self.task = self._loop.create_task(self._serve())
 
     def receive(self, data: bytes, *, complete: bool) -> None:
-        """Take bytes from the caller."""
+        """Take bytes from the caller; `complete` is True if the request ends with them."""
         self._request_complete = self._request_complete or complete
         if self._ended_at is not None or self._rejection is not None:
             self._connection.acknowledge(self, len(data))
@@ -350,9 +350,9 @@ class CallContext:
         self._incoming.clear()
 
     def _open_window(self) -> None:
-        """Let the caller send more: as many bytes as were read, and the rest of a message that has begun.
+        """Let the caller send as many further bytes as have arrived since the window was opened last.
 
-        While more than `UNREAD_MESSAGES` wait to be read, the window stays closed.
+        While `UNREAD_MESSAGES` or more messages wait to be read, the window stays closed.
         """
         if self._unacknowledged and len(self.messages) < UNREAD_MESSAGES:
             self._connection.acknowledge(self, self._unacknowledged)

@@ -28,7 +28,7 @@ LIVENESS = "liveness"
 
 # Seconds between two checks whether a service's health has changed, so that watchers must be notified.
 HEALTH_SECONDS = 0.25
-STOP_SECONDS = 2.0  # time limit for calls that end to send their last messages
+STOP_SECONDS = 2.0  # when the port closes, time limit for running calls to send their last messages
 
 
 class GrpcServerApi(Protocol):
@@ -104,7 +104,7 @@ def _bind(server: GrpcServerApi, listen: str, setting: str, bind: Callable[[Any,
 
 
 def _reflections(names: Sequence[str]) -> list[grpc.GenericRpcHandler]:
-    """Return the standard reflection service for these services, in both of its versions."""
+    """Return the handlers of gRPC's reflection service, in both of its versions, for the services with these names."""
     add_descriptor()
     versions = (V1ALPHA, V1)
     services = reflection.aio.ReflectionServicer((*names, *versions))
@@ -137,7 +137,7 @@ class _HealthService(health.aio.HealthServicer):  # type: ignore[misc]  # ships 
         self._notified: dict[str, int] = {}
 
     def handler(self) -> grpc.GenericRpcHandler:
-        """Return the methods, which take bytes."""
+        """Return the handler of the service's methods, which take requests as bytes."""
         stream: Any = grpc.unary_stream_rpc_method_handler  # Any, because the type stubs do not allow coroutines
         methods = {
             "Check": unary_context_handler(self._check),

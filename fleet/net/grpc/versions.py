@@ -1,4 +1,4 @@
-"""Protocol versions on control ports: calls whose request and answer state the versions of caller and server."""
+"""Protocol versions on control ports: refuses a caller with which this process has no version of the protocol in common."""
 
 import grpc
 

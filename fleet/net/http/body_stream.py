@@ -38,7 +38,7 @@ class BodyStream:
     # Called by the connection
 
     def add(self, piece: bytes) -> None:
-        """Add a piece of the body, which must not change later."""
+        """Add a piece of the body. The piece is not copied here, so its bytes must not change later."""
         self._pieces.append(piece)
         self.received += len(piece)
         self._waiting_bytes += len(piece)

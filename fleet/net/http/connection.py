@@ -190,7 +190,7 @@ class HttpConnection(asyncio.Protocol):
         self._takes_body = is_stranger is None
         # The body that is read while it arrives (rule 7); None: there is no such body.
         self._arriving: BodyStream | None = None
-        self._body_seen = 0  # number of bytes of that body at the latest check of its rate
+        self._body_seen = 0  # number of bytes of the arriving body at the latest check of its rate
         self._settings = settings
         self._clock = clock
         self._expires_at = self._deadline_in(lasts_seconds) if lasts_seconds else None
@@ -265,7 +265,7 @@ class HttpConnection(asyncio.Protocol):
         self._resume()
 
     def eof_received(self) -> bool:
-        """Return whether the connection stays open for writing."""
+        """Handle the end of the bytes from the client (rule 3); return whether the connection stays open for writing."""
         self._half_closed = True
         if self._stage is _SWITCHED and self._arriving is not None:
             self._arriving.end()
@@ -480,7 +480,7 @@ class HttpConnection(asyncio.Protocol):
             case ConnectionStage.CLOSING:
                 self.transport.close()  # unlike `abort`, it sends the remaining bytes first
             case ConnectionStage.SWITCHED:
-                self.transport.abort()  # the exchange of the other protocol has ended
+                self.transport.abort()  # the exchange that used the other protocol has ended
 
     def displace(self, *, silent: bool) -> None:
         """Close the connection, because the table needs its slot. No request is being served.
@@ -531,7 +531,7 @@ class HttpConnection(asyncio.Protocol):
     # Internal
 
     def _parse(self, data: bytes) -> None:
-        """Parse as much as rule 1 allows."""
+        """Parse the bytes until a complete request waits to be served; the other bytes stay in `unparsed` (rule 1)."""
         if len(data) <= PARSE_BYTES:
             self._parser.feed_data(data)
             return
@@ -593,7 +593,8 @@ class HttpConnection(asyncio.Protocol):
     def _refuse_body_of_stranger(self) -> None:
         """Serve the request of a stranger now, without the body that is arriving; take the bodies of other clients (rule 10).
 
-        A request behind an earlier one cannot be served yet. `_advance` then stops reading, and calls this again in its turn.
+        A request behind an earlier one cannot be served yet. `_advance` then stops reading, and calls this method again when the
+        earlier request has ended.
         """
         if self._is_stranger is None or self._arriving is not None:
             self._takes_body = True
@@ -776,7 +777,7 @@ class HttpConnection(asyncio.Protocol):
                     self._table.mark_waiting(slot, _WAITS_IDLE, now / SECOND)
         elif waits:
             self._note_waiting()
-        # Within `_start`, the loop of `_advance` goes on by itself.
+        # If the exchange ended within `_start`, the caller of `_start` continues with the next request.
         if not ((waits and self._reading) or self._starting):
             self._advance()
 
@@ -827,8 +828,8 @@ class HttpConnection(asyncio.Protocol):
     def _is_http_0_9(self, data: bytes) -> bool:
         """Return whether a request line has ended without a version; `data` is its latest part.
 
-        The parser notices this only with the next byte. So it would wait for further lines of a head, which such
-        clients never send.
+        The parser notices this only with the next byte. So it would wait for further lines of a head, which a client of
+        HTTP/0.9 never sends.
         """
         if self._stage is not _HEAD or not self._url:
             return False

@@ -23,7 +23,7 @@ class ErrorForm(Struct, frozen=True):
     """The functions that write errors in the form of one API."""
 
     body: Callable[[RequestRejected], bytes]
-    event: Callable[[RequestRejected, int | None], bytes]  # the number: see `events` of `send_rejection`
+    event: Callable[[RequestRejected, int | None], bytes]  # the number is the argument `events` of `send_rejection`
 
 
 def send_rejection(
@@ -38,7 +38,7 @@ def send_rejection(
     Args:
         exchange: The exchange of the request.
         refused: The rejection.
-        more: Headers of an answer not yet started.
+        more: Further headers, which are sent if the answer has not started yet.
         form: The form of the API; None: the form of completions and chat.
         events: Number of the earlier events of a started stream, which the Responses API states; None if it is unknown.
 
@@ -99,12 +99,12 @@ def _error(refused: RequestRejected) -> dict[str, object]:
 
 
 def _code(refused: RequestRejected) -> str:
-    """Return the error code. OpenAI's clients know an exceeded context by its cause, in the place of the reason."""
+    """Return the error code: the reason, or ``context_length_exceeded``, which OpenAI's clients look for in this field."""
     return CONTEXT_LENGTH_EXCEEDED if refused.cause == CONTEXT_LENGTH_EXCEEDED else refused.reason
 
 
 def responses_error_event(refused: RequestRejected, events: int | None) -> bytes:
-    """Return the last event of a failed stream of the Responses API, after this number of events."""
+    """Return the last event of a failed stream of the Responses API; `events` is the number of events before it, if known."""
     error: dict[str, object] = {
         "type": "error",
         "code": _code(refused),

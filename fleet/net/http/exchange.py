@@ -41,7 +41,7 @@ class HttpHead(Struct, kw_only=True):
     headers: Mapping[bytes, bytes]  # values by the header's name in lower case
     keep_alive: bool
     chunked_answer: bool  # True if the client understands chunked answers, which HTTP/1.0 does not have
-    forwarded_headers: bytes | None = None  # header lines that a relay forwards; None until it has computed them
+    forwarded_headers: bytes | None = None  # header lines that a relay forwards; None until the relay has computed them
     credentials: bytes = b""  # header lines with the client's credentials; computed together with `forwarded_headers`
 
 
@@ -95,7 +95,10 @@ class HeadCache:
         self._latest: tuple[bytes, bytes, HttpHead] | None = None
 
     def find(self, content: bytes) -> tuple[HttpHead, int] | None:
-        """Return a cached head and the content length of these bytes, up to the empty line; None if the head is unknown."""
+        """Return the cached head of these bytes, and their content length; None if the head is unknown.
+
+        `content` is a whole head with the empty line at its end.
+        """
         if self._latest is not None:
             before, behind, latest = self._latest
             if content.startswith(before) and content.endswith(behind):
@@ -369,7 +372,7 @@ class Exchange:
         headers: Sequence[tuple[str, str]] = (),
         close: bool = False,
     ) -> None:
-        """Send the whole answer. If `headers` have no id of the request, it gets that of the client or a new one.
+        """Send the whole answer. If `headers` contain no request id, the client's id or a new one is added.
 
         Raises:
             ClientDisconnected: The connection is closed.
@@ -424,8 +427,8 @@ class Exchange:
     def relay(self, source: RelaySource) -> asyncio.Transport:
         """Return the transport that takes the answer of `source` as raw bytes, from the head of the answer on.
 
-        The caller then calls `relayed`. If the source fails, it may instead send last events with `send` and call
-        `finish`.
+        After the answer, the caller calls `relayed`. If the source fails, the caller may instead send last events with `send`
+        and call `finish`.
 
         Raises:
             ClientDisconnected: The connection is closed.

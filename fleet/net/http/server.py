@@ -99,7 +99,7 @@ class HttpServer:
         self.draining = False
         self.streams_body: StreamsBody | None = None  # None: every body is collected before its request is served
         self.is_stranger: IsStranger | None = None  # None: bodies are taken from every client
-        self.open_paths: Container[str] = ()  # paths that serve strangers too, without a body
+        self.open_paths: Container[str] = ()  # paths that are served to strangers too, whose bodies are not read
         self._settings = settings
         self._clock = clock
         self._routes = routes
@@ -195,7 +195,7 @@ class HttpServer:
         return None
 
     async def refuse_stranger(self, exchange: Exchange) -> None:
-        """Answer a client that is a stranger; a server with `is_stranger` implements it."""
+        """Refuse the request of a stranger, a client for which `is_stranger` is true. A server with `is_stranger` implements it."""
         raise NotImplementedError
 
     def _served(self, exchange: Exchange, task: asyncio.Task[None]) -> None:
@@ -225,7 +225,7 @@ class HttpServer:
         return ""
 
     def _is_refused(self, request: HttpRequest) -> bool:
-        """Return whether a request is refused for its client, whatever its body contains.
+        """Return whether a request is refused because of its client, whatever its body contains.
 
         Handlers of open paths need no body, so they also serve a request whose body was not read.
         """

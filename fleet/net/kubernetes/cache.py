@@ -1,4 +1,4 @@
-"""Object cache: the newest known version of each object of one kind on the API server. Without I/O.
+"""Object cache: keeps the newest known version of each object of one kind on the API server, without I/O of its own.
 
 Rules:
 
@@ -60,7 +60,10 @@ class Cache(Generic[View]):
         return [item] if before is None else [before, item]
 
     def end(self, item: View) -> list[View]:
-        """Remove an object because a watch reported its deletion."""
+        """Remove an object because a watch reported its deletion.
+
+        Return a list with the removed object; empty if the object is unknown, or was created again meanwhile.
+        """
         place = _place(item)
         if self._removed.get(place) == item.metadata.uid:
             del self._removed[place]
@@ -80,7 +83,7 @@ class Cache(Generic[View]):
     def fill(self, items: Iterable[View], version: str, namespace: str = "") -> list[View]:
         """Replace the objects of a namespace by a list that has this version; an empty namespace means all.
 
-        Objects that were written after the list stay. Return all changed objects, before and after.
+        Objects that were written after the list was made are kept. Return all changed objects, before and after the change.
         """
         order = int(version) if version.isdecimal() else 0
         self._removed = {place: uid for place, uid in self._removed.items() if namespace not in {"", place[0]}}

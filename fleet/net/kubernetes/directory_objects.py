@@ -40,7 +40,10 @@ class DiscoveryObjects:
         return listed["items"], listed["metadata"]["resourceVersion"]
 
     async def watch_leases(self, selector: str, version: str, silence_seconds: float) -> aiohttp.ClientResponse:
-        """Return a response that streams the changes after a version as JSON lines. The server ends it after `WATCH_SECONDS`."""
+        """Return a response that streams the changes after a version as JSON lines.
+
+        The server ends the stream after `WATCH_SECONDS`. If it does not, reading fails `silence_seconds` later.
+        """
         answer: aiohttp.ClientResponse = await self._objects.list_namespaced_custom_object_without_preload_content(
             *LEASES,
             self._namespace,
@@ -74,7 +77,7 @@ class DiscoveryObjects:
         return created
 
     async def replace_lease(self, lease: Manifest) -> Manifest:
-        """Replace a Lease in the version that it names."""
+        """Replace a Lease. The call fails with status 409 if the stored version is not the one that `lease` names."""
         written: Any = await self._objects.replace_namespaced_custom_object(
             *LEASES, self._namespace, "leases", lease["metadata"]["name"], lease, _request_timeout=CALL_SECONDS
         )
@@ -86,7 +89,7 @@ class DiscoveryObjects:
         return await self._delete(LEASES, "leases", name, version)
 
     async def apply_slice(self, slice_: Manifest) -> Manifest:
-        # The client library would drop the content of the answer if the apply has created the object (201).
+        # The answer is read here, because the client library would drop its content if the apply has created the object (201).
         answer = await self._objects.patch_namespaced_custom_object_without_preload_content(
             *SLICES,
             self._namespace,

@@ -1,4 +1,4 @@
-"""Leader election: which of several candidates acts, by one Lease. Without I/O.
+"""Leader election: decides by one Lease, without I/O, which of several candidates acts.
 
 Rules:
 
@@ -10,7 +10,8 @@ Rules:
    are harmless then (`operators.controller.applier`, rule 3).
 3. A leader that ends gives the Lease back, so that the next one need not wait.
 4. Processes with the same identity lead together. If one of them finds the Lease renewed, it cannot know which process
-   renewed it, or whether its own renewal arrived and only the answer was lost. This makes no difference.
+   renewed it, or whether its own renewal arrived and only the answer was lost. This makes no difference, because both
+   processes may act.
 """
 
 from enum import StrEnum
@@ -45,7 +46,8 @@ class Election:
     def __init__(self, identity: str, renew_within: Nanos) -> None:
         """Start as a follower.
 
-        `identity` must be unique among candidates, and `renew_within` shorter than the duration in the Lease.
+        `identity` is the name of the candidate; processes with the same identity are one candidate (rule 4). `renew_within`
+        must be shorter than the duration in the Lease.
         """
         self._identity = identity
         self._renew_within = renew_within

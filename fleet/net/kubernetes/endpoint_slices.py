@@ -32,7 +32,7 @@ def endpoint_slice(
 
     Args:
         address: ip:port of the endpoint.
-        lease: Metadata of the Lease that owns the slice and gives it its name: name, namespace and uid.
+        lease: Name, namespace and uid of the Lease that owns the slice. The slice gets the same name.
         service: The Service of the endpoint.
         port: The name of the port.
         pod: The pod behind the endpoint, if there is one.

@@ -48,8 +48,8 @@ class Informer(Generic[View]):
     ) -> None:
         """Create the informer; `changed` gets the differences, before and after; an empty `namespace` means all.
 
-        `heard` converts a received object to the one that is stored, from the object, the known one, and whether it is
-        news; None: no conversion.
+        `heard` converts a received object to the object that is stored. Its arguments are the received object, the object
+        stored so far (None if there is none), and whether the received object is news (rule 3). None: no conversion.
         """
         self.filled = asyncio.Event()
         self.restarts = 0

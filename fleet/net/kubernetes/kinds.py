@@ -1,4 +1,4 @@
-"""Kinds of Kubernetes objects that Fleet reads and writes, and their API paths. Without I/O."""
+"""Kinds of Kubernetes objects that Fleet reads and writes, and their API paths."""
 
 from collections.abc import Mapping
 

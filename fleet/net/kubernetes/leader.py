@@ -49,8 +49,8 @@ class LeaseSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """The namespace of the Lease; empty: the pod's namespace."""
 
     owner: Annotated[str, Meta(max_length=253)] = ""
-    """The Deployment in that namespace to which the operator's pods belong: the Lease is removed with it. Empty: the Lease
-    stays."""
+    """The Deployment to which the operator's pods belong, in the namespace of the Lease. Kubernetes removes the Lease together with
+    this Deployment. Empty: the Lease stays."""
 
     duration_seconds: Annotated[int, Meta(ge=1, le=3600)] = 15
     """Time for which the other candidates wait for a leader that does not renew the Lease any more."""
@@ -59,7 +59,7 @@ class LeaseSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """A leader that could not renew for this time stops acting."""
 
     retry_seconds: Seconds = 2.0
-    """The time between two renewals, and between two checks of a standby."""
+    """The time between two renewals by the leader, and between two checks by each other candidate."""
 
     def __post_init__(self) -> None:
         if not self.retry_seconds < self.renew_within_seconds < self.duration_seconds:

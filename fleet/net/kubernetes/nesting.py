@@ -1,4 +1,4 @@
-"""Nesting limit: leaves the deepest levels out of JSON that is nested too deeply to be decoded. Without I/O.
+"""Nesting limit: leaves the deepest levels out of JSON that is nested too deeply to be decoded.
 
 An API server accepts ten thousand levels in fields without a schema. The JSON decoder of this project accepts a
 thousand, and the code after it fewer. One deeply nested object must not keep the operator from reading all other

@@ -1,4 +1,4 @@
-"""Own pod: reads name and uid of the pod of this process from its service account token. Outside of a pod there is none."""
+"""Own pod: reads name and uid of the pod of this process from its service account token, which exists only in pods."""
 
 from base64 import urlsafe_b64decode
 from pathlib import Path

@@ -24,7 +24,7 @@ class ApiServerUnreachable(KubernetesError):
 
 
 class ApiServerBusy(KubernetesError):
-    """The server is busy (HTTP 429 or 503); retry after the time that it gives."""
+    """The server is busy (HTTP 429 or 503); retry after the time that the server states (`after_seconds`)."""
 
     def __init__(self, message: str, after_seconds: float | None = None) -> None:
         super().__init__(message)

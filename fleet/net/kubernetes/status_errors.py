@@ -1,4 +1,4 @@
-"""Status errors: what an API server's error status means, and which part of its text may be repeated. Without I/O.
+"""Status errors: what an API server's error status means, and which part of its text may be repeated.
 
 Rules:
 
@@ -28,7 +28,7 @@ MOST_CAUSES = 8
 MOST_CHARACTERS = 600
 """Length in characters at which messages of admission control are cut."""
 
-# Matches the requirement that follows a refused value, if it contains no quotation.
+# Matches the requirement that follows a refused value, unless the requirement quotes something, which may be secret.
 REQUIREMENT = re.compile(r": ((?:must|may|should|cannot|can not|is|field is|supported values)\b[^\"'{}\[\]]*)$")
 # Matches messages of admission control or of authorization, which contain no field's value.
 FORBIDDEN = re.compile(r" is forbidden: (.+)$", re.DOTALL)
@@ -63,8 +63,9 @@ BAD_QUANTITY = "a quantity must be a number with a suffix such as m, k, M, Gi"
 BAD_VALUE = "a field has a wrong name or type"
 """The message that is passed on if the server does not name the field."""
 
-# Matches a key that may be passed on, because it can only be a name, a number or a path.
+# Matches a key with its value.
 KEY = re.compile(r'(\w+)=("(?:[^"\\]|\\.)*"|[^,\]]+)')
+# Matches a key whose value may be passed on, because it can only be a name, a number or a path.
 PLAIN_KEY = re.compile(r'name="[A-Za-z_][-.\w]{0,252}"|mountPath="/[-./\w]*"|protocol="[A-Z]{1,8}"|\w+=-?\d+')
 
 
@@ -112,7 +113,7 @@ def refuse(status: ApiStatus, after_seconds: float | None = None) -> NoReturn:
 
 
 def lacks_right(message: str) -> bool:
-    """Return whether a public message, or a text that contains one, says that a caller lacks a right."""
+    """Return whether a result of `public_message`, or a text that contains it, says that a caller lacks a right."""
     return RIGHT.search(message) is not None
 
 

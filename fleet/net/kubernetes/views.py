@@ -1,7 +1,7 @@
-"""Views of Kubernetes objects: Structs with only the fields that decisions need. Without I/O.
+"""Views of Kubernetes objects: Structs with only the fields that decisions need.
 
-All other fields are skipped while an object is decoded, so that a cache of a thousand pods takes a few megabytes, and
-events leave no other memory in use.
+All other fields are skipped while an object is decoded. So a cache of a thousand pods takes only a few megabytes, and a
+decoded event leaves nothing else in memory.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,13 +40,14 @@ class FieldOwnership(Struct, frozen=True):
     """Summary of `metadata.managedFields` of a child object: digests of the fields that the operator and others own."""
 
     ours: str = ""
-    """Digest of the fields that the operator's last apply owns. It changes when another manager changes or removes one."""
+    """Digest of the fields that the operator's last apply owns. The digest changes when another manager changes or removes one
+    of these fields."""
 
     others: str = ""
     """Digest of the fields of the specification or of the data that other managers own; empty: they own none."""
 
     managers: tuple[str, ...] = ()
-    """Names of these other managers."""
+    """Names of the managers whose fields `others` covers."""
 
 
 class ManagedFieldsEntry(_View, frozen=True):

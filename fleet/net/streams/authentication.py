@@ -5,7 +5,7 @@ The peers agree on a protocol version afterwards (`kvstore.protocol.versions`).
 Rules:
 
 1. A listener has at most `MAX_UNPROVEN` unauthenticated connections at a time, each for at most `PROVE_SECONDS`. If
-   there is one more, the oldest connection of the host with the most of them is closed
+   another one arrives, the host with the most unauthenticated connections loses its oldest one
    (`kvstore.net.unproven_connections`). A connection no longer counts after it is authenticated.
 2. Only the handshake is read from unauthenticated connections, and its payloads have at most `MAX_HANDSHAKE_BYTES`.
 3. After the handshake the receiver gets the connection directly, so a proof costs nothing per message.
@@ -33,11 +33,11 @@ log = logging.getLogger(__name__)
 
 MAX_UNPROVEN = 32
 PROVE_SECONDS = 5.0
-# Time limit for the TLS handshake of a caller; shorter than the caller's own deadline, so that it learns the cause.
+# Time limit for the TLS handshake of a caller. It is shorter than the caller's own deadline, so that the caller learns the cause.
 DIAL_TLS_SECONDS = 3.0
 OUT_OF_FILES_SECONDS = 0.1
 LOG_INTERVAL_SECONDS = 60.0  # minimum time between two warnings about one host and cause
-MAX_LOGGED_CAUSES = 64  # maximum number of pairs of host and cause that are logged in this time
+MAX_LOGGED_CAUSES = 64  # maximum number of pairs of host and cause that are logged in `LOG_INTERVAL_SECONDS`
 _NUMBER = re.compile("[0-9]+")
 
 NEEDS_TLS = "this end speaks TLS: set the authority of its certificate in the credentials of your end"
@@ -65,7 +65,7 @@ class StreamAuthenticator:
         self._refusal = refusal
         self._limit = limit
         self._unproven: UnprovenConnections[_UnprovenCaller] = UnprovenConnections(MAX_UNPROVEN)
-        # A connection stays here for one iteration of the event loop after its proof.
+        # The handshakes that have not ended. A connection stays here for one iteration of the event loop after its proof.
         self._handshakes: dict[_UnprovenCaller, asyncio.Task[None]] = {}
         self._logged_at: dict[
             tuple[str, str], float
@@ -184,7 +184,8 @@ class _UnprovenCaller:
     ) -> None:
         """Create the receiver of a connection.
 
-        `on_proven` is called after the proof; for the others, see `StreamAuthenticator`.
+        `on_proven` is called after the proof. The other arguments are those of `StreamAuthenticator`; `accept` returns the
+        receiver that takes the connection over after the proof.
         """
         self.started = False  # True if the event loop closes the socket; False if `end` has to close it
         self.proven = asyncio.Event()  # set after the proof or after a refusal

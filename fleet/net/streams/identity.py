@@ -173,7 +173,7 @@ class DiagnosedTls(ssl.SSLContext):
     def __init__(
         self, shared: ssl.SSLContext, plaintext_answer: bytes = b"", on_failure: Callable[[], None] = lambda: None
     ) -> None:
-        """Delegate to `shared`.
+        """Create a context that delegates the handshake to the context `shared`.
 
         Args:
             shared: A context of `diagnosed`.
@@ -201,7 +201,7 @@ class DiagnosedTls(ssl.SSLContext):
         return made
 
     def failed(self, error: ssl.SSLError) -> None:
-        """Remember the first failure."""
+        """Remember the first failure. If the peer does not speak TLS, replace the alert by the plaintext answer."""
         if self.failure is None:
             self.failure = error
             if error.reason in PLAIN and self._outgoing is not None and self._plaintext_answer:

@@ -6,8 +6,8 @@ Rules:
    them follow from the answer alone. How the text is cut into pieces depends on the steps of the engine.
 2. So the id of an event contains the resume token and the number of tokens up to the event. It also contains three
    numbers of what the client has, including this event: events between pieces, characters, and pieces.
-3. A resumed answer is written again from its beginning (`Resume.from_start`). The events and characters of rule 2 are left out, so the
-   client gets exactly what it lacks, even if its stream was cut between two events of one step.
+3. A resumed answer is written again from its beginning (`Resume.from_start`). As many events and characters as the id names are left
+   out. So the client gets exactly what it lacks, even if its stream was cut between two events of one step.
 """
 
 from fleet.core.errors import invalid

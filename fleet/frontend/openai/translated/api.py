@@ -40,7 +40,7 @@ class AnswerWriter(Protocol):
 
 
 class AnswerStart(Struct, frozen=True, kw_only=True):
-    """Values for the head of an answer, known when its request has been admitted."""
+    """Values for the head of an answer. They are known when the request has been admitted. `created` is in Unix seconds."""
 
     request_id: RequestId
     model: ModelName
@@ -54,7 +54,7 @@ class TranslatedRequest(Struct, frozen=True, kw_only=True):
 
     chat: OpenAiRequest
     writer: Callable[[AnswerStart], AnswerWriter]
-    # Whether a limit of the reasoning is dropped for models without a reasoning parser.
+    # True if the limit of the reasoning is dropped when some worker of the model cannot obey it.
     has_optional_budget: bool = False
 
 
@@ -84,8 +84,8 @@ def read_translated_chat(
 
     Args:
         chat: The body.
-        request_id: Id for a body without one.
-        now: Instant of arrival.
+        request_id: Id of the request if the body has no field `request_id`.
+        now: Instant of arrival by the monotonic clock; the deadline is counted from it.
         headers: The request's headers if there are hints among them; otherwise None.
         images: The images of the request before its translation. Errors about images at URLs name the fields of these
             images.

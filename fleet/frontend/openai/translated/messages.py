@@ -8,8 +8,8 @@ Rules:
 3. `cache_control` has no effect, because every prefix is cached. `cache_read_input_tokens` counts the cached tokens, and
    `input_tokens` the other ones. A stream has the right counts only in its last events.
 4. A client can turn thinking off. If it turns thinking on, the model thinks as it would anyway, and the engine ends the
-   thinking after `budget_tokens`, if a worker of the model can do that. If none can, the budget has no effect: in
-   Anthropic's API, too, it is a target and no strict limit, and clients send it as a matter of course.
+   thinking after `budget_tokens`, if every worker of the model can do that. Otherwise the budget has no effect and is not
+   refused: in Anthropic's API, too, it is a target and no strict limit, and many clients always send it.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -257,7 +257,7 @@ def _budget(body: MessagesBody) -> int | None:
         return None
     if budget < 1:
         raise invalid("thinking.budget_tokens", "must be above 0")
-    return budget if budget < body.max_tokens else None  # no answer has more tokens than max_tokens
+    return budget if budget < body.max_tokens else None  # a budget of max_tokens or more would limit nothing
 
 
 def _format(wanted: OutputFormat | None) -> Json | None:
@@ -453,9 +453,9 @@ def _empty_block(block: AnswerBlock) -> Json:
 
 
 def _whole_block(block: AnswerBlock) -> Json:
-    """Return a complete block.
+    """Return a complete block for the answer as one object.
 
-    If the answer ended within the arguments of a call, they are no valid JSON and left out.
+    If the answer ended within the arguments of a tool call, the arguments are no valid JSON, and are left out.
     """
     empty = _empty_block(block)
     match block.kind:

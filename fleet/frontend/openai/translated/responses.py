@@ -547,7 +547,8 @@ def _told(text: TextOptions) -> Json:
 def _usage(usage: Usage, blocks: Sequence[AnswerBlock]) -> Json:
     """Return the object ``usage``.
 
-    Tokens are not counted by block. So `reasoning_tokens` counts all tokens if the answer is only reasoning, and otherwise 0.
+    Tokens are not counted by block. So `reasoning_tokens` is the number of all tokens if the answer is only reasoning, and 0
+    otherwise.
     """
     only_reasoning = bool(blocks) and all(block.kind is BlockKind.REASONING for block in blocks)
     return {

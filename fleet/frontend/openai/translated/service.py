@@ -113,9 +113,9 @@ class TranslatedFrontend:
             send_rejection(exchange, renamed, *exchange.id_headers(request_id), form=api.errors, events=sent)
 
     def _without_needless_budget(self, asked: TranslatedRequest) -> TranslatedRequest:
-        """Return a request without its limit of the reasoning unless each worker of its model can obey it.
+        """Return a request without its limit of the reasoning, unless each worker of the model can obey the limit.
 
-        With the limit, a request would go only to the workers that can.
+        A request with a limit goes only to workers that can obey it. So the limit would exclude all other workers.
         """
         request = asked.chat.request
         if self._generation.limits_reasoning(request.model):

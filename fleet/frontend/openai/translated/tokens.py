@@ -27,7 +27,7 @@ class TokenizeBody(Struct, frozen=True, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
-    # `ACCEPTED_VALUES` lists the supported values.
+    # `ACCEPTED_VALUES` lists the supported values of the following fields.
     add_special_tokens: Any = None
     add_generation_prompt: Any = None
     continue_final_message: Any = None
@@ -47,7 +47,7 @@ ACCEPTED_VALUES: dict[str, tuple[object, ...]] = {
     "continue_final_message": (False,),
     "chat_template": (),
 }
-"""Supported values of fields. For a chat, `add_special_tokens` may only be false: its template adds the special tokens."""
+"""Supported values of fields. For a chat, `add_special_tokens` may only be false: the chat template adds the special tokens."""
 
 _TOKENIZE = msgspec.json.Decoder(TokenizeBody)
 _DETOKENIZE = msgspec.json.Decoder(DetokenizeBody)

@@ -88,7 +88,7 @@ class ProcessReport(Struct, frozen=True, kw_only=True):
 
     @property
     def failing(self) -> bool:
-        """True if the process has died, and has not been ready for long enough since then (`HEALTHY_AFTER`) to forget its deaths."""
+        """True if the process has died, and has not been ready for long enough since then (`fleet.local.supervision.HEALTHY_AFTER`) to forget its deaths."""
         return self.deaths > 0
 
 

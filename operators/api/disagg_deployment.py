@@ -84,7 +84,7 @@ class Scaling(Resource, frozen=True):
     """Scaling of a role: what sets its number of replicas, and the bounds of this number."""
 
     mode: ScalingMode = ScalingMode.STATIC
-    """What sets the number of replicas: this specification, an external scaler, or a ServingPlan."""
+    """The source of the number of replicas: this specification, an external scaler, or a ServingPlan."""
 
     least: Count = 0
     """Fewest replicas that a scaler may request."""
@@ -193,7 +193,7 @@ class RoleSpec(Resource, frozen=True):
     """Number of replicas. In the scaling modes External and Planner, it is only the first value of the role's RoleScaler."""
 
     scaling: Scaling = Scaling()
-    """What sets the role's number of replicas, and the bounds of this number."""
+    """The source of the role's number of replicas, and the bounds of this number."""
 
     parallelism: Parallelism = Parallelism()
     """Distribution of the engine over the GPUs of a replica."""

@@ -47,7 +47,7 @@ from fleet.net.settings import DEFAULT_GRPC_LIMITS, MIB, GrpcSettings
 from fleet.net.sockets import BACKLOG, configure_client_socket, split_listen_address
 from kvstore.net.listeners import stop_listening
 
-# Memory for messages of ordinary calls, besides `max_held_bytes`: 4,096 messages of `ORDINARY_BODY_BYTES`.
+# Memory for messages of ordinary calls, besides `max_held_bytes`: 4,096 messages of `fleet.net.settings.ORDINARY_BODY_BYTES`.
 HELD_BYTES = 256 << 20
 MAX_CALLS = 32_768  # maximum number of calls that run at a time
 MAX_QUEUED_BYTES = 8 << 10  # unsent bytes of one call above which its writer waits
@@ -205,7 +205,7 @@ class Http2Server:
     def over_memory_limit(self, *, long: bool) -> bool:
         """Return whether so many received bytes are in memory that no further message may arrive.
 
-        `long` is true for a message of more than `ORDINARY_BODY_BYTES`. Services reject complete long messages by
+        `long` is true for a message of more than `fleet.net.settings.ORDINARY_BODY_BYTES`. Services reject complete long messages by
         `max_held_bytes`; this higher limit holds while messages arrive.
         """
         return self.held_bytes > self.max_held_bytes + (HELD_BYTES // 2 if long else HELD_BYTES)

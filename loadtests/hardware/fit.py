@@ -45,7 +45,7 @@ from loadtests.hardware.campaign import Campaign, campaign
 from loadtests.hardware.operators import aiter_operators, wheel_operators
 from loadtests.hardware.regression import FittedCoefficients, Floats, Level, fit
 
-OUTPUT = Path(__file__).parents[2] / "fleet" / "hardware" / "coefficients.json"
+OUTPUT = Path(__file__).parents[2] / "fleet" / "hardware" / "latency" / "coefficients.json"
 
 START = {
     "memory": 0.75,

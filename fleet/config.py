@@ -105,7 +105,10 @@ def parse_changes(assignments: Iterable[str], option: str = "--set") -> dict[str
 
 
 def merge_changes(changes: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, Any]:
-    """Return both sets of changes in the order in which to apply them: all of `later` come after those of `changes`."""
+    """Merge two sets of changes. A path that is in both has the value of `later`.
+
+    All paths of `later` stand at the end, because changes are applied in order.
+    """
     return {path: value for path, value in changes.items() if path not in later} | dict(later)
 
 

@@ -271,7 +271,7 @@ class World:
         )
         client.ended(ended)
 
-    # Observation.
+    # The digest of all ends, and what other modules read.
 
     def _note(self, end: str) -> None:
         self._ends.append(end)

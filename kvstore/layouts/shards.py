@@ -56,7 +56,7 @@ class Box(Struct, frozen=True):
 
 
 class BlockShard(Struct, frozen=True):
-    """Describes an object in memory that has the layers and heads of `box`, as contiguous bytes in a layout."""
+    """Describes contiguous bytes that hold a block or a part of it: which layers and heads (`box`), and their order (`layout`)."""
 
     layout: str
     box: Box

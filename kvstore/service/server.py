@@ -64,7 +64,9 @@ TICK_SECONDS = 0.25  # seconds between two runs of the periodic work, such as th
 BATCHES_A_POOL = 16
 """A transfer moves at most the size of the pool divided by this number, so that transfers leave most of a small pool to
 clients."""
-SNAPSHOT_SECONDS = 2.0  # maximum wait of a scrape for the event loop
+SNAPSHOT_SECONDS = (
+    2.0  # maximum time that a scrape, in its own thread, waits until the event loop has made the snapshot
+)
 GRACE_SECONDS = 0.5  # time for calls in progress to end when the node stops
 MIN_PING_MS = 1000
 """Minimum time between two pings of a quiet connection; the connection of a client that pings more often is closed.

@@ -1,7 +1,7 @@
-"""Handoff states: runs the code of handoff leases through all orders of their steps, for a few handoffs and faults.
+"""Handoff states: tries every order of the steps of a few handoffs with a few faults, and checks the leases after each step.
 
-The lender (`BlockLender` over `HandoffLeases` and `KvBlocks`) and the borrowers (`BlockBorrower`) are production's. `BOUNDS`
-limits the numbers of handoffs and of faults. The prompts of the handoffs share a block. A fault is the death of the
+The lender (`BlockLender` over `HandoffLeases` and `KvBlocks`) and the borrowers (`BlockBorrower`) run the same code as in the
+simulated engine (`workers.engines.simulated.direct_transfer`). `BOUNDS` limits the numbers of handoffs and of faults. The prompts of the handoffs share a block. A fault is the death of the
 lender (which starts again), the death or cancellation of a borrower, the loss of a connection, or a damaged answer.
 Other requests of the lender overwrite every block that is not leased. Time is not measured: a lease or a deadline may
 end between any two steps.

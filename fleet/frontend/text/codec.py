@@ -357,7 +357,7 @@ class HuggingFaceCodec:
         return self._encode(template.render(messages, tools, template_args), False)
 
     def decoder(self, prompt: TokenBytes = b"", *, special: bool = False) -> TextDecoder:
-        context = _ids(prompt[-64:])  # the last 16 tokens, of 4 bytes each; a decoder needs at most 8
+        context = _ids(prompt[-64:])  # 64 bytes are 16 tokens; the decoder uses at most the last 8 (`CONTEXT`)
         return IncrementalDecoder(self._tokenizer, context, special=special)
 
     def decode(self, tokens: TokenBytes) -> str:

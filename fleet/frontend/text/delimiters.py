@@ -146,12 +146,13 @@ def _is_empty(tree: Any, *, at_newline: bool) -> bool:
 
 
 class _Prefixes:
-    """Texts by which all matches of a regular expression begin.
+    """The prefixes of a regular expression: each of its matches begins with one of them.
 
     Attributes:
-        texts: The texts, none of which is empty; None if any text may begin a match.
+        texts: The prefixes, none of which is empty; None if they cannot be told, so that a match may begin anywhere.
         ignore_case: True if upper and lower case match each other.
-        are_independent: True if the text before a place does not matter to whether the expression matches there.
+        are_independent: True if no match depends on the text before it, as `^` or a lookbehind does. False also if the pattern
+            cannot be parsed.
     """
 
     def __init__(self, pattern: str) -> None:

@@ -531,7 +531,10 @@ class HttpConnection(asyncio.Protocol):
     # Internal
 
     def _parse(self, data: bytes) -> None:
-        """Parse the bytes until a complete request waits to be served; the other bytes stay in `unparsed` (rule 1)."""
+        """Parse the bytes in pieces of at most `PARSE_BYTES`.
+
+        If a complete request waits to be served after a piece, the remaining bytes stay in `unparsed` (rule 1).
+        """
         if len(data) <= PARSE_BYTES:
             self._parser.feed_data(data)
             return

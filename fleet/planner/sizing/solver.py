@@ -82,7 +82,7 @@ class SolverTimeout(RuntimeError):
 
 
 class Rates(Protocol):
-    """Port of a function that computes the rate of a number of replicas of a pool."""
+    """Port: a function that tells how many requests per second some replicas of a pool serve together."""
 
     def __call__(self, pool: PlannedPool, replicas: int) -> float:
         """Return the requests per second that the replicas serve together."""

@@ -59,8 +59,8 @@ class LocalPools:
 
     Args:
         topology: The topology of the cluster.
-        planned: The processes that were started.
-        processes: The running processes.
+        planned: The plan with which the cluster was started; its pools are the ones that are scaled.
+        processes: Runs the child processes; workers are added to it and removed from it.
         folder: The runtime folder.
         say: Shows one line to a person.
         ask_worth: Asks the router what the caches of workers are worth. None: the worth of caches is not known.

@@ -91,7 +91,7 @@ class StopRequested(Struct, frozen=True):
 
 
 class SupervisionTicked(Struct, frozen=True):
-    """Event: the instant that `next_instant` has returned has come."""
+    """Event: the time that `next_instant` returned has been reached."""
 
 
 SupervisionEvent = (

@@ -46,7 +46,8 @@ class EtcdChannels:
         self._tls = _tls(credentials, section)
         self._credentials = credentials
         self._field = f"{section}.credentials"
-        self._causes: dict[str, str] = {}  # why TLS failed, by endpoint; empty if TLS is not the cause
+        # Result of the TLS diagnosis of each endpoint whose last call failed; an empty text: TLS was not the reason.
+        self._causes: dict[str, str] = {}
         self._turn = count(1)
         self._channel: grpc.aio.Channel | None = None
         self._at = self._endpoints[0]

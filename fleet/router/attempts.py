@@ -358,7 +358,8 @@ class PrefillRate:
         self._tokens = 0.0
         self._seconds = 0.0
         self._computed = 0
-        # instant at which the worker began to compute its current prompts; None: it has none
+        # Start of the time that `_seconds` does not contain yet: when the worker became busy, or when it last finished a
+        # prompt. None: it has no prompt tokens to compute.
         self._since: Nanos | None = None
 
     def busy(self, now: Nanos) -> None:

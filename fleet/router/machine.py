@@ -535,7 +535,7 @@ class RouterMachine:
         )
         out.append(Emit(request_id=live.id, progress=told, kv=live.kv, cached_tokens=live.cached_tokens))
 
-    # Methods for lost workers and failed attempts:
+    # Methods for workers that join or leave, and for attempts that fail:
 
     def _joined(self, event: WorkerJoined, now: Nanos, out: list[Command]) -> None:
         # a new incarnation replaces the one that the router knows

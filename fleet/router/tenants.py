@@ -294,7 +294,10 @@ class Tenants:
         )
 
     def told(self) -> dict[str, TenantUsageDelta]:
-        """Return the totals that were taken here so far. The caller sends them to the peers, and passes them to `confirm` later."""
+        """Return the requests and tokens that tenants have taken at this router, for each tenant whose totals not all peers know.
+
+        The caller sends these totals to the peers, and passes them to `confirm` when all peers have confirmed them.
+        """
         return {name: limited.told for name, limited in self._limited.items() if limited.told != limited.heard}
 
     def confirm(self, told: Mapping[str, TenantUsageDelta]) -> None:

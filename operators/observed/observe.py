@@ -322,7 +322,7 @@ def _group_child(
     partly_known: Container[str],
     now: datetime,
 ) -> ObservedChild:
-    """Return the observed child of a role and revision in which each replica is a StatefulSet of its own."""
+    """Return what exists of one role in one revision, if each of its replicas is a StatefulSet of its own (a worker group)."""
     staying = {each.metadata.name: each for each in sets if not each.metadata.deleted}
     sizes = {each.metadata.labels.get(GROUP_LABEL, ""): each.spec.replicas for each in sets}
     half_scheduled, left_behind, ready, warm = [], [], [], {}

@@ -25,7 +25,8 @@ from fleet.core.clock import Nanos
 
 Keys = Sequence[int]
 
-JOIN_ABOVE = 16  # if more nodes than this on a path could be one node, they are joined
+# When a chain is added, and more nodes than this on its path have only one child, each of them is merged with its child.
+JOIN_ABOVE = 16
 
 
 class ChainHolder:

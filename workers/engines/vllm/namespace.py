@@ -35,8 +35,8 @@ def namespace_of(config: "VllmConfig", *, model: str, revision: str) -> KvNamesp
     cache_dtype = config.cache_config.cache_dtype
     dtype = str(model_config.dtype).removeprefix("torch.") if cache_dtype == "auto" else cache_dtype
     known = getattr(torch, dtype, None)
-    # torch has other names for some types: fp8, and types that `launch.check_model` refuses with a store. One byte is
-    # assumed for each element of these types.
+    # torch has no type of this name for "fp8", whose elements have one byte, and for types that `launch.check_model`
+    # refuses if the worker has a store. One byte is assumed for all of them.
     element_bytes = known.itemsize if known is not None else 1
     block_tokens = config.cache_config.block_size
     layers = model_config.get_num_layers(config.parallel_config)

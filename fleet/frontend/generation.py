@@ -21,7 +21,7 @@ router's server, turn tokens into text, look for stop strings, count the tokens 
 """
 
 import asyncio
-import random
+import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import (
     AbstractAsyncContextManager,
@@ -1117,4 +1117,4 @@ def _new_stream() -> int:
     attempts to it (`LiveRequest.answer_key`).
     """
     # The number need not be hard to guess, because resume tokens are signed.
-    return 1 + random.getrandbits(63)
+    return 1 + secrets.randbits(63)

@@ -183,9 +183,7 @@ class ResumeTokens:
 
 def _packed(name: str) -> str | bytes:
     """Return a name in as few bytes as possible: half of them if it is hexadecimal, as random ids and fingerprints are."""
-    if len(name) == 32 and (value := _HEXADECIMAL.fullmatch(name)):
-        return bytes.fromhex(value[0])
-    return name
+    return bytes.fromhex(name) if len(name) == 32 and _HEXADECIMAL.fullmatch(name) else name
 
 
 def _unpacked(name: str | bytes) -> str:

@@ -300,6 +300,8 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     parsing: AnswerParsing | None = None  # None: the answer is one text and is not parsed
     resumable: bool = False  # True: the client gets resume tokens
     is_kept: bool = False  # True: workers keep the tokens of the answer, because the client does not
+    # True: the client gets its first resume token with the first part of the answer, so `Admitted` has none. This saves a signature.
+    late_token: bool = False
     resume: Resume | None = None  # the answer to continue; None for a new answer
     trace: TraceContext | None = None  # trace of the request; None if the router does not trace
     # The kind of vector that the client wants instead of tokens, or None if the client wants tokens.

@@ -659,7 +659,9 @@ class Generation:
                     prompt_tokens=prompt_tokens,
                     tokens=tokens,
                     allowance=allowance,
-                    resume_token="" if claims is None else self._first_token(request, claims, resumed),
+                    resume_token=""
+                    if claims is None or request.late_token
+                    else self._first_token(request, claims, resumed),
                     resumes=RequestId("") if resumed is None else resumed.claims.request_id,
                     began=0 if claims is None else claims.issued,
                 )
@@ -716,6 +718,8 @@ class Generation:
                 )
         if last is not None:
             collected.append(last)
+        if due is not None and request.late_token:  # the answer has no tokens
+            yield Delta(text="", token_ids=(), resume_token=self._issued(due))
         text = ""
         if isinstance(answer, AnswerText):
             if collected:

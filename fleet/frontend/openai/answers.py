@@ -25,6 +25,7 @@ from fleet.frontend.openai.requests import OpenAiRequest
 from fleet.net.http.exchange import sse_event
 
 DONE = b"data: [DONE]\n\n"
+EVENT_START = b"data: "
 UNKNOWN_MODEL_LENGTH = 2**31 - 1  # token limit that is shown if the model's context length is unknown
 MIN_LOGPROB = -9999.0  # OpenAI's value for an impossible token, because JSON has no minus infinity
 
@@ -103,22 +104,21 @@ class ChatFormatter:
         """Add fields to the next events: those of `inside` to the choice, those of `outside` beside the list of choices."""
         self._chunk_tail = _annotated(self._parsed, inside, outside)
 
-    def chunk(self, delta: Delta) -> bytes:
-        """Return the event of new tokens; empty if there is nothing to send."""
+    def chunk(self, delta: Delta, start: bytes = EVENT_START) -> bytes:
+        """Return the event of new tokens; empty if there is nothing to send. `start` is what stands before the event's data."""
         if delta.reasoning or delta.calls:
-            return self._parsed_event(delta)
+            return self._parsed_event(delta, start)
         if not delta.text and not delta.logprobs and not self._place.detailed:
             return b""
-        return self._content(
-            delta.text, encode(self._logprobs(delta.token_ids, delta.logprobs)) if delta.logprobs else b"null"
-        )
+        logprobs = encode(self._logprobs(delta.token_ids, delta.logprobs)) if delta.logprobs else b"null"
+        return self._content(delta.text, logprobs, start)
 
     def last_chunks(self, finished: Finished, token_ids: Sequence[int]) -> bytes:
         """Return the events that end the stream."""
         # If the answer had no text, the role was not sent yet, and this event contains it.
         rest = self._content(finished.text, b"null") if finished.text or self._first else b""
         final = b"".join(
-            (b"data: ", self._chunk_head, b'},"logprobs":null,"finish_reason":', encode(finished.finish),
+            (EVENT_START, self._chunk_head, b'},"logprobs":null,"finish_reason":', encode(finished.finish),
              self._chunk_tail, b',"fleet":', encode(fleet_object(self._parsed, finished.kv, token_ids)), b"}\n\n")
         )  # fmt: skip
         if not self._place.alone:
@@ -130,14 +130,14 @@ class ChatFormatter:
             + DONE
         )
 
-    def _content(self, text: str, logprobs: bytes) -> bytes:
+    def _content(self, text: str, logprobs: bytes, start: bytes = EVENT_START) -> bytes:
         first, self._first = self._first, b""
         return b"".join(
-            (b"data: ", self._chunk_head, first, b'"content":', encode(text), b'},"logprobs":', logprobs,
+            (start, self._chunk_head, first, b'"content":', encode(text), b'},"logprobs":', logprobs,
              b',"finish_reason":null', self._chunk_tail, b"}\n\n")
         )  # fmt: skip
 
-    def _parsed_event(self, delta: Delta) -> bytes:
+    def _parsed_event(self, delta: Delta, start: bytes) -> bytes:
         """Return the event of a delta with reasoning or tool calls."""
         fields: Json = {}
         if self._first:
@@ -151,7 +151,7 @@ class ChatFormatter:
             fields["tool_calls"] = [_call_delta(call) for call in delta.calls]
         logprobs = self._logprobs(delta.token_ids, delta.logprobs) if delta.logprobs else None
         return b"".join(
-            (b"data: ", self._chunk_head[:-1], encode(fields), b',"logprobs":', encode(logprobs), b',"finish_reason":null',
+            (start, self._chunk_head[:-1], encode(fields), b',"logprobs":', encode(logprobs), b',"finish_reason":null',
              self._chunk_tail, b"}\n\n")
         )  # fmt: skip
 
@@ -257,20 +257,20 @@ class CompletionFormatter:
         """Add fields to the next events: those of `inside` to the choice, those of `outside` beside the list of choices."""
         self._chunk_tail = _annotated(self._parsed, inside, outside)
 
-    def chunk(self, delta: Delta) -> bytes:
-        """Return the event of new tokens; empty if there is nothing to send."""
+    def chunk(self, delta: Delta, start: bytes = EVENT_START) -> bytes:
+        """Return the event of new tokens; empty if there is nothing to send. `start` is what stands before the event's data."""
         if not delta.text and not delta.logprobs and not self._place.detailed:
             return b""
         logprobs = encode(self._logprobs(delta.token_ids, delta.logprobs)) if delta.logprobs else b"null"
         return b"".join(
-            (b"data: ", self._chunk_head, encode(delta.text), b',"logprobs":', logprobs, b',"finish_reason":null',
+            (start, self._chunk_head, encode(delta.text), b',"logprobs":', logprobs, b',"finish_reason":null',
              self._chunk_tail, b"}\n\n")
         )  # fmt: skip
 
     def last_chunks(self, finished: Finished, token_ids: Sequence[int]) -> bytes:
         """Return the events that end the stream."""
         final = b"".join(
-            (b"data: ", self._chunk_head, encode(finished.text), b',"logprobs":null,"finish_reason":', encode(finished.finish),
+            (EVENT_START, self._chunk_head, encode(finished.text), b',"logprobs":null,"finish_reason":', encode(finished.finish),
              self._chunk_tail, b',"fleet":', encode(fleet_object(self._parsed, finished.kv, token_ids)), b"}\n\n")
         )  # fmt: skip
         if not self._place.alone:
@@ -279,9 +279,9 @@ class CompletionFormatter:
 
     def echo(self, text: str, token_ids: Sequence[int], logprobs: Sequence[Logprobs | None]) -> bytes:
         """Return the event that repeats the prompt before the answer, with log probabilities if there are any."""
-        told = encode(self._logprobs(token_ids, logprobs)) if logprobs else b"null"
+        encoded = encode(self._logprobs(token_ids, logprobs)) if logprobs else b"null"
         return b"".join(
-            (b"data: ", self._chunk_head, encode(text), b',"logprobs":', told, b',"finish_reason":null',
+            (EVENT_START, self._chunk_head, encode(text), b',"logprobs":', encoded, b',"finish_reason":null',
              self._chunk_tail, b"}\n\n")
         )  # fmt: skip
 

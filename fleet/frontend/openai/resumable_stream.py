@@ -14,12 +14,12 @@ Rules:
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
 from fleet.core.errors import invalid
-from fleet.core.requests import Delta, Resume
+from fleet.core.requests import Resume
 
 LAST_EVENT_ID = b"last-event-id"
 MAX_EVENT_ID_CHARACTERS = 8192
@@ -84,15 +84,10 @@ class EventIds:
         """Use this resume token in the ids of the next events."""
         self._beginning = b"id: %b." % resume_token.encode()
 
-    def follow(self, delta: Delta, event: bytes) -> bytes:
-        """Count the tokens of the next part of the answer, and return its event with an id; empty if it has no event.
-
-        If the part has a new resume token, the ids contain it from now on.
-        """
-        if delta.resume_token:
-            self.begin(delta.resume_token)
-        self._position += len(delta.token_ids)
-        return b"%b%d\n%b" % (self._beginning, self._position, event) if event else event
+    def advance(self, token_ids: Sequence[int]) -> bytes:
+        """Count the tokens of the next part of the answer, and return the beginning of its event: its id, and ``data: ``."""
+        self._position += len(token_ids)
+        return b"%b%d\ndata: " % (self._beginning, self._position)
 
     def numbered(self, event: bytes) -> bytes:
         """Return the event with its id before it."""

@@ -447,7 +447,8 @@ class HttpFrontend(HttpServer):
             async for item in events:
                 match item:
                     case Admitted():
-                        ids.begin(item.resume_token)
+                        if item.resume_token:
+                            ids.begin(item.resume_token)
                         if item.resumes:
                             parsed = structs.replace(parsed, request=structs.replace(parsed.request, id=item.resumes))
                         date = formatdate(unix_seconds(), usegmt=True)
@@ -459,6 +460,8 @@ class HttpFrontend(HttpServer):
                         headers += rate_limit_headers(item.allowance)
                     case Delta():
                         assert formatter is not None
+                        if item.resume_token:
+                            ids.begin(item.resume_token)
                         if not item.token_ids:
                             rest += formatter.chunk(item)
                             continue
@@ -466,7 +469,7 @@ class HttpFrontend(HttpServer):
                             exchange.send(ids.numbered(rest), content_type=EVENT_STREAM, headers=headers)
                             rest = b""
                         has_tokens = True
-                        if event := ids.follow(item, formatter.chunk(item)):
+                        if event := formatter.chunk(item, ids.advance(item.token_ids)):
                             exchange.send(event, content_type=EVENT_STREAM, headers=headers)
                             await exchange.drained()
                     case Finished():

@@ -94,12 +94,14 @@ async def test_parsed_stream_cut_after_any_event_goes_on_exactly(model_dir, tmp_
                 assert choices(end) == choices(whole[again:]), (cut, again)
 
 
-@pytest.mark.parametrize(("text", "fields"), [("", {}), ("STOP", {"stop": ["STOP"]})])
-async def test_stream_without_text_cut_after_any_event_goes_on(frontends, text, fields):
+@pytest.mark.parametrize(
+    ("text", "end", "fields"), [("", (EOS,), {}), ("", (), {}), ("STOP", (EOS,), {"stop": ["STOP"]})]
+)
+async def test_stream_without_text_cut_after_any_event_goes_on(frontends, text, end, fields):
     """Without text, the role comes at the end of the answer."""
     path, body = CHAT
     body = body_of(body, stream_options={"include_usage": True}, **fields)
-    frontends.will_answer(text, then=(EOS,))
+    frontends.will_answer(text, then=end)
     _, whole, _ = await stream(frontends.url, path, body)
     assert len(whole) == 4, whole
 

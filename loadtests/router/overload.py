@@ -13,7 +13,8 @@ Rules:
    soon as its answer has ended.
 4. A refusal is HTTP 429 or 503. Its time counts from sending the request until its status has arrived, so it includes delays of a busy
    client.
-5. The router's memory is sampled during the overload; `loadtests.router.soak.trend` says whether it grows.
+5. The router's memory is sampled during the overload; `loadtests.router.soak.trend` says whether it grows. The router knows each block of
+   the KV store, so its memory grows until the store is full. The store is so small that this happens before the overload.
 
 The exit status is 0 if the goodput is at least `LEAST_SHARE` of its peak, 99 % of the refusals came within `REFUSAL_SECONDS` and all of
 them with a `retry-after`, memory did not grow, and no request failed in another way.
@@ -52,6 +53,9 @@ engine = "simulated"
 
 [router]
 max_queue_seconds = {goal}
+
+[store]
+capacity_mib = 16
 
 [[pools]]
 role = "both"

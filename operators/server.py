@@ -292,7 +292,7 @@ class Operator:
 
     def _ended(self, key: ReconcileKey, outcome: ReconcileOutcome, began: Nanos, pause: Nanos | None) -> None:
         now = self._clock.now()
-        self._metrics.looked(outcome, (now - began) / SECOND)
+        self._metrics.reconciled(outcome, (now - began) / SECOND)
         if outcome in {ReconcileOutcome.SETTLED, ReconcileOutcome.ACTED}:
             self._afresh.discard(key)
             self._queue.done(key)

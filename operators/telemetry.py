@@ -50,14 +50,14 @@ class OperatorMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         disable_created_metrics()
         self.registry = registry
-        self._looks = RECONCILES.instrument(registry)
+        self._reconciles = RECONCILES.instrument(registry)
         self._writes = WRITES.instrument(registry)
         self._seconds = SECONDS.instrument(registry)
         for outcome in ReconcileOutcome:
-            self._looks.labels(outcome)
+            self._reconciles.labels(outcome)
 
-    def looked(self, outcome: ReconcileOutcome, seconds: float) -> None:
-        self._looks.labels(outcome).inc()
+    def reconciled(self, outcome: ReconcileOutcome, seconds: float) -> None:
+        self._reconciles.labels(outcome).inc()
         self._seconds.observe(seconds)
 
     def wrote(self, write: str) -> None:

@@ -480,7 +480,7 @@ static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_checksum", NULL
 PyMODINIT_FUNC PyInit__checksum(void)
 {
     if (!__builtin_cpu_supports("pclmul") || !__builtin_cpu_supports("sse4.2")) {
-        PyErr_SetString(PyExc_ImportError, "this processor does not multiply without carries");
+        PyErr_SetString(PyExc_ImportError, "this processor lacks PCLMULQDQ or SSE 4.2");
         return NULL;
     }
     can_wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("vpclmulqdq");

@@ -182,7 +182,7 @@ def _applied(
     if refusals:
         return "Applied", FALSE, refusals[0].reason, refusals[0].message
     if there is None or there.metadata.deleted:
-        return "Applied", FALSE, "Pending", "the deployment is on its way out, and is made again then"
+        return "Applied", FALSE, "Pending", "the deployment is being deleted, and is created again after that"
     return "Applied", TRUE, "Applied", ""
 
 

@@ -49,7 +49,7 @@ UNANSWERED = frozenset({"ServedProbePending", "ServedProbeFailed", "Saturated", 
 """Reasons of the condition Available. A condition with such a reason stays as it is while no probes are sent, because only
 the answer to a probe can show that requests are served."""
 
-BUSY = "the routers live and let in no more; the probe has no right of way, and is sent again"
+BUSY = "the routers are alive but accept no more requests; the probe has no priority over them, and is sent again"
 NOT_TOLD = "neither a router nor a Lease says which workers are registered"
 TRUE, FALSE, UNKNOWN = "True", "False", "Unknown"
 ConditionUpdate = tuple[str, str, str, str]

@@ -247,7 +247,10 @@ def _registries(
 
 @asynccontextmanager
 async def _session_pin_keeper(settings: WorkerSettings, facts: EngineFacts) -> AsyncIterator[StorePinKeeper | None]:
-    """Build the part that keeps the blocks of paused sessions in the store. Return None without a store, or if it is disabled."""
+    """Open the part that pins the blocks of paused sessions in the store.
+
+    Yield None if there is no store, if the block layout of the engine is unknown, or if `hold_seconds` is 0.
+    """
     if not settings.store or facts.kv is None or not settings.hold_seconds:
         yield None
         return
@@ -261,7 +264,10 @@ async def _session_pin_keeper(settings: WorkerSettings, facts: EngineFacts) -> A
 async def _evacuator(
     settings: WorkerSettings, engine: Engine, *, leaving: bool
 ) -> AsyncIterator[StoreEvacuator | None]:
-    """Build the part that evacuates warm blocks when the worker drains. Return None without a store, or if it is disabled."""
+    """Open the part that evacuates warm blocks when the worker drains.
+
+    Yield None if there is no store, if the block layout of the engine is unknown, or if `evacuate_bytes` is 0.
+    """
     facts = engine.facts
     if not settings.store or facts.kv is None or not settings.evacuate_bytes:
         yield None

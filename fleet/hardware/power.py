@@ -67,7 +67,10 @@ PUBLISHED = (
 
 
 def power_share(tokens: float) -> float:
-    """Return the share (rule 1) for a step with this number of prompt and answer tokens together."""
+    """Return how much power a step adds to `idle_watts`, as a share of the difference between the power limit and `idle_watts` (rule 1).
+
+    `tokens` counts the prompt and answer tokens of the step.
+    """
     return min(MOST, ALONE + DOUBLED * log2(max(1.0, tokens)))
 
 

@@ -195,7 +195,9 @@ class _ChildRecord:
     def __init__(self, child: ChildProcess):
         self.child = child
         self.condition = ChildState.HELD
-        self.until: Nanos | None = None  # instant at which the time limit or the pause ends; None: there is none
+        # Instant at which the time limit of the current state ends: of the start, the drain or the stop, or of the pause before a restart.
+        # For a ready child that has died before, it is the instant at which its deaths are reset. None: the state has no time limit.
+        self.until: Nanos | None = None
         self.deaths = 0  # deaths in a row
         self.last_status: int | None = None
         self.been_ready = False

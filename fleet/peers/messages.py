@@ -200,7 +200,8 @@ def decode_instant(told: int) -> int:
     """Decode a time that another router sent, in nanoseconds of Unix time.
 
     Raises:
-        ConnectionError: The time is after `LATEST`. If it was accepted, the routers would date all later changes after it.
+        ConnectionError: The time is after `LATEST`. A router that accepted it would advance its clock for session bindings to this time,
+            and give all later bindings still later stamps.
     """
     if told > LATEST:
         raise ConnectionError(f"another router's clock says {told} ns")

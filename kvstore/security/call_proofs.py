@@ -8,7 +8,7 @@ Rules:
    cannot check the node's proof on it, and should make another call first. Proofs do not cover the content of answers;
    only TLS protects answers.
 3. Calls that stream requests cannot be proven, because the proof is sent before the bytes of the requests are known.
-   The server refuses such calls.
+   The server refuses such calls, except over Unix sockets.
 """
 
 import itertools
@@ -104,7 +104,10 @@ class ProofServerInterceptor(grpc.aio.ServerInterceptor):
         return stream
 
     def _without_proofs(self, handler: Any) -> Any:
-        """Return a handler that serves a call with streamed requests only over Unix sockets."""
+        """Return a handler for calls that stream requests, which cannot be proven (rule 3).
+
+        It serves them over Unix sockets, and refuses them on all other connections.
+        """
 
         async def answer(requests: Any, context: AioContext) -> Any:
             await self._refuse_unless_local(context)

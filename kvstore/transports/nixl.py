@@ -275,7 +275,13 @@ class _NixlConnection:
         return self._agent.start(direction, work.local[parts], remote, self._peer)
 
     def holds(self, slots: AnySlots, until: Nanos) -> list[bool]:
-        """Return for each slot whether its place still belongs to the slot's block."""
+        """Read from the node which slots are still valid.
+
+        A slot is valid if its place in the pool has the slot's generation, so that the place was not given to another block.
+
+        Raises:
+            NixlAgentFailed: The read has not ended at `until`.
+        """
         pages = np.array([slot.offset // PAGE_BYTES for slot in slots], dtype=np.uint64)
         remote = np.full((len(slots), 3), (0, STAMP_BYTES, 0), dtype=np.uint64)
         remote[:, 0] = np.uint64(self._offer.stamps) + pages * np.uint64(STAMP_BYTES)

@@ -736,5 +736,8 @@ def bearer_of_key(headers: Mapping[bytes, bytes]) -> bytes:
 
 
 def authorization_of(headers: Mapping[bytes, bytes]) -> str:
-    """Return ``Bearer KEY`` from the header ``authorization`` or else ``x-api-key``; empty without both."""
+    """Return ``Bearer KEY`` from the header ``authorization``, or else from ``x-api-key``.
+
+    Return an empty string if neither header is there.
+    """
     return (headers.get(b"authorization") or bearer_of_key(headers)).decode("latin-1")

@@ -88,7 +88,7 @@ class Batch:
             self.adapters.release(sequence.start.adapter)
         return sequence
 
-    # Loads after admission.
+    # The methods for sequences that wait for blocks or for a LoRA adapter after their admission.
 
     def offer(self, job: Job[BlockHash], here: int) -> int:  # noqa: ARG002 - whether a sequence waits does not depend on the engine's own blocks
         """Return how many prompt tokens may be loaded for an admitted sequence; 0 if the sequence need not wait.

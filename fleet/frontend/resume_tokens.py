@@ -50,7 +50,7 @@ _PURPOSE = b"fleet resume token 2"
 
 
 class ResumeClaims(Struct, frozen=True):
-    """Content of a resume token: the facts that the router signs."""
+    """What a valid resume token states. The tenant is signed, but not contained in the token."""
 
     request_id: RequestId  # id of the original request, which began the answer
     tenant: str
@@ -74,6 +74,7 @@ class ResumeClaims(Struct, frozen=True):
 class _SignedContent(Struct, frozen=True, array_like=True):
     """The claims as a token contains them, in few bytes, because each server-sent event repeats the token. The tenant is only signed."""
 
+    # The types are checked after decoding, because msgspec does not decode to `str | bytes`.
     request_id: Any  # a text, or bytes whose hexadecimal form is the id
     issued: int
     resumes: int
@@ -148,7 +149,10 @@ class ResumeTokens:
             found = msgspec.msgpack.decode(content, type=_SignedContent)
         except msgspec.DecodeError:
             raise _unknown() from None
-        if not 0 <= found.stream < 1 << 64:
+        # Without a secret anybody can sign a token, so a signed one may have any content.
+        if not 0 <= found.stream < 1 << 64 or not all(
+            isinstance(name, str | bytes) for name in (found.request_id, found.fingerprint)
+        ):
             raise _unknown()
         if self.now() - found.issued > self._lifetime_seconds:
             raise invalid(
@@ -177,12 +181,13 @@ class ResumeTokens:
 
     def _mac(self, content: bytes, tenant: str) -> bytes:
         mac = self._keyed.copy()
-        mac.update(content + tenant.encode())  # the content states its own length
+        # The bytes can be cut into content and tenant in one way only, because `read` refuses a content that is cut or followed by bytes.
+        mac.update(content + tenant.encode())
         return mac.digest()
 
 
 def _packed(name: str) -> str | bytes:
-    """Return a name in as few bytes as possible: half of them if it is hexadecimal, as random ids and fingerprints are."""
+    """Return a name in as few bytes as possible: half of them if it has 32 lower-case hexadecimal digits, as random ids and fingerprints have."""
     return bytes.fromhex(name) if len(name) == 32 and _HEXADECIMAL.fullmatch(name) else name
 
 

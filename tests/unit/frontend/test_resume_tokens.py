@@ -1,3 +1,5 @@
+from base64 import urlsafe_b64decode, urlsafe_b64encode
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -75,7 +77,7 @@ def test_expired_token_is_refused_with_its_lifetime():
 
 
 def test_second_use_of_a_stream_and_many_resumes_are_charged():
-    """`Admitted` and the first `Delta` of a stream have different tokens, because only the latter names the weights."""
+    """A token may be used before and after the worker is known, which only the later token of a stream names."""
     tokens = a_router()
     first, other = structs.replace(CLAIMS, fingerprint=""), structs.replace(CLAIMS, stream=8)
     assert tokens.is_free(first)
@@ -93,6 +95,16 @@ def test_remembered_uses_are_bounded(monkeypatch):
     for claims in streams:
         tokens.use(claims)
     assert [claims.stream for claims in streams if tokens.is_free(claims)] == [0]
+
+
+@pytest.mark.parametrize("moved", [b"a", b"ac", b"acme"])
+def test_start_of_a_tenant_cannot_pass_as_content(moved):
+    """The signature covers content and tenant one after the other, without a mark between them."""
+    token = a_router().issue(structs.replace(CLAIMS, tenant="acme"))
+    signed = urlsafe_b64decode(token + "=" * (-len(token) % 4))
+    longer = urlsafe_b64encode(signed[:-16] + moved + signed[-16:]).decode().rstrip("=")
+    with pytest.raises(RequestRejected):
+        a_router().read(longer, "acme"[len(moved) :])
 
 
 def test_digest_tells_models_and_prompts_apart():

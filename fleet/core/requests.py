@@ -300,7 +300,8 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     parsing: AnswerParsing | None = None  # None: the answer is one text and is not parsed
     resumable: bool = False  # True: the client gets resume tokens
     is_kept: bool = False  # True: workers keep the tokens of the answer, because the client does not
-    # True: the client gets its first resume token with the first part of the answer, so `Admitted` has none. This saves a signature.
+    # True: the client gets its first resume token with the first tokens, or at the end of an answer without tokens. `Admitted` then has
+    # none, which saves a signature.
     late_token: bool = False
     resume: Resume | None = None  # the answer to continue; None for a new answer
     trace: TraceContext | None = None  # trace of the request; None if the router does not trace
@@ -395,7 +396,7 @@ class Admitted(Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     tokens: TokenBytes = b""  # token ids of the prompt; empty in a client, to which they are not sent
     allowance: RateLimitStatus | None = None
-    resume_token: str = ""  # empty unless `GenerateRequest.resumable` is true
+    resume_token: str = ""  # empty unless `GenerateRequest.resumable` is true, and if `late_token` is true
     resumes: RequestId = RequestId("")  # id of the request whose answer is continued; empty for a new answer
     began: int = 0  # Unix time in seconds at which the first router began the answer; 0: the answer cannot be resumed
 

@@ -718,7 +718,7 @@ class Generation:
                 )
         if last is not None:
             collected.append(last)
-        if due is not None and request.late_token:  # the answer has no tokens
+        if due is not None and request.late_token and not answer.num_tokens:  # no part of the answer had a token
             yield Delta(text="", token_ids=(), resume_token=self._issued(due))
         text = ""
         if isinstance(answer, AnswerText):

@@ -371,7 +371,7 @@ def _build_request(
         parsing=parsing,
         resumable=resumable,
         is_kept=resumable,
-        late_token=resumable and seen is None,
+        late_token=resumable and seen is None,  # translated APIs set it to False
         resume=None if seen is None else seen.resume,
         images=contents,
         remote_images=remote_images(images) if b"" in contents else (),

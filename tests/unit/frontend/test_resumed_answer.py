@@ -37,10 +37,11 @@ from fleet.frontend.text.codec import load_codec
 from fleet.frontend.text.parsed_answer import EngineParsedAnswer, TemplateParsedAnswer
 from fleet.frontend.text.response_templates import ResponseTemplates
 from fleet.frontend.text.tokenizer_threads import TokenizerThreads
+from fleet.router.server import AnswerKeyChanged
 from fleet.router.tenants import Tenants, TenantSettings
 from tests.support.builders import MODEL, a_request, token_ids
 from tests.support.frontend.text_model import EOS, write_model, write_seeing_model
-from tests.support.router.fake_router import FakeRouter, a_model_card
+from tests.support.router.fake_router import FakeRouter, FakeStream, a_model_card
 from tests.support.waiting import turns
 
 GREEDY = Sampling(max_tokens=100, temperature=0)
@@ -333,6 +334,48 @@ def test_token_with_an_impossible_stream_is_refused(stream):
     forged = tokens.issue(ResumeClaims(RequestId("r"), "", 0, 0, b"", stream))
     with pytest.raises(RequestRejected):
         tokens.read(forged, "")
+
+
+@pytest.mark.parametrize("name", [0, 1.5, None, {}, []])
+@pytest.mark.parametrize("field", ["request_id", "fingerprint"])
+def test_token_with_a_name_of_another_type_is_refused(monkeypatch, field, name):
+    """Without a secret, anybody can sign any content."""
+    tokens = ResumeTokens(b"", 60, lambda: 0)
+    monkeypatch.setattr("fleet.frontend.resume_tokens._packed", lambda packed: packed)
+    claims = ResumeClaims(RequestId("r"), "", 0, 0, b"", 1, "f")
+    with pytest.raises(RequestRejected):
+        tokens.read(tokens.issue(structs.replace(claims, **{field: name})), "")
+
+
+async def test_late_token_comes_with_the_first_tokens_alone(open_generation):
+    router = FakeRouter(range(100, 120))
+    request = a_request(sampling=Sampling(max_tokens=20), resumable=True, is_kept=True, late_token=True)
+    admitted, first, *rest = await events_of(open_generation(router), request)
+
+    assert admitted.resume_token == ""
+    assert first.token_ids
+    assert first.resume_token
+    assert [each.resume_token for each in rest if isinstance(each, Delta)] == [""] * 19
+
+
+async def test_answer_that_ends_after_a_lost_worker_keeps_its_token(open_generation):
+    """The attempt on another worker gives no tokens, so the token that names the weights stays valid."""
+
+    class EndingStream(FakeStream):
+        async def __anext__(self):
+            event = await super().__anext__()
+            if isinstance(event, AnswerKeyChanged):
+                self._answer = self._answer[: self._sent]
+            return event
+
+    router = FakeRouter(range(100, 120))
+    router.submit = lambda arrived: EndingStream(router, arrived)
+    router.retry_after = 3
+    request = a_request(sampling=Sampling(max_tokens=20), resumable=True, is_kept=True, late_token=True)
+    events = await events_of(open_generation(router), request)
+
+    assert received(events)[1] == (100, 101, 102)
+    assert [each.token_ids for each in events if isinstance(each, Delta) and each.resume_token] == [(100,)]
 
 
 @pytest.mark.parametrize("retry_after", range(1, 20))

@@ -97,7 +97,7 @@ def read_translated_chat(
     read = read_chat(msgspec.json.encode(given), request_id, now, headers)
     if read.request.remote_images:
         read = structs.replace(read, request=structs.replace(read.request, remote_images=remote_images(images)))
-    if read.request.late_token:  # the first events, which come before the text, have ids, too
+    if read.request.late_token:  # translated answers begin with events before the text, whose ids need a token
         read = structs.replace(read, request=structs.replace(read.request, late_token=False))
     return read
 

@@ -29,6 +29,7 @@ from fleet.hardware.aiconfigurator import Sample, read_sample
 from fleet.hardware.latency.coefficients import (
     CLIENTS,
     EFFICIENCIES,
+    FILE,
     LEVELS,
     NAMES,
     AccuracyRow,
@@ -45,7 +46,7 @@ from loadtests.hardware.campaign import Campaign, campaign
 from loadtests.hardware.operators import aiter_operators, wheel_operators
 from loadtests.hardware.regression import FittedCoefficients, Floats, Level, fit
 
-OUTPUT = Path(__file__).parents[2] / "fleet" / "hardware" / "latency" / "coefficients.json"
+OUTPUT = Path(__file__).parents[2] / "fleet" / "hardware" / "latency" / FILE
 
 START = {
     "memory": 0.75,

@@ -58,6 +58,7 @@ SPEEDUP = 2.0  # factor of the speed of the simulated engines, so that a round i
 START_SECONDS = 90.0
 BETWEEN_SECONDS = 0.05
 MODEL = "tiny"
+LAST_EVENT = b"data: [DONE]\n\n"
 
 Stream = Callable[[Sequence[int], int], Awaitable[float]]
 """Function that sends a prompt, reads an answer with the given number of tokens, and returns the seconds to the first token."""
@@ -224,8 +225,8 @@ async def _sse_stream(router: RouterUnderTest, resumable: bool) -> Any:
                 # Whole chunks are read, not lines, because the client would need more time for the lines with ids. The workers share its
                 # cores, so this would change how they batch the requests, and with it the router's costs.
                 async for chunk in answer.content.iter_any():
-                    first, last = first or time.perf_counter(), chunk
-            if not last.endswith(b"data: [DONE]\n\n"):
+                    first, last = first or time.perf_counter(), (last + chunk)[-len(LAST_EVENT) :]
+            if last != LAST_EVENT:
                 raise SystemUnavailable(f"a stream ended with {last[:300]!r}")
             return first - sent
 
@@ -331,7 +332,7 @@ def main() -> int:
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument("--requests", type=int, default=48, help="of a round and variant, for the CPU time")
+    parser.add_argument("--requests", type=int, default=2 * STREAMS, help="of a round and variant, for the CPU time")
     parser.add_argument("--tokens", type=int, default=64, help="of each of their answers")
     parser.add_argument("--prompts", type=int, default=2, help="of a round and variant, for the first token")
     parser.add_argument("--seed", type=int, default=1)

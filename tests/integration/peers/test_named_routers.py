@@ -102,7 +102,7 @@ async def test_lost_name_keeps_connections(name, tmp_path, caplog):
         await until(lambda: linked(a) and linked(b))
         link = a.links[f"127.0.0.2:{name.port}"]
         name.failing = True
-        await until(lambda: caplog.messages.count("name of peer routers not resolved") == 2)  # one of each router
+        await until(lambda: caplog.messages.count("name of peer routers not resolved") >= 2)
         failed = name.resolved
         await until(lambda: name.resolved >= failed + 6)
         name.failing, name.hosts = False, []  # the pods are being ended, and still finish requests

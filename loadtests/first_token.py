@@ -102,12 +102,12 @@ def _cancelled(rounds: int, limits: list[int | None], starts: int, as_json: bool
                 _measure(Path(name), limit, rounds, measured[limit])
     ratios = {limit: _ratios(found) for limit, found in measured.items()}
     if as_json:
-        told = {"vllm": version(), "rounds": rounds, "starts": starts, "load": round(os.getloadavg()[0], 1)}
+        run_facts = {"vllm": version(), "rounds": rounds, "starts": starts, "load": round(os.getloadavg()[0], 1)}
         of_limits = [
             {"step_tokens": limit, "quartiles": quartiles(found), "ratios": ratios[limit]}
             for limit, found in measured.items()
         ]
-        print(json.dumps({**told, "limits": of_limits}))
+        print(json.dumps({**run_facts, "limits": of_limits}))
     else:
         for limit, found in measured.items():
             print(f"steps of {'the default number of' if limit is None else limit} tokens:")

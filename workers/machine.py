@@ -336,7 +336,9 @@ class WorkerMachine:
                 if attempt.kept is not None:
                     self._kept.end(attempt.kept, now)
                 del self._attempts[attempt.engine_id]
-        commands += [Tell(stream=stream, message=Step(progress=tuple(told))) for stream, told in progress.items()]
+        commands += [
+            Tell(stream=stream, message=Step(progress=tuple(of_stream))) for stream, of_stream in progress.items()
+        ]
         return commands
 
     def _find_answers(self, event: AnswersRequested, now: Nanos) -> Iterator[WorkerCommand]:

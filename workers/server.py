@@ -262,7 +262,7 @@ class WorkerServer:
         async for outputs in self.engine.outputs():
             self._absorb(EngineStepped(outputs=self._with_worker_id(outputs), lent=self.engine.lent))
             if self._keeper is not None and self._pins is not None:
-                self._keeper.keep(self._pins.heard(outputs, self._clock.now()))
+                self._keeper.keep(self._pins.stepped(outputs, self._clock.now()))
         raise EngineDied("its outputs ended")
 
     async def _pump_cache(self) -> Never:

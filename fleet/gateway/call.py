@@ -78,10 +78,10 @@ PickerAnswers = list[pb.ProcessingResponse]
 class PickerCall:
     """Handles one HTTP request of a gateway: picks its endpoint, and counts the tokens of its answer."""
 
-    def __init__(self, desk: PickerContext) -> None:
-        self._desk = desk
+    def __init__(self, picker_context: PickerContext) -> None:
+        self._picker_context = picker_context
         self._stage = PickerStage.NEW
-        self._due = asyncio.get_running_loop().time() + desk.settings.body_seconds
+        self._due = asyncio.get_running_loop().time() + picker_context.settings.body_seconds
         self._refused = False
         self._own = False  # True if the request goes unchanged to the router's own endpoint
         # True if the gateway sends the client the bytes that the picker returns; False if it only waits for permission.
@@ -114,17 +114,17 @@ class PickerCall:
             message = parse_message(pb.ProcessingRequest, content)
             if message.observability_mode:
                 continue  # in this mode the gateway only reports messages and ignores responses
-            for response in await self._heard(message):
+            for response in await self._handle(message):
                 await send_message(context, response)
 
     def end(self) -> None:
         """Release the reservation and charge the tenant for the answer tokens that were counted."""
         self._let_go()
         if self._booking is not None:
-            self._desk.selection.end(self._booking)
+            self._picker_context.selection.end(self._booking)
             self._booking = None
         if self._counter is not None and self._counter.tokens and self._arrived is not None:
-            self._desk.prompts.answered(self._arrived.tenant, self._counter.tokens)
+            self._picker_context.prompts.answered(self._arrived.tenant, self._counter.tokens)
             self._counter = None
 
     async def _next(self, messages: AsyncIterator[bytes]) -> bytes | None:
@@ -137,12 +137,12 @@ class PickerCall:
             return await anext(messages, None)
 
     def _late(self) -> RequestRejected:
-        seconds = self._desk.settings.body_seconds
+        seconds = self._picker_context.settings.body_seconds
         return RequestRejected(
             Reason.DEADLINE_PASSED, f"the request was not complete within {seconds:g} s; send it faster"
         )
 
-    async def _heard(self, message: pb.ProcessingRequest) -> PickerAnswers:
+    async def _handle(self, message: pb.ProcessingRequest) -> PickerAnswers:
         kind = message.WhichOneof("request") or "nothing"
         if kind not in TAKEN[self._stage]:
             taken = " or ".join(sorted(TAKEN[self._stage])) or "the end of the call"
@@ -186,15 +186,15 @@ class PickerCall:
                 raise RequestRejected(Reason.INTERNAL, "the gateway must send request bodies FULL_DUPLEX_STREAMED")
             self._streamed = modes.response_body_mode == pb.FULL_DUPLEX_STREAMED
             self._tells_answer = modes.response_body_mode != pb.NONE
-        self._desk.endpoints.check()
-        if self._desk.settings.router_endpoint:
+        self._picker_context.endpoints.check()
+        if self._picker_context.settings.router_endpoint:
             self._own = True
             self._stage = PickerStage.SENT if whole else PickerStage.BODY
-            return [picked([self._desk.endpoints.own(self._subset)], "", None)]
+            return [picked([self._picker_context.endpoints.own(self._subset)], "", None)]
         if whole:
             self._stage = PickerStage.SENT
-            return [picked([self._desk.endpoints.idlest(self._subset)], "", None)]
-        self._desk.prompts.check_key(self._authorization)
+            return [picked([self._picker_context.endpoints.idlest(self._subset)], "", None)]
+        self._picker_context.prompts.check_key(self._authorization)
         return []
 
     async def _took(self, piece: pb.HttpBody) -> PickerAnswers:
@@ -202,18 +202,19 @@ class PickerCall:
         if self._own:
             self._stage = PickerStage.SENT if piece.end_of_stream else PickerStage.BODY
             return [request_piece(piece)]
-        desk = self._desk
-        if len(self._body) + len(piece.body) > desk.settings.max_body_bytes:
+        picker_context = self._picker_context
+        if len(self._body) + len(piece.body) > picker_context.settings.max_body_bytes:
             raise RequestRejected(
-                Reason.TOO_LARGE, f"the body has more than the {desk.settings.max_body_bytes} bytes that are taken"
+                Reason.TOO_LARGE,
+                f"the body has more than the {picker_context.settings.max_body_bytes} bytes that are taken",
             )
-        if desk.held_bytes + len(piece.body) > desk.settings.max_held_bytes:
+        if picker_context.held_bytes + len(piece.body) > picker_context.settings.max_held_bytes:
             raise RequestRejected(
                 Reason.QUEUE_FULL,
                 "too many long requests come at once",
-                retry_after_ms=desk.settings.retry_after_ms,
+                retry_after_ms=picker_context.settings.retry_after_ms,
             )
-        desk.held_bytes += len(piece.body)
+        picker_context.held_bytes += len(piece.body)
         self._body += piece.body
         return await self._whole(ends=True) if piece.end_of_stream else []
 
@@ -233,19 +234,19 @@ class PickerCall:
         if self._path in PLACED:
             endpoints, prefill = await self._place(body)
         else:
-            endpoints, prefill = [self._desk.endpoints.idlest(self._subset)], ""
+            endpoints, prefill = [self._picker_context.endpoints.idlest(self._subset)], ""
         self._let_go()
         self._stage = PickerStage.SENT
         return [picked(endpoints, prefill, len(body) if ends else None), *body_pieces(body, ends=ends)]
 
     async def _place(self, body: bytes) -> tuple[list[str], str]:
         """Place a request; return its endpoints, best first, and the prefill worker's endpoint, which may be empty."""
-        desk, settings = self._desk, self._desk.settings
-        arrived = await desk.prompts.arrival(self._path, body, self._authorization)
-        endpoints = desk.endpoints.within(self._subset)
-        self._arrived = arrived = structs.replace(arrived, among=desk.endpoints.allowed(endpoints))
+        picker_context, settings = self._picker_context, self._picker_context.settings
+        arrived = await picker_context.prompts.arrival(self._path, body, self._authorization)
+        endpoints = picker_context.endpoints.within(self._subset)
+        self._arrived = arrived = structs.replace(arrived, among=picker_context.endpoints.allowed(endpoints))
         try:
-            self._booking, decision = await desk.selection.book(
+            self._booking, decision = await picker_context.selection.book(
                 arrived, lease_seconds=settings.lease_seconds, wait_seconds=settings.wait_seconds
             )
         except TimeoutError:
@@ -260,9 +261,9 @@ class PickerCall:
         chosen = [decision.decode, *([] if decision.prefill is None else [decision.prefill])]
         # The chosen worker may have joined while the request waited, so look the endpoints up again.
         if not all(each in endpoints for each in chosen):
-            endpoints = desk.endpoints.within(self._subset)
+            endpoints = picker_context.endpoints.within(self._subset)
             if not all(each in endpoints for each in chosen):
-                raise desk.endpoints.nobody(self._subset)
+                raise picker_context.endpoints.nobody(self._subset)
         self._endpoint = endpoints[decision.decode]
         if decision.prefill is not None:
             # No other endpoints are returned as fallbacks: their workers may be unable to use the blocks of this
@@ -273,7 +274,7 @@ class PickerCall:
 
     def _let_go(self) -> None:
         """Drop the request's body, and subtract its size from `PickerContext.held_bytes`."""
-        self._desk.held_bytes -= len(self._body)
+        self._picker_context.held_bytes -= len(self._body)
         self._body = bytearray()
 
     # Answer
@@ -307,19 +308,21 @@ class PickerCall:
     def _report(self, *, prefilled: bool, tokens: int = 0) -> None:
         if self._booking is not None:
             # The number is limited, because the usage in a server's answer may contain any number.
-            told = min(tokens, MAX_REPORTED)
-            if not self._desk.selection.report(self._booking, prefilled=prefilled, answer_tokens=told):
+            answer_tokens = min(tokens, MAX_REPORTED)
+            if not self._picker_context.selection.report(
+                self._booking, prefilled=prefilled, answer_tokens=answer_tokens
+            ):
                 self._booking = None
 
     def _move(self, served: str) -> None:
         """Move the reservation to the endpoint that gives the answer (rule 4 of `endpoint_picker.py`)."""
-        desk = self._desk
+        picker_context = self._picker_context
         assert self._arrived is not None
         assert self._booking is not None
-        desk.selection.end(self._booking)
+        picker_context.selection.end(self._booking)
         self._booking = None
         try:
-            (there,) = desk.endpoints.within([served])
+            (there,) = picker_context.endpoints.within([served])
         except (RequestRejected, ValueError):
             # The endpoint is no worker of this router, or several workers share it.
             return
@@ -332,7 +335,9 @@ class PickerCall:
             placement=Placement.AGGREGATED,
         )
         with suppress(RequestRejected):
-            self._booking = desk.selection.book_now(self._arrived, lease_seconds=desk.settings.lease_seconds)
+            self._booking = picker_context.selection.book_now(
+                self._arrived, lease_seconds=picker_context.settings.lease_seconds
+            )
 
 
 def _api_path(path: str) -> str:

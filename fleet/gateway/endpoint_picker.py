@@ -109,7 +109,9 @@ class EndpointPicker:
         """
         self.address = ""  # the address with the real port, set by `open_endpoint_picker`
         self._endpoints = PickerEndpoints(settings, router, standing or SolePicker())
-        self._desk = PickerContext(settings=settings, endpoints=self._endpoints, selection=selection, prompts=prompts)
+        self._picker_context = PickerContext(
+            settings=settings, endpoints=self._endpoints, selection=selection, prompts=prompts
+        )
         self._calls = 0
         self._quiet = asyncio.Event()
         self._quiet.set()
@@ -117,7 +119,7 @@ class EndpointPicker:
     @property
     def held_bytes(self) -> int:
         """Number of body bytes in memory that belong to incomplete requests or to requests without a worker yet."""
-        return self._desk.held_bytes
+        return self._picker_context.held_bytes
 
     def add(self, server: grpc.aio.Server) -> None:
         # The type stubs of grpc do not accept coroutines as handlers.
@@ -142,7 +144,7 @@ class EndpointPicker:
     async def _serve(self, messages: AsyncIterator[bytes], context: Context) -> None:
         self._calls += 1
         self._quiet.clear()
-        call = PickerCall(self._desk)
+        call = PickerCall(self._picker_context)
         try:
             await call.run(messages, context)
         finally:

@@ -60,8 +60,8 @@ def subset_of(message: pb.ProcessingRequest) -> tuple[str, ...] | None:
 
 def served_of(message: pb.ProcessingRequest) -> str:
     """Return the endpoint that gave the answer, or an empty string if the gateway does not name it."""
-    told = _field(message, NAMESPACE, SERVED)
-    return _endpoint_text(told) if isinstance(told, str) else ""
+    endpoint = _field(message, NAMESPACE, SERVED)
+    return _endpoint_text(endpoint) if isinstance(endpoint, str) else ""
 
 
 def _endpoint_text(endpoint: str) -> str:
@@ -102,13 +102,13 @@ def picked(endpoints: Sequence[str], prefill: str, content_length: int | None) -
         content_length: Length of the forwarded body in bytes; None: unknown, or no body.
     """
     destination = ",".join(endpoints)
-    told = {DESTINATION: destination}
+    headers = {DESTINATION: destination}
     if prefill:
-        told[PREFILL] = prefill
+        headers[PREFILL] = prefill
     if content_length is not None:
-        told["content-length"] = f"{content_length}"
+        headers["content-length"] = f"{content_length}"
     # The header for the prefill worker steers a sidecar, so it is removed if a client has sent it.
-    mutation = pb.HeaderMutation(set_headers=_set(told), remove_headers=() if prefill else (PREFILL,))
+    mutation = pb.HeaderMutation(set_headers=_set(headers), remove_headers=() if prefill else (PREFILL,))
     metadata = Fields()
     metadata.update({NAMESPACE: {DESTINATION: destination}})
     common = pb.CommonResponse(header_mutation=mutation, clear_route_cache=True)
@@ -153,12 +153,12 @@ def _streamed(body: bytes, *, ends: bool) -> pb.BodyResponse:
 
 def refusal(refused: RequestRejected) -> pb.ProcessingResponse:
     """Build the answer to a rejected request, in the form of the OpenAI API."""
-    told = {"content-type": "application/json"}
+    headers = {"content-type": "application/json"}
     if refused.retry_after_ms:
-        told["retry-after"] = f"{-(-refused.retry_after_ms // 1000)}"
+        headers["retry-after"] = f"{-(-refused.retry_after_ms // 1000)}"
     answer = pb.ImmediateResponse(
         status=pb.HttpStatus(code=REASON_STATUSES[refused.reason].http),
-        headers=pb.HeaderMutation(set_headers=_set(told)),
+        headers=pb.HeaderMutation(set_headers=_set(headers)),
         body=error_body(refused),
         details=f"fleet_{refused.reason}",
     )

@@ -34,7 +34,7 @@ class SelectedRequest:
         self.lease_seconds = lease_seconds
         self.placed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.work: tuple[WorkerId, Start] | None = None
-        self.decode = WorkerId("")  # the decode worker that the caller was told; empty before the placement
+        self.decode = WorkerId("")  # the decode worker that was named to the caller; empty before the placement
         self._end = end
         self._handed_over = False
         self._answered = 0  # number of answer tokens that were reported
@@ -47,14 +47,14 @@ class SelectedRequest:
             self._end(self)
 
     def begun(self, worker_id: WorkerId, start: Start) -> None:
-        """Record that the router starts an attempt. End the lease if the caller was not told the worker of this attempt.
+        """Record that the router starts an attempt. End the lease if its worker was not named to the caller.
 
         The answer to the caller names the workers of the first placement. So the caller knows the worker of the first
         attempt and, if that worker is a prefill worker, the decode worker of the same placement.
         """
-        # True if this is the decode attempt after the prefill, on the decode worker that the caller was told.
-        as_told = self._handed_over and worker_id == self.decode
-        lost = self.work is not None and not as_told
+        # True if this is the decode attempt after the prefill, on the decode worker that was named to the caller.
+        as_named = self._handed_over and worker_id == self.decode
+        lost = self.work is not None and not as_named
         self.work, self._handed_over = (worker_id, start), False
         if lost:
             # End the lease later, because the router machine is in the middle of handling an event.
@@ -89,9 +89,9 @@ class SelectedRequest:
         """Return the event that a worker would send for this many answer tokens, up to the request's `max_tokens`."""
         assert self.work is not None
         worker_id, start = self.work
-        told = min(tokens, start.sampling.max_tokens - self._answered)
-        self._answered += told
-        progress = Progress(request_id=start.request_id, token_ids=(TOKEN,) * told)
+        new_tokens = min(tokens, start.sampling.max_tokens - self._answered)
+        self._answered += new_tokens
+        progress = Progress(request_id=start.request_id, token_ids=(TOKEN,) * new_tokens)
         return WorkerStepped(worker_id=worker_id, progress=(progress,))
 
 

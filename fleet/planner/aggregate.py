@@ -52,7 +52,7 @@ class _Process(Struct):
     """Holds the latest report of one router incarnation, and the counters at the end of the last window."""
 
     source: str
-    heard: Nanos
+    reported_at: Nanos
     base: ModelDemand  # counters at the end of the last window
     latest: ModelDemand
     workers: tuple[WorkerLoad, ...]
@@ -86,7 +86,7 @@ class DemandAggregator:
         self._pools = pools
         self._stale_after = stale_after
         self._began = now
-        self._heard: dict[str, Nanos | None] = dict.fromkeys(sources)
+        self._report_times: dict[str, Nanos | None] = dict.fromkeys(sources)
         self._troubles: dict[str, str] = {}
         self._gaps: dict[str, str] = {}
         self._processes: dict[Incarnation, _Process] = {}
@@ -102,8 +102,8 @@ class DemandAggregator:
             report: The report.
             now: The present instant.
         """
-        before = self._heard.get(source)
-        self._heard[source] = now
+        before = self._report_times.get(source)
+        self._report_times[source] = now
         self._troubles.pop(source, None)
         late = before is not None and now - before > self._stale_after
         if late and before is not None:
@@ -119,7 +119,7 @@ class DemandAggregator:
             base = demand
             self._gaps[source] = f"{source}: the counters of {report.router} went back"
         else:
-            silent = known.source == source and now - known.heard > self._stale_after
+            silent = known.source == source and now - known.reported_at > self._stale_after
             base = demand if silent else known.base
         workers = tuple(each for each in report.workers if each.model == self._model)
         self._processes[report.incarnation] = _Process(source, now, base, demand, workers)
@@ -137,17 +137,17 @@ class DemandAggregator:
 
     def expect(self, source: str) -> None:
         """Add a source that must report from now on. Do nothing if the source is known already."""
-        self._heard.setdefault(source, None)
+        self._report_times.setdefault(source, None)
 
     def forget(self, source: str) -> None:
         """Remove a source that has ended. Its last report still counts in the next window."""
-        self._heard.pop(source, None)
+        self._report_times.pop(source, None)
         self._troubles.pop(source, None)
 
     @property
     def sources(self) -> tuple[str, ...]:
         """Return the names of the sources that must report."""
-        return tuple(self._heard)
+        return tuple(self._report_times)
 
     def failed(self, source: str, why: str) -> None:
         """Record why a source does not report at present; the texts of `stale` contain this reason."""
@@ -160,13 +160,13 @@ class DemandAggregator:
     def stale(self, now: Nanos) -> tuple[str, ...]:
         """Return a text for each source without a recent report: its name, its silence in seconds, and the reason."""
         found = []
-        for source, heard in self._heard.items():
+        for source, reported_at in self._report_times.items():
             why = self._troubles.get(source, "")
             why = f" ({why})" if why else ""
-            if heard is None:
+            if reported_at is None:
                 found.append(f"{source}: has not reported yet{why}")
-            elif now - heard > self._stale_after:
-                found.append(f"{source}: has not reported for {(now - heard) / SECOND:.0f} s{why}")
+            elif now - reported_at > self._stale_after:
+                found.append(f"{source}: has not reported for {(now - reported_at) / SECOND:.0f} s{why}")
         return tuple(found)
 
     def window(self, now: Nanos) -> DemandWindow:
@@ -174,7 +174,7 @@ class DemandAggregator:
         sums: dict[str, Any] = dict.fromkeys(_COUNTERS, 0)
         histograms: dict[str, Counts] = dict.fromkeys(_HISTOGRAMS, ())
         queued, oldest, workers = 0, 0.0, dict[WorkerId, WorkerLoad]()
-        for incarnation, process in sorted(self._processes.items(), key=lambda item: item[1].heard):
+        for incarnation, process in sorted(self._processes.items(), key=lambda item: item[1].reported_at):
             for name in _COUNTERS:
                 sums[name] += getattr(process.latest, name) - getattr(process.base, name)
             for name in _HISTOGRAMS:
@@ -185,7 +185,7 @@ class DemandAggregator:
             if self._replaced(process):
                 del self._processes[incarnation]
                 continue
-            if now - process.heard > self._stale_after:
+            if now - process.reported_at > self._stale_after:
                 continue
             queued += process.latest.queued
             oldest = max(oldest, process.latest.oldest_seconds)
@@ -221,8 +221,8 @@ class DemandAggregator:
 
     def _replaced(self, process: _Process) -> bool:
         """Return whether a process has ended, because its source was removed or has later reported another process."""
-        heard = self._heard.get(process.source)
-        return heard is None or heard > process.heard
+        last_report_time = self._report_times.get(process.source)
+        return last_report_time is None or last_report_time > process.reported_at
 
     def _worker(self, load: WorkerLoad) -> WorkerDemand:
         return WorkerDemand(

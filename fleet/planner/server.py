@@ -92,7 +92,7 @@ async def _patiently(
     call: Callable[[], Awaitable[T]], deadline: int, clock: Clock, trouble: Callable[[str], None]
 ) -> T:
     """Return the result of a call; if the orchestrator does not answer, try the call again until the deadline."""
-    told = ""
+    reported_cause = ""
     while True:
         try:
             async with asyncio.timeout(2 * CALL_SECONDS):  # for a connector that exceeds its own time limit
@@ -101,7 +101,7 @@ async def _patiently(
             said = str(error) or f"no answer within {2 * CALL_SECONDS:g} s"
             if clock.now() >= deadline:
                 raise ConnectorUnreachable(said) from error
-            if said != told:
-                told = said
-                trouble(told)
+            if said != reported_cause:
+                reported_cause = said
+                trouble(reported_cause)
         await asyncio.sleep(LOOK_EVERY)

@@ -25,8 +25,8 @@ def parse_range(message: RangeCarrier) -> ProtocolRange:
     """Return the range that the sender of a message states; `UNSTATED` if it states none."""
     if not message.HasField("protocols"):
         return UNSTATED
-    told = message.protocols
-    return stated(told.lowest, told.highest, told.product)
+    protocols = message.protocols
+    return stated(protocols.lowest, protocols.highest, protocols.product)
 
 
 def agree_with_server(answer: RangeCarrier, peer_name: str) -> int:

@@ -258,12 +258,12 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
             self._hierarchy.promoted(digest, split(hashes[: held * HASH_BYTES])) if tell else wire.NOTHING_PROMOTED
         )
         if request.trace and self._traces is not None:
-            told = {
+            attributes = {
                 "fleet.blocks.asked": len(hashes) // HASH_BYTES,
                 "fleet.blocks.held": held,
                 "fleet.blocks.loading": loading,
             }
-            self._traces.called("store match", request.trace, now, told)
+            self._traces.called("store match", request.trace, now, attributes)
         return wire.match_message(leased, loading, promoted)
 
     def _release(self, request: pb.ReleaseRequest, now: Nanos) -> pb.ReleaseResponse:
@@ -283,8 +283,8 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
         )
         self._queue_use(_ChainUse(digest, request.hashes, is_write=True))
         if request.trace and self._traces is not None:
-            told = {"fleet.blocks.asked": len(names), "fleet.blocks.reserved": len(reservation.reserved)}
-            self._traces.called("store reserve", request.trace, now, told)
+            attributes = {"fleet.blocks.asked": len(names), "fleet.blocks.reserved": len(reservation.reserved)}
+            self._traces.called("store reserve", request.trace, now, attributes)
         return wire.reservation_message(reservation)
 
     def _publish(self, request: pb.PublishRequest, now: Nanos) -> pb.PublishResponse:

@@ -53,20 +53,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--role", choices=("host", "client"), help=argparse.SUPPRESS)
     parser.add_argument("--place", choices=PLACES, help=argparse.SUPPRESS)
     parser.add_argument("--settings", help=argparse.SUPPRESS)
-    told = parser.parse_args(arguments)
-    if told.role == "host":
-        uvloop.run(_host(told.place, msgspec.json.decode(told.settings, type=StoreSettings), told.seconds))
-    elif told.role == "client":
-        _client(msgspec.json.decode(told.settings, type=StoreSettings), told.seconds)
+    options = parser.parse_args(arguments)
+    if options.role == "host":
+        uvloop.run(_host(options.place, msgspec.json.decode(options.settings, type=StoreSettings), options.seconds))
+    elif options.role == "client":
+        _client(msgspec.json.decode(options.settings, type=StoreSettings), options.seconds)
     else:
-        _compare(told)
+        _compare(options)
 
 
-def _compare(told: argparse.Namespace) -> None:
+def _compare(options: argparse.Namespace) -> None:
     figures: dict[str, list[dict[str, float]]] = {place: [] for place in PLACES}
-    for _ in range(told.rounds):
+    for _ in range(options.rounds):
         for place in PLACES:
-            figures[place].append(_round(place, told.seconds))
+            figures[place].append(_round(place, options.seconds))
     medians = {
         place: {name: statistics.median(each[name] for each in rounds) for name in rounds[0]}
         for place, rounds in figures.items()
@@ -75,8 +75,8 @@ def _compare(told: argparse.Namespace) -> None:
     print("  ".join(["node in  ", *(f"{name:>16}" for name in names)]))
     for place in PLACES:
         print("  ".join([f"{place:9}", *(f"{medians[place][name]:16.3f}" for name in names)]))
-    if told.json:
-        told.json.write_text(json.dumps({"medians": medians, "rounds": figures}, indent=2))
+    if options.json:
+        options.json.write_text(json.dumps({"medians": medians, "rounds": figures}, indent=2))
 
 
 def _round(place: str, seconds: float) -> dict[str, float]:
@@ -125,7 +125,7 @@ async def _node(place: str, settings: StoreSettings) -> AsyncIterator[None]:
 async def _host(place: str, settings: StoreSettings, seconds: float) -> None:
     late: list[float] = []
     async with _node(place, settings):
-        await asyncio.to_thread(_until_told)
+        await asyncio.to_thread(_wait_for_start)
         ends = time.perf_counter() + seconds
         while (began := time.perf_counter()) < ends:
             await asyncio.sleep(TICK_SECONDS)
@@ -148,7 +148,7 @@ def _client(settings: StoreSettings, seconds: float) -> None:
         chain = next(made)
         client.write(chain, list(blocks))
         into = list(np.empty((LOOKED_UP, BLOCK_BYTES), np.uint8))
-        _until_told()
+        _wait_for_start()
         ends = time.perf_counter() + seconds
         while (began := time.perf_counter()) < ends:
             match = client.match(chain, lease_seconds=10)
@@ -159,7 +159,7 @@ def _client(settings: StoreSettings, seconds: float) -> None:
     print(json.dumps(spread("look-up", took) | {"look-ups/s": len(took) / seconds}))
 
 
-def _until_told() -> None:
+def _wait_for_start() -> None:
     print("ready", flush=True)
     sys.stdin.readline()
 

@@ -138,7 +138,7 @@ def observed(runs: Sequence[ReuseRun], until: float) -> tuple[Floats, NDArray[np
     return np.array(asked), np.array(answers), np.array(weights)
 
 
-def foretold(taught: Sequence[ReuseRun], until: float, asked: Sequence[ReuseRun]) -> Floats:
+def predicted_values(taught: Sequence[ReuseRun], until: float, asked: Sequence[ReuseRun]) -> Floats:
     """Train the trees on the runs `taught`, and return for each run of `asked` the predicted value at each age (`EDGES`)."""
     questions, answers, weights = observed(taught, until)
     parameters = TREES | {"seed": SEED, "verbose": -1, "num_threads": 1}
@@ -220,12 +220,12 @@ def main() -> None:
     end = requests[-1].arrival / SECOND
 
     early = [run for row in rows[:half] for run in row]
-    by_first_half = foretold(early, requests[half].arrival / SECOND, runs)
+    by_first_half = predicted_values(early, requests[half].arrival / SECOND, runs)
     by_others = np.empty_like(by_first_half)
     for fold in range(FOLDS):
         asked = [run for run in runs if run.conversation * 2_654_435_761 % 2**32 % FOLDS == fold]
         taught = [run for run in runs if run.conversation * 2_654_435_761 % 2**32 % FOLDS != fold]
-        by_others[[run.number for run in asked]] = foretold(taught, end, asked)
+        by_others[[run.number for run in asked]] = predicted_values(taught, end, asked)
 
     for capacity in map(int, arguments.capacity_blocks.split(",")):
         print(f"{capacity} blocks: whole trace, second half")

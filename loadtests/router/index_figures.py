@@ -146,7 +146,7 @@ def main() -> None:
         plain = replay(ReferenceIndex(), done, asked.workers, asked.capacity)
         rounds.append((ours, plain))
     questions = sorted(statistics.median(times) for times in zip(*(ours[0] for ours, _ in rounds), strict=True))
-    told = {
+    figures = {
         "requests": len(done),
         "blocks_asked": sum(len(each.asked) for each in done),
         "blocks_changed": blocks,
@@ -158,7 +158,7 @@ def main() -> None:
         "of_reference_changes": round(statistics.median(o[1] / p[1] for o, p in rounds), 4),
         "rounds": asked.rounds,
     }
-    print(json.dumps(told, indent=2))
+    print(json.dumps(figures, indent=2))
 
 
 if __name__ == "__main__":

@@ -181,7 +181,7 @@ def line(row: LeaderboardRow, best: bool) -> str:
 
 def verdict(found: Sequence[Sequence[LeaderboardRow]], chosen: str = DEFAULT) -> list[str]:
     """Compare the policy `chosen` with each other policy by paired differences, and return a line for each."""
-    told = []
+    lines = []
     for name in sorted({row.policy for each in found for row in each} - {chosen}):
         ahead = level = behind = 0
         hits, in_time, ttfts = [], [], []
@@ -196,26 +196,26 @@ def verdict(found: Sequence[Sequence[LeaderboardRow]], chosen: str = DEFAULT) ->
                 ahead += difference > LEVEL
                 behind += difference < -LEVEL
                 level += abs(difference) <= LEVEL
-        told.append(
+        lines.append(
             f"{chosen} beside {name:16} goodput: ahead {ahead}, level {level}, behind {behind}; in time "
             f"{statistics.fmean(in_time):+.3f}, hits {statistics.fmean(hits):+.3f}, TTFT × {statistics.geometric_mean(ttfts):.2f}"
         )
-    return told
+    return lines
 
 
 def _cut(trace: RouterTraffic, requests: int) -> RouterTraffic:
     return msgspec.structs.replace(trace, sessions=trace.sessions[:requests])
 
 
-def _trace(told: str, half: int) -> tuple[str, RouterTraffic]:
+def _trace(value: str, half: int) -> tuple[str, RouterTraffic]:
     """Read the trace of ``NAME=FILE`` and return its name and requests.
 
     Raises:
         ConfigurationRefused: The option has another form, or the file cannot be read.
     """
-    name, _, path = told.partition("=")
+    name, _, path = value.partition("=")
     if not name or not path:
-        raise ConfigurationRefused(f"--trace: {told!r} is not NAME=FILE")
+        raise ConfigurationRefused(f"--trace: {value!r} is not NAME=FILE")
     try:
         trace = read_trace(Path(path))
     except TraceError as error:
@@ -223,13 +223,13 @@ def _trace(told: str, half: int) -> tuple[str, RouterTraffic]:
     return name, recorded(trace.format, trace.requests, trace.block_tokens).half(half)
 
 
-def _names(option: str, told: str, known: Sequence[str]) -> list[str]:
+def _names(option: str, value: str, known: Sequence[str]) -> list[str]:
     """Return the names of an option.
 
     Raises:
         ConfigurationRefused: A name is unknown.
     """
-    names = told.split(",")
+    names = value.split(",")
     if unknown := [name for name in names if name not in known]:
         raise ConfigurationRefused(f"{option}: {unknown[0]} is not one of {', '.join(known)}")
     return names

@@ -149,10 +149,10 @@ class AnswerConnection:
             return False
         status = int(head.split(b" ", 2)[1])
         if (length := CONTENT_LENGTH.search(head)) is not None:
-            heard = time.perf_counter() - began
+            head_seconds = time.perf_counter() - began
             body = await self._reader.readexactly(int(length[1]))
             if status in REFUSED:
-                step.refusal_seconds.append(heard)
+                step.refusal_seconds.append(head_seconds)
                 step.without_hint += b"\r\nretry-after:" not in head.lower()
             else:
                 step.failed[f"HTTP {status}: {body[:80]!r}"] += 1

@@ -71,7 +71,7 @@ class StudyReport(Struct, frozen=True, kw_only=True):
         return all(finding.holds for finding in self.findings)
 
     def lines(self) -> list[str]:
-        told: list[str] = []
+        lines: list[str] = []
         for table in self.tables:
-            told += [*table.lines(), ""]
-        return [*told, *(finding.line() for finding in self.findings)]
+            lines += [*table.lines(), ""]
+        return [*lines, *(finding.line() for finding in self.findings)]

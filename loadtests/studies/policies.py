@@ -181,8 +181,8 @@ def details(traffic: StudyTraffic, curves: Sequence[AttainmentCurve], place: int
                 each.mean(place, "attainment"),
                 each.mean(place, "hit_rate"),
                 each.mean(place, "imbalance"),
-                fmean(told["p50"] for told in first) / 1000,
-                fmean(told["p90"] for told in first) / 1000,
+                fmean(ttft["p50"] for ttft in first) / 1000,
+                fmean(ttft["p90"] for ttft in first) / 1000,
                 fmean(ran.outcome.tpot_ms["p90"] for ran in each.runs[place]),
             )
         )

@@ -61,7 +61,7 @@ def trials(policy: str, count: int) -> list[dict[str, float]]:
 
 
 def search(
-    workload: str, policy: str, effort: Effort, *, count: int = TRIALS, told: Callable[[str], None] = print
+    workload: str, policy: str, effort: Effort, *, count: int = TRIALS, report: Callable[[str], None] = print
 ) -> list[tuple[float, Contestant, dict[str, float]]]:
     """Run all trials, and return for each its mean attainment, its contestant and its values; the best trial comes first."""
     scenario, changes, part = WORKLOADS[workload]
@@ -89,7 +89,7 @@ def search(
         attained = [each.outcome.attainment for each in ran[place * len(loads) : (place + 1) * len(loads)]]
         mean = sum(attained) / len(attained)
         found.append((mean, contestant, values))
-        told(f"{policy:10} {mean:.4f} {' '.join(f'{each:.3f}' for each in attained)} {values}")
+        report(f"{policy:10} {mean:.4f} {' '.join(f'{each:.3f}' for each in attained)} {values}")
     return sorted(found, key=lambda each: -each[0])
 
 

@@ -76,10 +76,10 @@ class Queries:
 
     def level(self, name: str, *by: str, legend: str = "", over: str = "sum") -> Query:
         self.metric(name, "gauge", by)
-        told = f"{name}{{{SCOPE}}}"
+        expression = f"{name}{{{SCOPE}}}"
         if name in ALIKE:
-            told = f"max without (instance, pod, router) ({told})"
-        return Query(_summed(by, told, over), legend or _legend(by))
+            expression = f"max without (instance, pod, router) ({expression})"
+        return Query(_summed(by, expression, over), legend or _legend(by))
 
     def quantile(self, name: str, of: float, *by: str) -> Query:
         self.metric(name, "histogram", by)

@@ -29,7 +29,7 @@ from operators.observed.domains import ClusterRoom, GroupDemand, choose, demand_
 from operators.observed.pod_troubles import PodTrouble, TroubleReason
 from operators.observed.state import ObservedState
 
-MOST_TOLD = 4
+MOST_LISTED = 4
 
 FAILED = Nanos(1800 * SECOND)
 """The time for which a failed domain is remembered. A group without nodes is removed after at most 120 s, so the groups of
@@ -115,9 +115,9 @@ def _why(room: ClusterRoom, demand: GroupDemand) -> str:
     if not slots:
         return f"no usable node has the label {demand.label}"
     fullest = sorted(slots.items(), key=lambda each: (-each[1], each[0]))
-    told = ", ".join(f"{value}: {count}" for value, count in fullest[:MOST_TOLD])
-    more = f", and {len(fullest) - MOST_TOLD} more" if len(fullest) > MOST_TOLD else ""
-    return f"{demand.pods} pods need room in one {demand.label}; there is room for {told}{more}"
+    listed = ", ".join(f"{value}: {count}" for value, count in fullest[:MOST_LISTED])
+    more = f", and {len(fullest) - MOST_LISTED} more" if len(fullest) > MOST_LISTED else ""
+    return f"{demand.pods} pods need room in one {demand.label}; there is room for {listed}{more}"
 
 
 def with_unfit(observed: ObservedState, placer: GroupPlacer) -> ObservedState:

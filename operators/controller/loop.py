@@ -109,8 +109,8 @@ class Controller:
 
     def edited(self, before: CustomObject, after: CustomObject) -> None:
         """Remember that a deployment was edited, so that its next reconcile can record Kubernetes events about the edit."""
-        if told := tuple(events.replicas_ignored(before, after)):
-            self._edits[deployment_key(after.metadata.namespace, after.metadata.name)] = told
+        if edit_events := tuple(events.replicas_ignored(before, after)):
+            self._edits[deployment_key(after.metadata.namespace, after.metadata.name)] = edit_events
 
     async def reconcile_key(
         self, key: ReconcileKey, reports: ReportedWorkers | None, served: OptionalKinds, *, afresh: bool = False

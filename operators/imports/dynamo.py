@@ -249,16 +249,16 @@ def _components(spec: DocumentReader) -> list[_DynamoService]:
     return parts
 
 
-def _kind(told: str, name: str, flags: Flags) -> str:
-    """Return the kind of a service by its type `told`, its flags, or its name; it is WORKER if its role is unknown."""
-    if told in (FRONTEND, PLANNER, PICKER, ENCODER, RoleType.PREFILL.value, RoleType.DECODE.value):
-        return told
+def _kind(type_name: str, name: str, flags: Flags) -> str:
+    """Return the kind of a service by the name of its type, its flags, or its name; it is WORKER if its role is unknown."""
+    if type_name in (FRONTEND, PLANNER, PICKER, ENCODER, RoleType.PREFILL.value, RoleType.DECODE.value):
+        return type_name
     mode = flags.get("disaggregation-mode")
     if flags.get("is-prefill-worker") or mode == "prefill":
         return RoleType.PREFILL.value
     if flags.get("is-decode-worker") or mode == "decode":
         return RoleType.DECODE.value
-    if told:
+    if type_name:
         return WORKER
     low = name.lower()
     return next((kind for kind in (FRONTEND, PLANNER, PICKER, "prefill", "decode") if kind in low), WORKER)
@@ -382,13 +382,13 @@ def _transfer(workers: list[_DynamoService], notes: list[Note]) -> KvTransfer:
     """Return KV transfer settings: with a store if an engine's KV connector keeps blocks, otherwise the defaults."""
     kept = False
     for part in workers:
-        told = [part.flags.get("connector")]
+        connectors = [part.flags.get("connector")]
         if config := part.flags.get("kv-transfer-config"):
             try:
-                told.append(json.dumps(json.loads(config)))
+                connectors.append(json.dumps(json.loads(config)))
             except (ValueError, RecursionError):
                 notes.append(Note(part.args, "--kv-transfer-config: is no JSON"))
-        kept = kept or any(name in each.lower() for each in told for name in STORES)
+        kept = kept or any(name in each.lower() for each in connectors for name in STORES)
     return KvTransfer(paths=(KvPath.DIRECT, KvPath.STORE)) if kept else KvTransfer()
 
 

@@ -443,14 +443,14 @@ def _scaling(reader: DocumentReader) -> Scaling:
 
 def _secret(reader: DocumentReader) -> str:
     """Return the name of the Secret with the access token for the model's repository; empty if none is named."""
-    told = reader.any("hf_token")
-    if isinstance(told, dict):
+    access_token = reader.any("hf_token")
+    if isinstance(access_token, dict):
         token = reader.table("hf_token")
         secret, key = token.text("secretName"), token.text("secretKey")
         if secret and key != "token":
             token.note("secretKey", "the token has to be under the key `token` of the Secret")
         return secret
-    if told:
+    if access_token:
         reader.note("hf_token", TOKEN)
     return ""
 

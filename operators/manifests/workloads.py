@@ -139,12 +139,12 @@ def group(
         "template": template,
     }
     made = object_of(deployment, "apps/v1", "StatefulSet", name, labels, spec)
-    told = {
+    placement_annotations = {
         DOMAIN: f"{role.topology.domain}={placement.domain}" if placement.domain else "",
         AVOIDED: ",".join(placement.avoided),
         GATED: "true" if placement.gated else "",
     }
-    if annotations := {name: value for name, value in told.items() if value}:
+    if annotations := {name: value for name, value in placement_annotations.items() if value}:
         made["metadata"]["annotations"] = annotations
     return made
 

@@ -130,8 +130,10 @@ def observe(
     )
     known = registered(leases, reports, now)
     routers = {pod.metadata.name for pod in routers_of(pods) if pod.ready}
-    heard = None if reports is None else {router: workers for router, workers in reports.items() if router in routers}
-    partly_known = partly_unknown(leases, heard, now)
+    reports_of_ready = (
+        None if reports is None else {router: workers for router, workers in reports.items() if router in routers}
+    )
+    partly_known = partly_unknown(leases, reports_of_ready, now)
     controllers = [
         (kind, each)
         for kind in kinds.WORKLOAD_KINDS
@@ -168,7 +170,7 @@ def observe(
             for pod in pods
             if pod.metadata.name in partly_known and pod.alive
         },
-        silent_routers=tuple(sorted(routers - heard.keys())) if heard else (),
+        silent_routers=tuple(sorted(routers - reports_of_ready.keys())) if reports_of_ready else (),
         evidence=evidence,
         proved=_text(custom.status.get("proved")),
         troubles=troubles(pods, (each for _, each in controllers), products, domains),

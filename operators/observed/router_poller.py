@@ -50,7 +50,7 @@ class RouterPoller:
         secret: Callable[[str, str], bytes],
         seconds: float,
         at_once: int,
-        heard: Callable[[ReconcileKey], None],
+        on_change: Callable[[ReconcileKey], None],
     ) -> None:
         """Create the poller.
 
@@ -60,14 +60,14 @@ class RouterPoller:
             secret: Returns the control secret of a deployment; its arguments are the deployment's namespace and name.
             seconds: The time between two rounds.
             at_once: The maximum number of concurrent calls.
-            heard: Called with the key of each deployment for which the reported workers have changed.
+            on_change: Called with the key of each deployment for which the reported workers have changed.
         """
         self._routers = routers
         self._pods = pods
         self._secret = secret
         self._seconds = seconds
         self._asking = asyncio.Semaphore(at_once)
-        self._heard = heard
+        self._on_change = on_change
         self._words: dict[ReconcileKey, dict[str, RouterAnswer]] = {}
 
     def of(self, key: ReconcileKey) -> ReportedWorkers | None:
@@ -100,7 +100,7 @@ class RouterPoller:
             }
         after = self._words[key] = {name: task.result() for name, task in asked.items()}
         if _names(after) != _names(before):
-            self._heard(key)
+            self._on_change(key)
 
     async def _word(self, address: str, secret: bytes, before: RouterAnswer) -> RouterAnswer:
         async with self._asking:

@@ -107,7 +107,7 @@ class KubePlanner:
                     kind,
                     VIEW_OF_KIND[kind],
                     self.store.of(kind, VIEW_OF_KIND[kind]),
-                    self._heard,
+                    self._note_change,
                     namespace=namespace,
                     selector=SELECTORS.get(kind, ""),
                 )
@@ -190,7 +190,7 @@ class KubePlanner:
             except Exception:  # supervisor: running planners continue, and the next round tries again
                 log.exception("plans not arranged, will retry")
 
-    def _heard(self, _: ApiKind, __: Sequence[NamedObject]) -> None:
+    def _note_change(self, _: ApiKind, __: Sequence[NamedObject]) -> None:
         self._changed.set()
 
     def _plans(self) -> list[CustomObject]:

@@ -92,8 +92,8 @@ def obeyed_status(
             for each in seen.pools
             if each.pinned.startswith(PINNED) and each.name in planned
         )
-        told = (*(each for each in seen.conditions if each.type is not PlanConditionType.PINNED), *pins)
-        said += [_told(kind, told) for kind in PlanConditionType]
+        conditions = (*(each for each in seen.conditions if each.type is not PlanConditionType.PINNED), *pins)
+        said += [_condition_update(kind, conditions) for kind in PlanConditionType]
     reason = "" if seen.reason is None else str(seen.reason)
     return ServingPlanStatus(
         observed_generation=generation,
@@ -151,7 +151,7 @@ def _settled(seen: PlannerStatus, planned: set[str]) -> tuple[str, str, str]:
     return TRUE, "Settled", ""
 
 
-def _told(kind: PlanConditionType, conditions: Sequence[PlanCondition]) -> ConditionUpdate:
+def _condition_update(kind: PlanConditionType, conditions: Sequence[PlanCondition]) -> ConditionUpdate:
     holding = [each for each in conditions if each.type is kind]
     obstacle = next((each for each in conditions if each.type in UNDECIDED), None)
     if not holding and obstacle is not None and kind in ABOUT_DECISIONS:

@@ -50,13 +50,13 @@ class Prober:
         at_once: int,
         longest_seconds: float,
         leads: Callable[[], bool],
-        heard: Callable[[ReconcileKey], None],
+        on_change: Callable[[ReconcileKey], None],
     ) -> None:
-        """Create the prober. `heard` is called with the key of a deployment when its evidence has changed."""
+        """Create the prober. `on_change` is called with the key of a deployment when its evidence has changed."""
         self._clients = clients
         self._longest_seconds = longest_seconds
         self._leads = leads
-        self._heard = heard
+        self._on_change = on_change
         self._asking = asyncio.Semaphore(at_once)
         self._asking_again = asyncio.Semaphore(max(1, at_once // 2))
         self._shown: dict[ReconcileKey, ProbeEvidence] = {}
@@ -133,7 +133,7 @@ class Prober:
             after = probing.answered(before, subject, target, answer)
         self._shown[key] = after
         if after.reported != before.reported or not probing.unanswered(subject, after):
-            self._heard(key)
+            self._on_change(key)
         return isinstance(answer, ProbeFailure) or target in after.unhanded
 
 

@@ -40,7 +40,7 @@ from operators.probes.evidence import (
 from operators.replica_steps import PairSide, ScaledRole
 
 MOST_CHARACTERS = 1024
-MOST_TOLD = 4
+MOST_LISTED = 4
 PASSING = frozenset({"ServedProbePending", "RouterSilent"})
 """Reasons of Ready that usually last only a moment before the deployment is Ready. So a status with such a reason is
 not written at once."""
@@ -322,7 +322,7 @@ def _degraded(observed: ObservedState, taken: Sequence[str]) -> ConditionUpdate:
 def _scheduled(observed: ObservedState) -> ConditionUpdate:
     unplaced = [each for each in observed.troubles if each.reason in UNPLACED]
     if unplaced:
-        return "Scheduled", FALSE, unplaced[0].reason.name, "; ".join(map(str, unplaced[:MOST_TOLD]))
+        return "Scheduled", FALSE, unplaced[0].reason.name, "; ".join(map(str, unplaced[:MOST_LISTED]))
     return "Scheduled", TRUE, "AllPodsPlaced", ""
 
 
@@ -429,26 +429,26 @@ def _stuck(pool: ScaledRole) -> bool:
 
 
 def _refused(refusals: Sequence[ApiRefusal]) -> str:
-    return "; ".join(f"{each.kind} {each.name}: {each.message}" for each in refusals[:MOST_TOLD])
+    return "; ".join(f"{each.kind} {each.name}: {each.message}" for each in refusals[:MOST_LISTED])
 
 
 def _troubled(observed: ObservedState) -> str:
-    more = len(observed.troubles) - MOST_TOLD
-    return "; ".join(map(str, observed.troubles[:MOST_TOLD])) + (f"; and {more} more" if more > 0 else "")
+    more = len(observed.troubles) - MOST_LISTED
+    return "; ".join(map(str, observed.troubles[:MOST_LISTED])) + (f"; and {more} more" if more > 0 else "")
 
 
 def _unregistered(roles: Sequence[RoleStatus], observed: ObservedState) -> str:
     short = [f"{each.name}: {each.registered} of {each.desired} known to all routers" for each in roles]
     partly_known = [f"{pod} is not known to {', '.join(routers)}" for pod, routers in observed.partly_known.items()]
-    return "; ".join((*short, *partly_known[:MOST_TOLD]))
+    return "; ".join((*short, *partly_known[:MOST_LISTED]))
 
 
 def _silent(observed: ObservedState) -> str:
-    return f"{', '.join(observed.silent_routers[:MOST_TOLD])}: has not said which workers it knows"
+    return f"{', '.join(observed.silent_routers[:MOST_LISTED])}: has not said which workers it knows"
 
 
 def _named(workers: Sequence[RunningPod]) -> str:
-    return ", ".join(each.pod for each in workers[:MOST_TOLD])
+    return ", ".join(each.pod for each in workers[:MOST_LISTED])
 
 
 def _former_condition(observed: ObservedState, kind: str) -> ConditionUpdate:

@@ -99,14 +99,14 @@ class _RouterStream:
         except DecodeError:
             self.end(UNSECURED if is_opening(payload) else "this is not a message of fleet.v1")
         except MalformedMessage as error:
-            told = False
+            rejected = False
             if error.request_id and self._session is not None:
                 # Only this attempt is rejected; the stream and its other attempts go on.
-                told = self._session.offer(_refusal(error))
-            if not told:
+                rejected = self._session.offer(_refusal(error))
+            if not rejected:
                 self.end(str(error))
         else:
-            self._heard(message)
+            self._handle(message)
 
     def resumed(self) -> None:
         if self._session is not None:
@@ -136,7 +136,7 @@ class _RouterStream:
         self._timer.cancel()
         self._timer = self._loop.call_later(LINGER_SECONDS, self._connection.abort)
 
-    def _heard(self, message: RouterMessage | None) -> None:
+    def _handle(self, message: RouterMessage | None) -> None:
         if self._session is None:
             if not isinstance(message, RouterHello):
                 self.end(HELLO_FIRST)

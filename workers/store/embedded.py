@@ -37,15 +37,15 @@ async def open_embedded_store(
         ConfigurationRefused: The node's settings cannot be used here; the message names the field.
         NodeEnded: The node ended by itself.
     """
-    told = settings.embedded_store
-    if told is None:
+    node_settings = settings.embedded_store
+    if node_settings is None:
         yield SettingsWithStore(settings, None)
         return
     from kvstore.service.embedded import open_embedded  # noqa: PLC0415 - slow to import, and most workers have no node
 
     async with AsyncExitStack() as held:
         try:
-            node = await held.enter_async_context(open_embedded(told, MonotonicClock(), new_loop=new_loop))
+            node = await held.enter_async_context(open_embedded(node_settings, MonotonicClock(), new_loop=new_loop))
         except StoreNotStarted as error:
             raise ConfigurationRefused(f"embedded_store.{error}") from error
         yield SettingsWithStore(structs.replace(settings, store=settings.store_address, embedded_store=None), node)

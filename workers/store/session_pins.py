@@ -73,7 +73,7 @@ class SessionPinPolicy:
             self._gaps.seen(pauses.last, gap)
             pauses.ended, pauses.last = None, gap
 
-    def heard(self, outputs: Sequence[Progress | Rejected], now: Nanos) -> Iterator[PinChain | UnpinChain]:
+    def stepped(self, outputs: Sequence[Progress | Rejected], now: Nanos) -> Iterator[PinChain | UnpinChain]:
         """Yield the pins to set or end after an engine step with these outputs."""
         if not self.works:
             return

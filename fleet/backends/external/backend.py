@@ -105,7 +105,7 @@ TOKEN = 0  # placeholder for token ids, which external servers do not send
 # Minimum time between two silence checks per running request: with 10 requests it is 10 times as long. A check takes 2 µs for each
 # request.
 PROBE_INTERVAL = MILLISECOND // 2
-PROBE_INTERVAL_WHILE_HEARD = SECOND  # time between two silence checks while some requests make progress
+PROBE_INTERVAL_IN_PROGRESS = SECOND  # time between two silence checks while some requests make progress
 
 _STOP = Finish.STOP  # a module variable is three times as fast as the enum attribute
 
@@ -130,7 +130,6 @@ class ExternalBackend:
         "_failures",
         "_health",
         "_hear",
-        "_heard",
         "_idle",
         "_incarnations",
         "_look",
@@ -145,6 +144,7 @@ class ExternalBackend:
         "_tells_cached",
         "_trial",
         "_trial_path",
+        "_was_active",
         "_withholds_keys",
         "_works",
         "asked",
@@ -197,7 +197,7 @@ class ExternalBackend:
         self._incarnations = 0
         self._works: dict[RequestId, Upstream | asyncio.Task[None]] = {}
         self._idle: list[Upstream] = []
-        self._heard = False  # True if the server has sent anything since the last health check
+        self._was_active = False  # True if the server has sent anything since the last health check
         self._looked_at = Nanos(0)  # time of the last silence check of all running requests
         self._failures = 0  # number of requests in a row that have failed
         self._pause_seconds = FIRST_PAUSE_SECONDS
@@ -314,7 +314,7 @@ class ExternalBackend:
             raise BackendUnreachable(f"worker {self.worker_id}: it cannot be reached: {cause}") from error
         finally:
             self.passing -= 1
-        self._heard = True
+        self._was_active = True
         return answered
 
     async def run(self, hear: Hear) -> None:
@@ -337,13 +337,13 @@ class ExternalBackend:
             True if `decide` has to be called.
         """
         silence, works = self.silence, self._works
-        began, continues = self._tell_first_bytes(now), self._hears(now)
+        began, continues = self._tell_first_bytes(now), self._answers_progress(now)
         pause = len(works) * PROBE_INTERVAL
         if continues:
-            silence.heard(now)
+            silence.progressed(now)
         if began or continues:
-            self._heard = True
-            pause = max(pause, PROBE_INTERVAL_WHILE_HEARD)
+            self._was_active = True
+            pause = max(pause, PROBE_INTERVAL_IN_PROGRESS)
         if works and now < self._looked_at + pause and silence.calm:
             return False
         self._looked_at = now
@@ -355,7 +355,7 @@ class ExternalBackend:
         silence.note(now, outstanding)
         return not silence.settled
 
-    def _hears(self, now: Nanos) -> bool:
+    def _answers_progress(self, now: Nanos) -> bool:
         """Return True if an answer has made progress since the last check, apart from answers that have just begun."""
         for work in self._works.values():
             if isinstance(work, Upstream) and not work.quiet and work.spoke:
@@ -415,7 +415,7 @@ class ExternalBackend:
     def _outstanding(
         self, work_id: RequestId, work: Upstream, relayed: RelayedRequest, now: Nanos
     ) -> OutstandingRequest:
-        heard = not work.quiet
+        progressed = not work.quiet
         return OutstandingRequest(
             work_id=work_id,
             sent_at=work.sent_at,
@@ -423,7 +423,7 @@ class ExternalBackend:
             streams=relayed.streams,
             begun=work.spoke,
             passed_on=work.begun,
-            heard=heard,
+            progressed=progressed,
             quiet_for=work.quiet_for(now),
             overtaken=self.silence.answers - work.turn,
             moved=relayed.moved,
@@ -441,7 +441,7 @@ class ExternalBackend:
         settings = self.settings
         trial = await try_request(self._address, self._trial_path, settings.model, settings.silence_timeout_seconds)
         now = self._own_time.of(self._clock.now())
-        self.silence.told(now, Nanos(now - began_at), trial)
+        self.silence.trial_ended(now, Nanos(now - began_at), trial)
 
     def _stop_asking(self) -> None:
         if self._trial is not None:
@@ -460,7 +460,7 @@ class ExternalBackend:
         self._step(work_id, tokens, None)
 
     def finished(self, upstream: Upstream, work_id: RequestId, tokens: int, *, reusable: bool) -> None:
-        self._heard = True
+        self._was_active = True
         self._failures = 0
         self._pause_seconds = FIRST_PAUSE_SECONDS
         del self._works[work_id]
@@ -587,23 +587,23 @@ class ExternalBackend:
     async def _watch(self) -> None:
         misses = 0
         while True:
-            heard = self._listen()
+            was_active = self._listen()
             self._close_idle()
-            healthy = True if heard and self._taking else await self._health.healthy()
+            healthy = True if was_active and self._taking else await self._health.healthy()
             if healthy:
                 misses = 0
                 if not self.joined and self._clock.now() >= self._not_before and not self.silence.out:
                     await self._health.compare_tokenizers()
                     self._join()
-            elif heard:
+            elif was_active:
                 misses = 0  # the server has answered a request meanwhile, so the failed health check does not count
             elif healthy is not None:
                 misses += 1
                 if self.joined and misses >= MISSES:
                     self._lose()
                 elif misses == MISSES:  # log once; the server may start later, or the setting `url` may be wrong
-                    told = {"worker": self.worker_id, "url": self.settings.url, "cause": self._health.cause}
-                    log.warning("worker does not answer; it joins when it does", extra=told)
+                    context = {"worker": self.worker_id, "url": self.settings.url, "cause": self._health.cause}
+                    log.warning("worker does not answer; it joins when it does", extra=context)
             self.asked.set()
             if self.joined:
                 self._hear(CacheAged(worker_id=self.worker_id))
@@ -661,8 +661,8 @@ class ExternalBackend:
             self._stop_taking(why)
 
     def _stop_taking(self, why: str) -> None:
-        told = {"worker": self.worker_id, "running": len(self._works), "cause": why}
-        log.warning("worker suspended", extra=told)
+        context = {"worker": self.worker_id, "running": len(self._works), "cause": why}
+        log.warning("worker suspended", extra=context)
         if self._taking:  # otherwise the router knows already that the server takes no requests
             self._taking = False
             self._hear(WorkerDraining(worker_id=self.worker_id))
@@ -696,8 +696,8 @@ class ExternalBackend:
 
     def _listen(self) -> bool:
         """Return True if the server has sent anything since the last call."""
-        heard, self._heard = self._heard, False
-        return heard
+        was_active, self._was_active = self._was_active, False
+        return was_active
 
     def _close_idle(self) -> None:
         """Close connections that have been idle for `IDLE_SECONDS`."""

@@ -87,15 +87,15 @@ class KvEventFollower:
         if alert is self.alert:
             return
         self.alert = alert
-        told = {"worker": self._worker_id, "url": self._settings.url}
+        context = {"worker": self._worker_id, "url": self._settings.url}
         if alert is None:
-            log.info("KV events are valid again", extra=told)
+            log.info("KV events are valid again", extra=context)
             return
         size = self._books.published_block_tokens
         log.error(
             "KV events cannot be used: %s",
             ADVICE[alert],
-            extra={**told, "alert": alert, **({"its_block_tokens": size} if size else {})},
+            extra={**context, "alert": alert, **({"its_block_tokens": size} if size else {})},
         )
 
     async def _read(self, hear: Callable[[KvChanged], None]) -> None:
@@ -106,7 +106,7 @@ class KvEventFollower:
             self._begin()
             try:
                 async for events in read_events(
-                    settings.kv_events, settings.kv_events_replay, self._books, self._heard
+                    settings.kv_events, settings.kv_events_replay, self._books, self._counters
                 ):
                     if events:
                         hear(KvChanged(worker_id=self._worker_id, events=tuple(events)))
@@ -123,5 +123,5 @@ class KvEventFollower:
             capacity=self._settings.kv_blocks,
             salt_of=client_salt,
         )
-        self._heard = EventStreamCounters()
-        self._events = EventHealth(self._books, self._heard, EVENT_PATIENCE)
+        self._counters = EventStreamCounters()
+        self._events = EventHealth(self._books, self._counters, EVENT_PATIENCE)

@@ -95,10 +95,10 @@ class ServerHealth:
                 break
         self.tokenises = tokenises
         if tokenises is TokenizerMatch.OTHERWISE:
-            told = {"worker": settings.worker_id, "url": settings.url, "tokenizer": settings.tokenizer}
+            context = {"worker": settings.worker_id, "url": settings.url, "tokenizer": settings.tokenizer}
             log.error(
                 "tokenizer check failed, `tokenizer` differs from that of the server; set it to the server's",
-                extra=told,
+                extra=context,
             )
 
     async def model_objects(self) -> list[ListedModel]:

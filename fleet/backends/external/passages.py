@@ -94,7 +94,7 @@ class ServerPassage:
             async for piece in passage.body():
                 writer.write(piece if raw else b"%x\r\n%s\r\n" % (len(piece), piece))
                 await writer.drain()
-                self._heard()
+                self._restart_limit()
             if not raw:
                 writer.write(b"0\r\n\r\n")
             elif passage.switches and writer.can_write_eof():
@@ -139,7 +139,7 @@ class ServerPassage:
             content, held = held[:end], held[end:]
             if status >= FIRST_FINAL_STATUS or status == SWITCHING:
                 return status, content, held
-            self._heard()
+            self._restart_limit()
         raise ServerLost(f"it sent more than {MAX_INTERIM_HEADS} interim heads")
 
     async def _answer(self, reader: asyncio.StreamReader, content: bytes, rest: bytes) -> None:
@@ -197,7 +197,7 @@ class ServerPassage:
         await exchange.drained()
         self._limit.reschedule(self._silent_at())
 
-    def _heard(self) -> None:
+    def _restart_limit(self) -> None:
         """Restart the silence limit, because client or server has sent something. Do nothing if the limit is stopped or over."""
         if self._limit.when() is not None and not self._limit.expired():
             self._limit.reschedule(self._silent_at())

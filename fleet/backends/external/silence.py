@@ -80,7 +80,7 @@ class OutstandingRequest(Struct, frozen=True, kw_only=True):
     size: int  # size of the request body in bytes
     streams: bool  # True if the answer is streamed, so its first byte comes before the answer is complete
     begun: bool  # True if content of the answer has come; comments and events without content do not count
-    heard: bool  # True if a part of the answer has come since the last check
+    progressed: bool  # True if a part of the answer has come since the last check
     quiet_for: Nanos  # time since the last content of the answer, in nanoseconds
     overtaken: int  # number of later requests that were answered before this one
     moved: bool  # True if the request was abandoned on another server before, because that server was silent
@@ -96,7 +96,7 @@ class TrialOutcome(Enum):
 
 
 class SendTrial(Struct, frozen=True):
-    """Command: send the server a trial request, and report its outcome to `SilenceDetector.told`."""
+    """Command: send the server a trial request, and report its outcome to `SilenceDetector.trial_ended`."""
 
 
 class ForgetTrial(Struct, frozen=True):
@@ -153,7 +153,7 @@ class SilenceDetector:
         # two first-byte histories: one of answers in one piece, and one of streams
         self.past = (FirstByteHistory(), FirstByteHistory())
         self.answers = 0
-        self._heard_at = Nanos(0)
+        self._latest_byte_at = Nanos(0)
         self._latest_sent = _UNSEEN  # latest instant at which an answered request was sent
         self._silent = 0.0  # count of silent requests, which answers lower (rule 4)
         self._overtakes = 0
@@ -204,26 +204,26 @@ class SilenceDetector:
 
     # Events of requests
 
-    def heard(self, now: Nanos) -> None:
+    def progressed(self, now: Nanos) -> None:
         """Note that the server has sent more content of an answer."""
-        self._heard_at = max(self._heard_at, now)
+        self._latest_byte_at = max(self._latest_byte_at, now)
 
     def answered(self, sent_at: Nanos, waited: Nanos, size: int, *, streams: bool) -> None:
         """Note the first byte of an answer. It came `waited` nanoseconds after its request of `size` bytes was sent."""
         self.answers += 1
         self.past[streams].add(waited, (size >> 10) + 1)
-        self._heard_at = max(self._heard_at, Nanos(sent_at + waited))
+        self._latest_byte_at = max(self._latest_byte_at, Nanos(sent_at + waited))
         self._latest_sent = max(self._latest_sent, sent_at)
         if self._silent:
             self._silent *= KEPT_BY_AN_ANSWER
 
-    def answered_more(self, heard_at: Nanos, answers: int) -> None:
+    def answered_more(self, now: Nanos, answers: int) -> None:
         """Note that `answers` more answers have begun, whose times were not measured.
 
-        The last one began before `heard_at`.
+        The last one began before `now`.
         """
         self.answers += answers
-        self._heard_at = max(self._heard_at, heard_at)
+        self._latest_byte_at = max(self._latest_byte_at, now)
 
     def abandoned(self, request: OutstandingRequest, now: Nanos) -> None:
         """Note that a client cancelled a request before the first byte of its answer."""
@@ -242,7 +242,7 @@ class SilenceDetector:
 
         Return the time for which the server has sent nothing to any client since this request was sent.
         """
-        since = max(request.sent_at, self._heard_at)
+        since = max(request.sent_at, self._latest_byte_at)
         silent = Nanos(now - since)
         self._left_kib[request.streams] = max(self._left_kib[request.streams], _kib(request.size))
         if self._left is None:
@@ -259,18 +259,18 @@ class SilenceDetector:
         """Note the present state of all running requests on the server."""
         self._outstanding = outstanding
         self._known.clear()
-        if any(each.begun and each.heard for each in outstanding):
-            self._heard_at = max(self._heard_at, now)
+        if any(each.begun and each.progressed for each in outstanding):
+            self._latest_byte_at = max(self._latest_byte_at, now)
         waiting = [each for each in outstanding if not each.begun]
         if self._latest_sent != self._overtook and any(each.sent_at < self._latest_sent for each in waiting):
             self._overtook = self._latest_sent
             self._overtakes += 1
         self._counted.intersection_update(each.work_id for each in waiting)
-        if self._left is not None and self._left.silent_since < self._heard_at:
+        if self._left is not None and self._left.silent_since < self._latest_byte_at:
             self._left = None
-        if self._left_at < self._heard_at:
+        if self._left_at < self._latest_byte_at:
             self._left_kib = [0, 0]
-        if self._asked_at is not None and self._asked_at < self._heard_at:
+        if self._asked_at is not None and self._asked_at < self._latest_byte_at:
             self._unresponsive = False
 
     def decide(self, now: Nanos, siblings: "Sequence[SilenceDetector]", *, spare: bool) -> list[SilenceCommand]:
@@ -290,12 +290,12 @@ class SilenceDetector:
         too_long = limits is not None and silence >= limits[1]
         self._count(now, too_long=too_long)
         if too_long and self._asked_at is not None and limits is not None:
-            trial = now - max(self._asked_at, self._heard_at)
+            trial = now - max(self._asked_at, self._latest_byte_at)
             self._unresponsive = self._unresponsive or trial >= limits[0]
         if self._out:
             self._return(now, commands)
         elif self._asked_at is not None:
-            if self._heard_at > self._asked_at:
+            if self._latest_byte_at > self._asked_at:
                 self._asked_at = None
                 commands.append(ForgetTrial())
         elif self._suspect and self._trials_tell(now):
@@ -307,7 +307,7 @@ class SilenceDetector:
         self._give_up(now, commands, limits, too_long=too_long)
         return commands
 
-    def told(self, now: Nanos, waited: Nanos, trial: TrialOutcome) -> None:
+    def trial_ended(self, now: Nanos, waited: Nanos, trial: TrialOutcome) -> None:
         """Note the outcome of the server's trial request.
 
         Args:
@@ -324,7 +324,7 @@ class SilenceDetector:
         # After a hang, the waiting time is not added, because it does not measure the server's speed.
         if not self._unresponsive or self.past[True].count < MIN_ANSWERS:
             self.past[True].add(waited, 1)
-        self._heard_at = max(self._heard_at, now)
+        self._latest_byte_at = max(self._latest_byte_at, now)
         self._unresponsive = False
         self._left = None
         self._passed = self._out
@@ -376,7 +376,7 @@ class SilenceDetector:
     def _hold(self, now: Nanos, silence: Nanos, commands: list[SilenceCommand]) -> None:
         """Hold a suspect server back, or end its hold (rule 2)."""
         tells = self._suspect and self._trials_tell(now)
-        if self._held and not (tells and any(each.works(self._heard_at) for each in self._siblings)):
+        if self._held and not (tells and any(each.works(self._latest_byte_at) for each in self._siblings)):
             self._held = False
             commands.append(EndHold())
         elif not self._held and tells and self._asked_at is not None:
@@ -390,13 +390,13 @@ class SilenceDetector:
         """Return True if this server is in rotation and not suspect, and has sent a byte since `since` or has no requests."""
         if self._out or self._suspect or self._unresponsive:
             return False
-        return not self._outstanding or self._heard_at >= since
+        return not self._outstanding or self._latest_byte_at >= since
 
     def _return(self, now: Nanos, commands: list[SilenceCommand]) -> None:
         """Return the server to rotation, or send a trial request to find out whether it may return (rule 6)."""
         if now < self._back_from:
             return
-        answers = self._passed or (self._asked_at is not None and self._heard_at > self._asked_at)
+        answers = self._passed or (self._asked_at is not None and self._latest_byte_at > self._asked_at)
         if answers or not self._trials_tell(now):
             self.reset()
             self._silent = BACK_WITH
@@ -457,7 +457,7 @@ class SilenceDetector:
         """Return True if the trial request has waited as long as the first byte of any outstanding request may take."""
         if self._asked_at is None:
             return False
-        return now - max(self._asked_at, self._heard_at) >= suspicious / SUSPECT_FACTOR
+        return now - max(self._asked_at, self._latest_byte_at) >= suspicious / SUSPECT_FACTOR
 
     def _movable(self, each: OutstandingRequest) -> bool:
         return not each.moved and (each.streams or self._overtakes >= OVERTAKES or not self.answers)
@@ -477,7 +477,7 @@ class SilenceDetector:
                 sent.append(Nanos(self._left_at - self._owed))
         if self._asked_at is not None:
             sent.append(self._asked_at)
-        return Nanos(max(self._heard_at, min(sent))) if sent else None
+        return Nanos(max(self._latest_byte_at, min(sent))) if sent else None
 
     def _kinds(self) -> Counter[tuple[bool, int]]:
         """Return the number of requests that the server may be busy with, by kind.

@@ -557,8 +557,8 @@ class Upstream(asyncio.Protocol):
             self.transport.close()
         relayed.answer_tokens += self._events
         # the tenant is charged for the tokens that the server reports
-        if relayed.tenant and (told := _COMPLETION_TOKENS.findall(self._end())):
-            relayed.answer_tokens = int(told[-1])
+        if relayed.tenant and (reported_tokens := _COMPLETION_TOKENS.findall(self._end())):
+            relayed.answer_tokens = int(reported_tokens[-1])
         self._owner.finished(self, self._work_id, self._events, reusable=reusable)
         relayed.end(keep_alive=keep_alive)
 

@@ -56,9 +56,9 @@ NEVER = Nanos(1 << 62)  # a value of `patience` so long that an engine never cou
 class EventHealth:
     """Decides from the KV events of one engine, since the engine joined, which alert applies."""
 
-    def __init__(self, books: KvEventTranslator, heard: EventStreamCounters, patience: Nanos) -> None:
+    def __init__(self, books: KvEventTranslator, counters: EventStreamCounters, patience: Nanos) -> None:
         self._books = books
-        self._heard = heard
+        self._counters = counters
         self._patience = patience
         self._owed = 0  # number of prompts with new blocks that were served since the latest batch of events
         self._owed_since = Nanos(0)
@@ -66,21 +66,21 @@ class EventHealth:
 
     def filled(self, now: Nanos) -> None:
         """Record that the engine has computed a prompt with a new block, which it must publish."""
-        if self._heard.batches != self._batches_then:
-            self._owed, self._batches_then = 0, self._heard.batches
+        if self._counters.batches != self._batches_then:
+            self._owed, self._batches_then = 0, self._counters.batches
         if not self._owed:
             self._owed_since = now
         self._owed += 1
 
     def alert(self, now: Nanos) -> KvEventAlert | None:
         """Return the alert that applies now; None: the events can be trusted."""
-        books, heard = self._books, self._heard
-        if heard.unreadable and not len(books):
+        books, counters = self._books, self._counters
+        if counters.unreadable and not len(books):
             return KvEventAlert.UNREADABLE
         if not books.followed:
             if books.passed_over[SkipReason.OTHER_BLOCK_SIZE]:
                 return KvEventAlert.OTHER_BLOCK_SIZE
             if any(books.passed_over[why] for why in REFUSED_ATTENTION):
                 return KvEventAlert.ATTENTION_REFUSED
-        silent = self._owed >= ENOUGH and heard.batches == self._batches_then
+        silent = self._owed >= ENOUGH and counters.batches == self._batches_then
         return KvEventAlert.SILENT if silent and now - self._owed_since >= self._patience else None

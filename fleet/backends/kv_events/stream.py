@@ -69,7 +69,7 @@ class EventStreamCounters(Struct):
 
 
 async def read_events(
-    endpoint: str, replay_endpoint: str, books: KvEventTranslator, heard: EventStreamCounters | None = None
+    endpoint: str, replay_endpoint: str, books: KvEventTranslator, counters: EventStreamCounters | None = None
 ) -> AsyncIterator[list[KvEvent]]:
     """Yield the events of each batch that the engine publishes: one list for each received batch, even if it is empty.
 
@@ -77,12 +77,12 @@ async def read_events(
         endpoint: The publisher's address in ZeroMQ's notation.
         replay_endpoint: Address at which the engine repeats published batches; empty: there is none.
         books: The translator of this engine's events. It must be empty, and nothing else may change it.
-        heard: The counters to increment; None to count nothing.
+        counters: The counters to increment; None to count nothing.
     """
     from zmq.asyncio import Context  # noqa: PLC0415 - optional
     from zmq.constants import SUB  # noqa: PLC0415
 
-    heard = heard or EventStreamCounters()
+    counters = counters or EventStreamCounters()
     context = Context()
     subscriber = context.socket(SUB)
     subscriber.set_hwm(RECEIVE_BATCHES)
@@ -94,10 +94,10 @@ async def read_events(
         replay = _Replay(context, replay_endpoint)
         before = await replay.since(0)
         for number in sorted(before):
-            heard.recovered += 1
+            counters.recovered += 1
             expected = number + 1
             latest.note(number, before[number])
-            yield _taken(before[number], books, heard)
+            yield _taken(before[number], books, counters)
             if number % BATCHES_A_TURN == 0:
                 await asyncio.sleep(0)
         for turn in count():
@@ -105,36 +105,36 @@ async def read_events(
                 await asyncio.sleep(0)
             frames = await subscriber.recv_multipart()
             if len(frames) != 3 or len(frames[1]) != NUMBER_BYTES:
-                yield _void(books, heard, f"a message of {len(frames)} frames")
+                yield _void(books, counters, f"a message of {len(frames)} frames")
                 continue
             number = int.from_bytes(frames[1], "big")
             if latest.has(number, frames[2]):
                 continue  # this batch was received before, from the replay or from the publisher
             events: list[KvEvent] = []
             if expected is not None and number < expected:
-                events.append(_restarted(books, heard))
+                events.append(_restarted(books, counters))
                 expected, latest = 0, _Latest()
             if expected is not None and number > expected:
                 repeated = await replay.since(max(0, expected - 1))
                 if not latest.agrees(expected - 1, repeated):
-                    events.append(_restarted(books, heard))
+                    events.append(_restarted(books, counters))
                     expected, latest = 0, _Latest()
                     repeated = await replay.since(0)
                 missed = [repeated[each] for each in sorted(repeated) if expected <= each < number]
                 if len(missed) < number - expected:
                     log.warning("kv events lost, starting over", extra={"from": expected, "to": number})
-                    heard.gaps += 1
+                    counters.gaps += 1
                     events.append(books.clear())
                 else:
-                    heard.recovered += len(missed)
+                    counters.recovered += len(missed)
                     for position, payload in enumerate(missed, start=expected):
                         latest.note(position, payload)
-                        events += _taken(payload, books, heard)
+                        events += _taken(payload, books, counters)
                         if position % BATCHES_A_TURN == 0:
                             await asyncio.sleep(0)
             expected = number + 1
             latest.note(number, frames[2])
-            yield [*events, *_taken(frames[2], books, heard)]
+            yield [*events, *_taken(frames[2], books, counters)]
     finally:
         subscriber.close(linger=0)
         context.destroy(linger=0)
@@ -159,26 +159,26 @@ class _Latest:
             del self._seen[next(iter(self._seen))]
 
 
-def _taken(payload: bytes, books: KvEventTranslator, heard: EventStreamCounters) -> list[KvEvent]:
-    heard.batches += 1
+def _taken(payload: bytes, books: KvEventTranslator, counters: EventStreamCounters) -> list[KvEvent]:
+    counters.batches += 1
     try:
         return books.take(payload)
     except UnreadableEngineEvent as error:
-        return _void(books, heard, str(error))
+        return _void(books, counters, str(error))
 
 
-def _restarted(books: KvEventTranslator, heard: EventStreamCounters) -> KvEvent:
+def _restarted(books: KvEventTranslator, counters: EventStreamCounters) -> KvEvent:
     """Drop all knowledge of the engine's cache, because another process of the engine publishes now."""
     log.warning("kv event publisher restarted, starting over")
-    heard.restarts += 1
+    counters.restarts += 1
     return books.clear()
 
 
-def _void(books: KvEventTranslator, heard: EventStreamCounters, why: str) -> list[KvEvent]:
-    if not heard.unreadable:  # log only the first unreadable batch
+def _void(books: KvEventTranslator, counters: EventStreamCounters, why: str) -> list[KvEvent]:
+    if not counters.unreadable:  # log only the first unreadable batch
         log.error("kv events unreadable, engine version may be too new", extra={"cause": why})
-    heard.unreadable += 1
-    heard.why = why
+    counters.unreadable += 1
+    counters.why = why
     return [books.clear()]
 
 

@@ -78,13 +78,13 @@ Raises:
     ValueError: No chain of a router can have such a salt."""
 
 
-def salt_of_router(adapter: str, told: str) -> bytes:
+def salt_of_router(adapter: str, salt_text: str) -> bytes:
     """Return the salt of a chain.
 
-    `told` is the salt in hexadecimal. The router gave it to the engine, and it already covers the LoRA adapter.
+    `salt_text` is the salt in hexadecimal. The router gave it to the engine, and it already covers the LoRA adapter.
     """
-    salt = bytes.fromhex(told)
-    if len(salt) != (SALT_BYTES if told or adapter else 0):
+    salt = bytes.fromhex(salt_text)
+    if len(salt) != (SALT_BYTES if salt_text or adapter else 0):
         raise ValueError("this is not a router's salt")
     return salt
 
@@ -241,13 +241,13 @@ class KvEventTranslator:
             return SkipReason.UNKNOWN_PARENT if held is None else held.name
         match first_keys:
             case []:
-                told = event.salt or ""
-            case [str(told)]:
+                salt_text = event.salt or ""
+            case [str(salt_text)]:
                 pass
             case _:
                 return SkipReason.NOT_ONLY_TOKENS
         try:
-            return block.root(self._salt_of(event.adapter or "", told), self._algorithm)
+            return block.root(self._salt_of(event.adapter or "", salt_text), self._algorithm)
         except ValueError:
             return SkipReason.NOT_ONLY_TOKENS
 

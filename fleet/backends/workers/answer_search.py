@@ -70,7 +70,7 @@ class AnswerSearch:
                 del self._searches[key]
         return tuple(memoryview(search.found).cast("I"))
 
-    def heard(self, worker_id: WorkerId, kept: KeptAnswers) -> None:
+    def received(self, worker_id: WorkerId, kept: KeptAnswers) -> None:
         """Take the tokens that a worker has sent."""
         for each in kept.answers:
             for search in self._searches.get(each.key, ()):

@@ -58,7 +58,7 @@ class GrpcStoreWatch:
         self._settings = settings
         self._incompatible = incompatible
         # Namespaces whose blocks were reported, so that the prefix index may still contain blocks of them.
-        self._told: set[tuple[StoreId, str]] = set()
+        self._reported: set[tuple[StoreId, str]] = set()
 
     async def run(self, tell: Tell) -> Never:
         """Report every change to `tell` until cancelled; after a failure, connect again with growing pauses."""
@@ -79,9 +79,9 @@ class GrpcStoreWatch:
                     log.warning("store watch ended", extra={"address": self._address, "cause": tls or cause})
                 if was_up:
                     pause = FIRST_PAUSE_SECONDS
-            for store_id, fingerprint in sorted(self._told):
+            for store_id, fingerprint in sorted(self._reported):
                 await tell(StoreChanged(store_id=store_id, fingerprint=fingerprint, reset=True))
-            self._told.clear()
+            self._reported.clear()
             await asyncio.sleep(pause)
             pause = min(2 * pause, self._settings.max_reconnect_seconds)
 
@@ -108,8 +108,8 @@ class GrpcStoreWatch:
 
     def _changed(self, store_id: StoreId, changes: pb.BlockChanges) -> StoreChanged:
         namespace = (store_id, changes.digest.hex())
-        first = namespace not in self._told
-        self._told.add(namespace)
+        first = namespace not in self._reported
+        self._reported.add(namespace)
         try:
             stored, removed = split(changes.stored), split(changes.removed)
         except ValueError as error:

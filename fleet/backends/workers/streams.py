@@ -410,13 +410,13 @@ class _WorkerConnection:
 
     def received(self, payload: bytes) -> None:
         if self._silence is not None:
-            self._silence.heard()
+            self._silence.received()
         try:
             message = decode_worker_message(pb.WorkerMessage.FromString(payload))
             if self.description is None:
                 self._begin(message)
             elif isinstance(message, KeptAnswers):
-                self._answers.heard(self.description.worker_id, message)
+                self._answers.received(self.description.worker_id, message)
             elif message is not None:
                 self._hear(self._event(message, self.description.worker_id))
         except (StreamBroken, MalformedMessage) as error:
@@ -516,7 +516,7 @@ class _SilenceTimer:
         self._loop = asyncio.get_running_loop()
         self._timer = self._loop.call_later(seconds / SLICES, self._tick)
 
-    def heard(self) -> None:
+    def received(self) -> None:
         self._quiet = 0
 
     def close(self) -> None:

@@ -49,13 +49,13 @@ class EtcdElection:
                     self._until = Nanos(began + self._settings.lease_seconds * SECOND * 2 // 3)
                 trouble = ""
             except grpc.aio.AioRpcError as error:
-                if (told := etcd_error_text(error)) != trouble:
-                    trouble = told
-                    log.warning("election key not renewed", extra={"cause": told})
+                if (cause := etcd_error_text(error)) != trouble:
+                    trouble = cause
+                    log.warning("election key not renewed", extra={"cause": cause})
             if self.leads() != self._led:
                 self._led = not self._led
-                told = "leader election won" if self._led else "leader election lost"
-                log.info(told, extra={"identity": self._identity})
+                message = "leader election won" if self._led else "leader election lost"
+                log.info(message, extra={"identity": self._identity})
             await asyncio.sleep(self._settings.lease_seconds / 6)
 
     async def give_back(self) -> None:

@@ -53,19 +53,19 @@ class MetricsDemandSource:
         raise AssertionError("the tasks never end")
 
     async def _follow(self, url: str) -> Never:
-        told = ""
+        logged_cause = ""
         while True:
             try:
                 page = await _page(url, _key_header(self._settings.key_file))
                 now = self._clock.now()
                 for report in parse_page(page, now):
                     self._aggregator.hear(url, report, now)
-                told = ""
+                logged_cause = ""
             except (aiohttp.ClientError, OSError, BadDemandReport, BadKeyFile) as error:
                 cause = "no answer in time" if isinstance(error, TimeoutError) else str(error)
                 self._aggregator.failed(url, cause)
-                if cause != told:
-                    told = cause
+                if cause != logged_cause:
+                    logged_cause = cause
                     log.warning("demand source lost", extra={"source": url, "cause": cause})
             await asyncio.sleep(self._settings.every_seconds)
 

@@ -95,21 +95,21 @@ class PrometheusDemandSource:
         return ()
 
     async def run(self) -> Never:
-        settings, told = self._settings, ""
+        settings, logged_cause = self._settings, ""
         timeout = aiohttp.ClientTimeout(total=None)
         async with aiohttp.ClientSession(timeout=timeout) as session:
             while True:
                 try:
                     async with asyncio.timeout(settings.deadline_seconds):
                         await self._round(session)
-                    told = ""
+                    logged_cause = ""
                 except (aiohttp.ClientError, OSError, BadDemandReport, ConfigurationRefused) as error:
                     cause = str(error)
                     if isinstance(error, TimeoutError):
                         cause = f"no answer within {settings.deadline_seconds:g} s"
                     self._aggregator.failed(settings.url, cause)
-                    if cause != told:
-                        told = cause
+                    if cause != logged_cause:
+                        logged_cause = cause
                         log.warning("demand source lost", extra={"source": settings.url, "cause": cause})
                 await asyncio.sleep(settings.every_seconds)
 

@@ -68,15 +68,15 @@ class RouterDemandSource:
 
     async def follow(self, name: str, address: str) -> Never:
         """Add the reports of one router to the demand until cancelled; open the connection again if it fails."""
-        told = ""
+        logged_trouble = ""
         while True:
             try:
                 trouble = await self._watch(name, address)
             finally:
                 self._reached.pop(name, None)
             self._aggregator.failed(name, trouble)
-            if trouble != told:
-                told = trouble
+            if trouble != logged_trouble:
+                logged_trouble = trouble
                 log.warning("demand source lost", extra={"source": name, "cause": trouble})
             await asyncio.sleep(AGAIN_SECONDS)
 

@@ -130,7 +130,7 @@ class _SourceProcess:
         line = process.stdout.readline()
         if not line:
             raise SystemUnavailable(f"the process that offers bytes by {kind} did not start")
-        self.told: dict[str, Any] = json.loads(line)
+        self.announcement: dict[str, Any] = json.loads(line)
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
@@ -153,7 +153,9 @@ class _Socket:
     def __call__(self) -> float:
         if self._connection is None:
             source = _SourceProcess(self._held, "socket", self._room.nbytes)
-            self._connection = self._held.enter_context(socket.create_connection(("127.0.0.1", source.told["port"])))
+            self._connection = self._held.enter_context(
+                socket.create_connection(("127.0.0.1", source.announcement["port"]))
+            )
             self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return speed(self._room.nbytes, self._fetch)
 
@@ -189,13 +191,13 @@ class _Nixl:
         agent = nixl_agent(f"bench-{os.getpid()}", nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
         here = self._room.ctypes.data
         agent.register_memory([(here, self._room.nbytes, 0, "")], "DRAM")
-        peer = agent.add_remote_agent(bytes.fromhex(source.told["metadata"]))
+        peer = agent.add_remote_agent(bytes.fromhex(source.announcement["metadata"]))
 
         def descriptors(address: int) -> Any:
             pieces = range(0, self._room.nbytes, CHUNK_BYTES)
             return agent.get_xfer_descs([(address + start, CHUNK_BYTES, 0) for start in pieces], "DRAM")
 
-        local, remote = descriptors(here), descriptors(source.told["address"])
+        local, remote = descriptors(here), descriptors(source.announcement["address"])
 
         def transfer() -> None:
             handle = agent.initialize_xfer("READ", local, remote, peer)

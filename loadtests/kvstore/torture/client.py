@@ -81,12 +81,12 @@ class TortureReport:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._operations = 0
-        self._told = 0.0
+        self._reported_at = 0.0
 
     def operation(self) -> None:
         with self._lock:
             self._operations += 1
-            if time.monotonic() - self._told > REPORT_SECONDS:
+            if time.monotonic() - self._reported_at > REPORT_SECONDS:
                 self._tell_operations()
 
     def tell(self, **found: Any) -> None:
@@ -97,7 +97,7 @@ class TortureReport:
     def _tell_operations(self) -> None:
         self._print({"operations": self._operations})
         self._operations = 0
-        self._told = time.monotonic()
+        self._reported_at = time.monotonic()
 
     def _print(self, line: Mapping[str, Any]) -> None:
         print(json.dumps(line), flush=True)

@@ -68,7 +68,7 @@ class LoadConnection(asyncio.Protocol):
         self.completed = 0
         self.latencies: list[float] = []
         self.gaps: list[float] = []
-        self._heard_at = 0.0
+        self._latest_event_at = 0.0
         self.complaint = ""
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -101,11 +101,11 @@ class LoadConnection(asyncio.Protocol):
                 return
             if EVENT in data:
                 self._begun = True
-                self._heard_at = time.perf_counter()
-                self.latencies.append(self._heard_at - self._sent_at)
+                self._latest_event_at = time.perf_counter()
+                self.latencies.append(self._latest_event_at - self._sent_at)
         elif EVENT in data:
-            before, self._heard_at = self._heard_at, time.perf_counter()
-            self.gaps.append(self._heard_at - before)
+            before, self._latest_event_at = self._latest_event_at, time.perf_counter()
+            self.gaps.append(self._latest_event_at - before)
         tail = data[-len(END) :]
         if len(tail) < len(END):
             tail = (self._tail + tail)[-len(END) :]

@@ -112,7 +112,7 @@ class _AllRanks:
     def __init__(self) -> None:
         self._good: dict[str, int] = {}
 
-    def told(self, good: Mapping[str, int]) -> None:
+    def add(self, good: Mapping[str, int]) -> None:
         """Add the report of one rank, or of several ranks together."""
         self._good = _worst(self._good, good)
 
@@ -234,7 +234,7 @@ class FleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         results = connector_output.kv_connector_worker_meta
         if results is not None:
             assert isinstance(results, StepResults)
-            self._ranks.told(results.loaded)
+            self._ranks.add(results.loaded)
         if connector_output.finished_recving:
             self._planner.loaded(self._ranks.ended(connector_output.finished_recving))
             self._planner.pulled(

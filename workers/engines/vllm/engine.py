@@ -394,14 +394,14 @@ class VllmEngine:
             capacity=self._facts.kv_blocks,
         )
         endpoint = vllm_launch.events_endpoint(self._scratch)
-        heard = EventStreamCounters()
-        health = EventHealth(books, heard, NEVER)
-        told: KvEventAlert | None = None
-        async for events in read_events(endpoint, vllm_launch.replay_endpoint(self._scratch), books, heard):
+        counters = EventStreamCounters()
+        health = EventHealth(books, counters, NEVER)
+        logged_alert: KvEventAlert | None = None
+        async for events in read_events(endpoint, vllm_launch.replay_endpoint(self._scratch), books, counters):
             if events:
                 yield events
-            if (alert := health.alert(Nanos(0))) is not told:
-                told = alert
+            if (alert := health.alert(Nanos(0))) is not logged_alert:
+                logged_alert = alert
                 if alert is not None:
                     log.error("kv events unusable, routers believe that the cache is empty", extra={"alert": alert})
 
@@ -550,10 +550,10 @@ class VllmEngine:
             reasoning_ended=None if parser is None else parser.reasoning_ended,
             reasoning_parser_kwargs=None if parser is None else parser.reasoning_parser_kwargs,
         ):
-            told = self._progress(request, output)
-            if parser is not None and isinstance(told, Progress):
-                told = _parsed(told, parser, start)
-            self._tell(told)
+            outcome = self._progress(request, output)
+            if parser is not None and isinstance(outcome, Progress):
+                outcome = _parsed(outcome, parser, start)
+            self._tell(outcome)
 
     async def _prompt_with_images(self, request: _InFlight, params: "SamplingParams") -> "MultiModalInput | None":
         """Return the prompt of a request with images; None if the request has ended, because it was refused or cancelled."""

@@ -348,8 +348,8 @@ def _address_families() -> tuple[socket.AddressFamily, ...]:
 
 def _binds_threads() -> bool:
     """Return whether vLLM's environment variables bind its threads to cores."""
-    told = os.environ.get(THREADS_BIND, NO_BIND)  # noqa: TID251 - see `prepare_environment`
-    return told != NO_BIND
+    binding = os.environ.get(THREADS_BIND, NO_BIND)  # noqa: TID251 - see `prepare_environment`
+    return binding != NO_BIND
 
 
 def end_processes() -> None:

@@ -177,9 +177,9 @@ def test_load_ends_with_the_last_rank_and_the_worst_result():
     from workers.engines.vllm.connector import StepResults, _AllRanks
 
     ranks = _AllRanks()
-    ranks.told({"a": 3, "b": 5})
+    ranks.add({"a": 3, "b": 5})
     assert ranks.ended(set()) == {}
-    ranks.told(StepResults({"a": 7, "c": 1}).aggregate(StepResults({"b": 2, "c": 4})).loaded)
+    ranks.add(StepResults({"a": 7, "c": 1}).aggregate(StepResults({"b": 2, "c": 4})).loaded)
 
     assert ranks.ended({"a", "c", "of another connector"}) == {"a": 3, "c": 1}
     assert ranks.ended({"a", "b"}) == {"b": 2}

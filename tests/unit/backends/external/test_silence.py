@@ -83,8 +83,8 @@ class World:
 
     def _seen(self, server: Server, asked: Asked) -> OutstandingRequest:
         begun = asked.begun_at is not None
-        heard = begun and server.speaks and not server.hung
-        if heard:
+        progressed = begun and server.speaks and not server.hung
+        if progressed:
             asked.quiet_since = self.now
         return OutstandingRequest(
             work_id=asked.work_id,
@@ -92,7 +92,7 @@ class World:
             size=asked.size,
             streams=asked.streams,
             begun=begun,
-            heard=heard,
+            progressed=progressed,
             quiet_for=Nanos(self.now - max(asked.quiet_since, asked.sent_at)),
             overtaken=server.silence.answers - asked.turn,
             moved=asked.moved,
@@ -116,7 +116,7 @@ class World:
         if server.trial_at is not None and (server.refuses_trials or not server.hung):
             waited = Nanos(self.now - server.trial_at)
             server.trial_at = None
-            server.silence.told(
+            server.silence.trial_ended(
                 self.now, waited, TrialOutcome.REFUSED if server.refuses_trials else TrialOutcome.ANSWERED
             )
         for each in list(server.works.values()):
@@ -220,7 +220,7 @@ def test_answered_trial_ends_the_hold():
 def test_equally_silent_servers_are_not_held():
     world = World()
     world.warm()
-    world.run(0.3)  # neither of them has been heard since the requests were sent
+    world.run(0.3)  # neither of them has sent anything since the requests were sent
     for server in world.servers:
         server.hung = True
         world.send(server)

@@ -13,11 +13,11 @@ SOON, LATER = Nanos(1), Nanos(PATIENCE + 1)
 
 class Engine:
     def __init__(self):
-        self.books, self.heard = some_books(), EventStreamCounters()
-        self.health = EventHealth(self.books, self.heard, PATIENCE)
+        self.books, self.counters = some_books(), EventStreamCounters()
+        self.health = EventHealth(self.books, self.counters, PATIENCE)
 
     def publish(self, *events: object) -> None:
-        self.heard.batches += 1
+        self.counters.batches += 1
         self.books.take(a_batch(*events))
 
     def serve(self, prompts: int, now: Nanos = SOON) -> None:
@@ -72,7 +72,7 @@ def test_engine_without_full_attention_raises_alert(attention):
 
 def test_unreadable_alert_lasts_until_a_block_is_followed():
     engine = Engine()
-    engine.heard.unreadable = 1
+    engine.counters.unreadable = 1
     assert engine.health.alert(SOON) is KvEventAlert.UNREADABLE
 
     engine.publish(stored([1], None, 0, 32))

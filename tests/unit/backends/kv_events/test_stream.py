@@ -100,11 +100,13 @@ async def read(
 ) -> tuple[list, EventStreamCounters]:
     """Return the events of the first `batches` batches, while `drive` makes the publisher act."""
     told: list = []
-    heard = EventStreamCounters()
+    counters = EventStreamCounters()
 
     async def listen() -> None:
         endpoint = publisher.replay_endpoint if replay else ""
-        async for events in read_events(publisher.endpoint, endpoint, some_books() if books is None else books, heard):
+        async for events in read_events(
+            publisher.endpoint, endpoint, some_books() if books is None else books, counters
+        ):
             told.append(events)
             if len(told) == batches:
                 return
@@ -113,7 +115,7 @@ async def read(
         tasks.create_task(listen())
         await publisher.subscribed()
         await drive()
-    return told, heard
+    return told, counters
 
 
 async def test_idle_engine_is_known_from_its_replay():
@@ -121,10 +123,10 @@ async def test_idle_engine_is_known_from_its_replay():
         await publisher.publish(FIRST, lost=True)
         await publisher.publish(LONGER, lost=True)
 
-        told, heard = await read(publisher, 2, publisher.repeat)
+        told, counters = await read(publisher, 2, publisher.repeat)
 
     assert told == [[ONE], [TWO]]
-    assert (heard.recovered, heard.gaps) == (2, 0)
+    assert (counters.recovered, counters.gaps) == (2, 0)
 
 
 async def test_batch_published_during_replay_counts_once():
@@ -135,10 +137,10 @@ async def test_batch_published_during_replay_counts_once():
             await publisher.repeat()
             await publisher.publish(LONGER)
 
-        told, heard = await read(publisher, 2, drive)
+        told, counters = await read(publisher, 2, drive)
 
     assert told == [[ONE], [TWO]]
-    assert heard.restarts == 0
+    assert counters.restarts == 0
 
 
 @pytest.mark.parametrize("topic", [b"", b"kv-events"], ids=["vLLM", "SGLang"])
@@ -152,10 +154,10 @@ async def test_a_gap_is_filled_from_the_replay(topic):
             await publisher.publish(SALTED)
             await publisher.repeat()
 
-        told, heard = await read(publisher, 2, drive)
+        told, counters = await read(publisher, 2, drive)
 
     assert told == [[ONE], [TWO, SALTED_ONE]]
-    assert (heard.batches, heard.recovered, heard.gaps) == (3, 1, 0)
+    assert (counters.batches, counters.recovered, counters.gaps) == (3, 1, 0)
 
 
 CHAIN = [
@@ -179,11 +181,11 @@ async def test_dropped_part_of_a_replay_is_requested_again(monkeypatch, falls, e
             heard_from.append(await publisher.repeat(falls=falls, ends=ends))
             heard_from.append(await publisher.repeat())
 
-        told, heard = await read(publisher, 8, drive)
+        told, counters = await read(publisher, 8, drive)
 
     assert told == [[KvStored((name,))] for name in BLOCKS]
     assert heard_from == asked
-    assert heard.recovered == 8
+    assert counters.recovered == 8
 
 
 async def test_replay_with_lasting_hole_counts_only_after_the_hole():
@@ -196,10 +198,10 @@ async def test_replay_with_lasting_hole_counts_only_after_the_hole():
             await publisher.repeat(falls={4, 5})
             await publisher.publish(LONGER)
 
-        told, heard = await read(publisher, 3, drive)
+        told, counters = await read(publisher, 3, drive)
 
     assert told == [[ONE], [SALTED_ONE], [TWO]]
-    assert (heard.recovered, heard.gaps) == (2, 0)
+    assert (counters.recovered, counters.gaps) == (2, 0)
 
 
 async def test_long_backlog_lets_other_tasks_run():
@@ -242,10 +244,10 @@ async def test_unfillable_gap_clears_everything():
             await publisher.publish(SALTED)
             await publisher.repeat(kept_from=2)
 
-        told, heard = await read(publisher, 2, drive)
+        told, counters = await read(publisher, 2, drive)
 
     assert told == [[ONE], [KvCleared(), SALTED_ONE]]
-    assert heard.gaps == 1
+    assert counters.gaps == 1
 
 
 async def test_silent_replay_endpoint_is_not_asked_at_every_gap(monkeypatch):
@@ -258,10 +260,10 @@ async def test_silent_replay_endpoint_is_not_asked_at_every_gap(monkeypatch):
                 await publisher.publish(FIRST)
                 await publisher.publish(LONGER, lost=True)
 
-        told, heard = await read(publisher, 4, drive)
+        told, counters = await read(publisher, 4, drive)
 
         assert told == [[ONE], *[[KvCleared(), ONE]] * 3]
-        assert heard.gaps == 3
+        assert counters.gaps == 3
         assert await publisher.questions() <= 1
 
 
@@ -294,10 +296,10 @@ async def test_without_replay_a_gap_clears_everything():
             await publisher.publish(LONGER, lost=True)
             await publisher.publish(SALTED)
 
-        told, heard = await read(publisher, 2, drive, replay=False)
+        told, counters = await read(publisher, 2, drive, replay=False)
 
     assert told == [[ONE], [KvCleared(), SALTED_ONE]]
-    assert heard.gaps == 1
+    assert counters.gaps == 1
 
 
 async def test_restarted_engine_is_followed_from_its_first_batch():
@@ -311,10 +313,10 @@ async def test_restarted_engine_is_followed_from_its_first_batch():
             await publisher.publish(SALTED)
             await publisher.publish(FIRST)
 
-        told, heard = await read(publisher, 4, drive)
+        told, counters = await read(publisher, 4, drive)
 
     assert told == [[ONE], [TWO], [KvCleared(), SALTED_ONE], [ONE]]
-    assert (heard.restarts, heard.gaps) == (1, 0)
+    assert (counters.restarts, counters.gaps) == (1, 0)
 
 
 async def test_unnoticed_engine_restart_is_detected_at_a_gap():
@@ -331,10 +333,10 @@ async def test_unnoticed_engine_restart_is_detected_at_a_gap():
             await publisher.repeat()
             await publisher.repeat()
 
-        told, heard = await read(publisher, 2, drive)
+        told, counters = await read(publisher, 2, drive)
 
     assert told == [[ONE], [KvCleared(), SALTED_ONE, ONE, TWO]]
-    assert (heard.restarts, heard.gaps, heard.recovered) == (1, 0, 2)
+    assert (counters.restarts, counters.gaps, counters.recovered) == (1, 0, 2)
 
 
 async def test_view_is_right_with_lost_and_reordered_batches():
@@ -367,12 +369,12 @@ async def test_view_is_right_with_lost_and_reordered_batches():
             answering.cancel()
 
         finished = asyncio.Event()
-        heard = EventStreamCounters()
+        counters = EventStreamCounters()
 
         async def listen() -> None:
-            async for events in read_events(publisher.endpoint, publisher.replay_endpoint, books, heard):
+            async for events in read_events(publisher.endpoint, publisher.replay_endpoint, books, counters):
                 view.apply(events)
-                if heard.batches == len(batches):
+                if counters.batches == len(batches):
                     finished.set()
                     return
 
@@ -383,8 +385,8 @@ async def test_view_is_right_with_lost_and_reordered_batches():
 
     held = {name for chunk in view.dump()[1:] for event in chunk for name in event.hashes}
     assert held == {name for blocks in truth.values() for name in blocks}
-    assert heard.recovered >= 14
-    assert (heard.gaps, heard.restarts) == (0, 0)
+    assert counters.recovered >= 14
+    assert (counters.gaps, counters.restarts) == (0, 0)
 
 
 async def test_unreadable_batch_clears_everything_and_stream_goes_on():
@@ -397,11 +399,11 @@ async def test_unreadable_batch_clears_everything_and_stream_goes_on():
             await publisher.send(b"one frame")
             await publisher.publish(SALTED)
 
-        told, heard = await read(publisher, 4, drive)
+        told, counters = await read(publisher, 4, drive)
 
     assert told == [[ONE], [KvCleared()], [KvCleared()], [SALTED_ONE]]
-    assert heard.unreadable == 2
-    assert "frames" in heard.why
+    assert counters.unreadable == 2
+    assert "frames" in counters.why
 
 
 async def test_number_far_ahead_costs_no_more_than_one_gap():
@@ -413,10 +415,10 @@ async def test_number_far_ahead_costs_no_more_than_one_gap():
             await publisher.send(b"", (2**63).to_bytes(8, "big"), SALTED)
             await publisher.repeat()
 
-        told, heard = await read(publisher, 2, drive)
+        told, counters = await read(publisher, 2, drive)
 
     assert told == [[ONE], [KvCleared(), SALTED_ONE]]
-    assert (heard.gaps, heard.restarts) == (1, 0)
+    assert (counters.gaps, counters.restarts) == (1, 0)
 
 
 @pytest.mark.parametrize("seconds", ["REPLAY_TIMEOUT_SECONDS", "REPLAY_SECONDS"])
@@ -451,10 +453,10 @@ async def test_garbage_replay_counts_as_none(number):
             await publisher.replay.send_multipart([client, b"", number, FIRST])
             await publisher.publish(SALTED)
 
-        told, heard = await read(publisher, 1, drive)
+        told, counters = await read(publisher, 1, drive)
 
     assert told == [[SALTED_ONE]]
-    assert heard.recovered == 0
+    assert counters.recovered == 0
 
 
 async def test_recorded_sglang_frames_arrive_whole():
@@ -465,10 +467,10 @@ async def test_recorded_sglang_frames_arrive_whole():
             for batch in SGLANG:
                 await publisher.publish(batch)
 
-        told, heard = await read(publisher, 7, drive, books=some_books(100, 16, salt_of=client_salt))
+        told, counters = await read(publisher, 7, drive, books=some_books(100, 16, salt_of=client_salt))
 
     assert [len(events) for events in told] == [1, 1, 1, 1, 1, 2, 1]
-    assert heard.batches == 7
+    assert counters.batches == 7
 
 
 def test_recorded_sglang_replay_ends_like_ours():

@@ -32,7 +32,7 @@ class Cluster:
 
     def answer(self, worker_id: WorkerId, key: int, *token_ids: int, wanted: int = 3) -> None:
         kept = KeptAnswer(key, token_bytes(token_ids), wanted)
-        self.search.heard(worker_id, KeptAnswers(answers=(kept,)))
+        self.search.received(worker_id, KeptAnswers(answers=(kept,)))
 
 
 async def test_first_worker_with_all_tokens_ends_the_search():

@@ -34,7 +34,7 @@ class Worker:
         return start.request_id
 
     def hear(self, work, *tokens, now=0.0, finish=None) -> list:
-        return list(self.holds.heard([some_progress(*tokens, request_id=work, finish=finish)], at(now)))
+        return list(self.holds.stepped([some_progress(*tokens, request_id=work, finish=finish)], at(now)))
 
     def turn(self, began: float, ended: float) -> PinChain:
         """Run one request from its beginning to its end."""
@@ -73,7 +73,7 @@ def test_attempt_without_tokens_or_session_pins_nothing():
     assert worker.hear(worker.begin(session=""), 7, finish=Finish.STOP) == []
     assert worker.hear(worker.begin(phase=Phase.PREFILL, kv_path=KvPath.STORE), 7, finish=Finish.LENGTH) == []
     rejected = worker.begin()
-    assert list(worker.holds.heard([Rejected(request_id=rejected, reason=Reason.INTERNAL, message="")], at(0))) == []
+    assert list(worker.holds.stepped([Rejected(request_id=rejected, reason=Reason.INTERNAL, message="")], at(0))) == []
     assert worker.hear(rejected, 7, finish=Finish.STOP) == []
 
 

@@ -237,15 +237,15 @@ class LeaderRank:
             order = WriteOrder(self._number(lane), part, first, tuple([blocks[index] for index in part.places.indices]))
             started = self.clock.now()
             self._order(lane, order)
-            told = [_put(self._client, self.seat, order, source)]
+            sums_by_rank = [_put(self._client, self.seat, order, source)]
             for rank, follower in self._followers[lane].items():
                 sums = self._answer(rank, follower, order.number, Nanos(started + LEAD))
                 if sums is None:
                     self.answering[lane].failed(started, self.clock.now())
                     return
-                told.append(sums)
+                sums_by_rank.append(sums)
             self.answering[lane].succeeded()
-            written = combined_checksums(self.seat.share.block_bytes, told)
+            written = combined_checksums(self.seat.share.block_bytes, sums_by_rank)
             checksums.update((first + at, crc32c) for at, crc32c in written.items())
 
     def _order(self, lane: RankChannel, order: WriteOrder) -> None:
@@ -275,9 +275,9 @@ class LeaderRank:
             if not message:
                 self._lose(rank, EOFError("the rank closed its end"))
                 break
-            told = msgspec.msgpack.decode(message, type=WrittenShards)
-            if told.number == number:
-                return told.sums
+            written = msgspec.msgpack.decode(message, type=WrittenShards)
+            if written.number == number:
+                return written.sums
         return None
 
     def _lose(self, rank: int, error: Exception) -> None:

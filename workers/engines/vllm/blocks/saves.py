@@ -282,7 +282,7 @@ class FollowingSaver:
         self.staged: dict[SaveKey, list[int]] = {}
         self.finished: set[SaveKey] = set()  # saves that have ended, so that their shards need not be staged
         self.lost = False
-        self._told = False  # True if the log has a line about the loss of the first rank
+        self._loss_logged = False  # True if the log has a line about the loss of the first rank
         self._writer = threading.Thread(target=self._follow, name="fleet-kv-write", daemon=True)
         self._writer.start()
 
@@ -326,8 +326,8 @@ class FollowingSaver:
         has ended, but it logs nothing, because the first rank also ends when the engine shuts down. If another step
         follows, the engine goes on without the first rank, and blocks are lost.
         """
-        if not self._told:
-            self._told = True
+        if not self._loss_logged:
+            self._loss_logged = True
             log.warning("first rank lost, blocks are not saved any more")
 
     def _stage(self, key: SaveKey, save: BlockSave) -> None:
@@ -352,7 +352,7 @@ class FollowingSaver:
             # Supervisor: without this thread, no shard is saved. From the closed channels the first rank knows that it
             # must not wait.
             log.exception("kv block writes stopped")
-            self._told = True
+            self._loss_logged = True
             self._follower.close()
         with self._changed:
             self.lost = True

@@ -240,11 +240,11 @@ class Operator:
     def _informer(self, kind: ApiKind, namespace: str) -> Informer[Any]:
         view = VIEW_OF_KIND[kind]
         cache, selector = self.store.of(kind, view), SELECTORS.get(kind, "")
-        more: dict[str, Any] = {"heard": self._heard} if kind == kinds.LEASE else {}
+        more: dict[str, Any] = {"convert": self._heard} if kind == kinds.LEASE else {}
         return Informer(self._cluster, kind, view, cache, self._changed, namespace=namespace, selector=selector, **more)
 
     def _heard(self, lease: KubernetesLease, before: KubernetesLease | None, news: bool) -> KubernetesLease:
-        return lease.heard(self._wall(), before, news=news)
+        return lease.with_renewal_time(self._wall(), before, news=news)
 
     async def _begin(self) -> None:
         """Enqueue all keys whenever this process begins to lead."""

@@ -138,11 +138,11 @@ class _ModelDownload:
         self._weights = weights
         self._cache = Path(hub.cache).expanduser() if hub.cache else default_cache_dir() / "hub"
         self._there = 0  # bytes of the model in the cache, as the download process has reported last
-        self._heard = self._logged = clock.now()
+        self._last_progress_at = self._logged = clock.now()
 
     async def run(self) -> DownloadComplete:
-        told = {"repository": self._repository.name, "revision": self._repository.revision}
-        log.info("the model is fetched, unless it is there", extra=told | {"hub": self._hub.endpoint})
+        context = {"repository": self._repository.name, "revision": self._repository.revision}
+        log.info("the model is fetched, unless it is there", extra=context | {"hub": self._hub.endpoint})
         begun = self._clock.now()
         pause, cause = FIRST_PAUSE_SECONDS, "it sends nothing"
         while self._left() > 0:
@@ -156,14 +156,16 @@ class _ModelDownload:
                     if ended.asked:
                         log.warning(
                             "the hub cannot be reached; the model is the one fetched before",
-                            extra=told | {"cause": ended.asked},
+                            extra=context | {"cause": ended.asked},
                         )
                     seconds = (self._clock.now() - begun) / SECOND
-                    log.info("the model is there", extra=told | {"commit": ended.commit, "seconds": round(seconds, 1)})
+                    log.info(
+                        "the model is there", extra=context | {"commit": ended.commit, "seconds": round(seconds, 1)}
+                    )
                     return ended
                 case DownloadFailed(failure=DownloadFailure.UNREACHABLE):
                     cause = ended.cause
-                    log.warning("the hub cannot be reached; it is asked again", extra=told | {"cause": cause})
+                    log.warning("the hub cannot be reached; it is asked again", extra=context | {"cause": cause})
                     await asyncio.sleep(max(0.0, min(pause, self._left())))
                     pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
                 case DownloadFailed():
@@ -214,16 +216,16 @@ class _ModelDownload:
     def _hear(self, progress: DownloadProgress) -> None:
         now = self._clock.now()
         if progress.there > self._there:
-            self._heard = now
+            self._last_progress_at = now
         self._there = progress.there  # may be smaller than before, if the download of a file has started again
         if now - self._logged >= LOG_SECONDS * SECOND:
             self._logged = now
-            told = {"repository": self._repository.name, "bytes": progress.there, "of": progress.whole}
-            log.info("the model is being fetched", extra=told)
+            context = {"repository": self._repository.name, "bytes": progress.there, "of": progress.whole}
+            log.info("the model is being fetched", extra=context)
 
     def _left(self) -> float:
         """Return the seconds until the download is aborted, if nothing arrives in this time."""
-        until = Nanos(self._heard + int(self._hub.patience_seconds * SECOND))
+        until = Nanos(self._last_progress_at + int(self._hub.patience_seconds * SECOND))
         return (until - self._clock.now()) / SECOND
 
     def _environment(self) -> dict[str, str]:

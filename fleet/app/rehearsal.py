@@ -101,7 +101,7 @@ class SimulatedRehearsal:
         except OSError as error:
             raise RehearsalSkipped(f"the simulator cannot be started: {error.strerror}") from error
         try:
-            told, errors = await child.communicate(msgspec.json.encode(task))
+            output, errors = await child.communicate(msgspec.json.encode(task))
         except RuntimeError as error:  # uvloop raises this if the process has ended and its pipe is closed
             raise RehearsalSkipped(
                 f"the simulator ended before it read its task: status {await child.wait()}"
@@ -111,7 +111,7 @@ class SimulatedRehearsal:
                 child.kill()
                 await child.wait()
         try:
-            return msgspec.json.decode(told, type=RehearsalResult)
+            return msgspec.json.decode(output, type=RehearsalResult)
         except msgspec.DecodeError as error:
             last = errors.decode(errors="replace").strip().rpartition("\n")[2]
             raise RehearsalSkipped(f"the simulator failed: {last or f'status {child.returncode}'}") from error

@@ -77,17 +77,17 @@ def _watch(arguments: argparse.Namespace) -> int:
 def _place(address: str) -> Iterator[str]:
     """Yield a line with the URLs and the uptime of a cluster on this machine. Yield nothing for other clusters."""
     run_ = run_at(address)
-    if run_ is None or (told := run_.addresses()) is None or (supervisor := run_.supervisor()) is None:
+    if run_ is None or (addresses := run_.addresses()) is None or (supervisor := run_.supervisor()) is None:
         return
-    scheme = "https" if told.tls.certificate else "http"
+    scheme = "https" if addresses.tls.certificate else "http"
     ways = {
-        "grpc": told.grpc_listen,
-        "kserve": told.kserve_listen,
-        "health": told.health_listen and f"http://{told.health_listen}/health",
-        "control": told.control_listen,
+        "grpc": addresses.grpc_listen,
+        "kserve": addresses.kserve_listen,
+        "health": addresses.health_listen and f"http://{addresses.health_listen}/health",
+        "control": addresses.control_listen,
     }
     others = "".join(f"  {name} {way}" for name, way in ways.items() if way)
-    yield f"http {scheme}://{told.http_listen}/v1{others}  up {uptime_words(process_age(supervisor.pid))}"
+    yield f"http {scheme}://{addresses.http_listen}/v1{others}  up {uptime_words(process_age(supervisor.pid))}"
 
 
 def uptime_words(seconds: float) -> str:

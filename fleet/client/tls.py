@@ -87,12 +87,12 @@ def tls_cause(address: str, tls: ClientTls | None) -> str:
     if tls is not None:
         files = Credentials(authority=tls.authority or known, certificate=tls.certificate, key=tls.key)
     cause = diagnose_address(address, files, field="tls", timeout_seconds=DIAGNOSIS_SECONDS)
-    for told, meaning in (
+    for phrase, meaning in (
         (": tls.authority is set", LEAVE_OUT_TLS),
         (": set tls.authority", GIVE_TLS),
         (f"the authority in {known}", "an authority that gRPC knows; tls.authority names the file of another one"),
     ):
-        cause = cause.replace(told, meaning)
+        cause = cause.replace(phrase, meaning)
     return cause
 
 

@@ -508,8 +508,8 @@ class Generation:
         digests = await image_digests(request.images) if request.images else ()
         # The router cannot continue this answer on another worker, because it does not see the tokens. So the event states a
         # seed: an answer with a seed is continued only by workers that can rebuild the state of its random generator.
-        told = Sampling(max_tokens=sampling.max_tokens, seed=0, form=sampling.form)
-        return structs.replace(self._arrived(request, card, tokens, told, digests=digests), external=True)
+        event_sampling = Sampling(max_tokens=sampling.max_tokens, seed=0, form=sampling.form)
+        return structs.replace(self._arrived(request, card, tokens, event_sampling, digests=digests), external=True)
 
     async def _generate_with_images(
         self,

@@ -58,22 +58,24 @@ class Liveness:
         self._stopped = Nanos(0)
         self._silent = Nanos(0)
 
-    def observe(self, look: ProcessSample, *, heard: bool, now: Nanos) -> HangDetected | None:
+    def observe(self, look: ProcessSample, *, heartbeat: bool, now: Nanos) -> HangDetected | None:
         """Record one sample of the child.
 
         Args:
             look: The state that the kernel reports now.
-            heard: True if a heartbeat came since the last sample.
+            heartbeat: True if a heartbeat came since the last sample.
             now: Monotonic time.
         """
         passed, before = Nanos(now - self._looked_at), self._before
         self._looked_at, self._before = now, look
-        self._beats = self._beats or heard
+        self._beats = self._beats or heartbeat
         if look.traced or passed >= SUPERVISOR_PAUSE:
             self._stopped = self._silent = Nanos(0)
             return None
         self._stopped = Nanos(self._stopped + passed) if look.stopped else Nanos(0)
-        self._silent = Nanos(0) if heard else Nanos(self._silent + passed - _time_without_core(look, before, passed))
+        self._silent = (
+            Nanos(0) if heartbeat else Nanos(self._silent + passed - _time_without_core(look, before, passed))
+        )
         if self._stopped >= self._limits.stopped:
             return HangDetected(f"has been stopped for {_seconds(self._limits.stopped)} s")
         if self._beats and self._limits.silent is not None and self._silent >= self._limits.silent:

@@ -61,14 +61,14 @@ class SupervisorWatch:
         self._supervisor = supervisor
         self._looks = 0
 
-    def heard(self) -> None:
+    def note_line(self) -> None:
         """Note that the supervisor has written a line. If it counted as hung, report that it responds again."""
         if self._looks >= SILENT_LOOKS:
             self._file.unlink(missing_ok=True)
             tell("the supervisor responds again")
         self._looks = 0
 
-    def nothing_heard(self) -> None:
+    def note_silence(self) -> None:
         """Note that the supervisor has written nothing since the last check. After `SILENT_LOOKS` such checks, report a hang."""
         if process_field(self._supervisor, "TracerPid") not in ("", "0"):
             return  # a debugger may have stopped the supervisor, so this is no hang
@@ -91,12 +91,12 @@ def lines(watch: SupervisorWatch) -> Iterator[bytes]:
     while True:
         ready, _, _ = select.select([source], [], [], BEAT_SECONDS)
         if not ready:
-            watch.nothing_heard()
+            watch.note_silence()
             continue
         content = os.read(source, 1 << 16)
         if not content:
             return
-        watch.heard()
+        watch.note_line()
         *whole, unfinished = (unfinished + content).split(b"\n")
         yield from whole
 

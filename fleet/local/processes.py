@@ -301,12 +301,12 @@ class LocalProcesses:
         self._note_parts()
         if (unsent := self._unsent.pop(name, None)) is not None:
             self._send(name, unsent)
-        heard = asyncio.Event()
+        heartbeat = asyncio.Event()
         try:
             async with asyncio.TaskGroup() as watching:
                 tasks = [
-                    watching.create_task(self._listen(name, read_fd, heard)),
-                    watching.create_task(self._watch(process, running.pid, heard)),
+                    watching.create_task(self._listen(name, read_fd, heartbeat)),
+                    watching.create_task(self._watch(process, running.pid, heartbeat)),
                 ]
                 status = await running.wait()
                 for task in tasks:
@@ -326,11 +326,11 @@ class LocalProcesses:
         running, endpoints = self._running.get(name), self._endpoints.get(name)
         if running is None or endpoints is None:
             return  # the child has just ended
-        told = self._drain is not None and await self._drain(endpoints, within)
-        if not told and self._running.get(name) is running:
+        drain_requested = self._drain is not None and await self._drain(endpoints, within)
+        if not drain_requested and self._running.get(name) is running:
             self._send(name, signal.SIGTERM)
 
-    async def _listen(self, name: str, read_fd: int, heard: asyncio.Event) -> None:
+    async def _listen(self, name: str, read_fd: int, heartbeat: asyncio.Event) -> None:
         """Read what a child writes: the phases of its start (lines after #), its readiness line, and then its heartbeats.
 
         Return without a readiness line if the child has ended, or was killed because its start took too long.
@@ -347,17 +347,17 @@ class LocalProcesses:
             self._endpoints[name] = msgspec.json.decode(line, type=dict[str, str])
             self._events.put_nowait(ChildReady(name))
             while await reader.read(1 << 16):
-                heard.set()
+                heartbeat.set()
         finally:
             self._phases.pop(name, None)
             transport.close()
 
-    async def _watch(self, process: LocalProcess, pid: int, heard: asyncio.Event) -> None:
+    async def _watch(self, process: LocalProcess, pid: int, heartbeat: asyncio.Event) -> None:
         """Sample the state of a child until it hangs or ends."""
         name, liveness = process.child.name, Liveness(process.limits, self._clock.now())
         while (look := sample_process(pid)) is not None:
-            hang = liveness.observe(look, heard=heard.is_set(), now=self._clock.now())
-            heard.clear()
+            hang = liveness.observe(look, heartbeat=heartbeat.is_set(), now=self._clock.now())
+            heartbeat.clear()
             if hang is not None:
                 self._say(f"{name} {hang.why}, and is killed")
                 self._events.put_nowait(ChildUnresponsive(name))

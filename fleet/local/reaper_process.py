@@ -72,7 +72,7 @@ class ReaperProcess:
                 self._write(".\n")
                 await asyncio.sleep(BEAT_SECONDS)
                 look = sample_process(self._process.pid)
-                if look is not None and liveness.observe(look, heard=False, now=self._clock.now()) is not None:
+                if look is not None and liveness.observe(look, heartbeat=False, now=self._clock.now()) is not None:
                     self._process.kill()
                     await self._process.wait()
             self._say("the orphan reaper was ended or stopped by another process; starting it again")

@@ -71,7 +71,7 @@ def plan_routers(settings: RouterSettings, count: int, folder: Path) -> RouterPr
     processes = []
     for number, own in enumerate(sockets):
         name = f"{settings.router_id}-{number}"
-        told = structs.replace(
+        own_settings = structs.replace(
             settings,
             router_id=name,
             http_listen=http,
@@ -88,7 +88,7 @@ def plan_routers(settings: RouterSettings, count: int, folder: Path) -> RouterPr
             overflow=overflow,
         )
         path = folder / f"router-{number}.json"
-        save(told, path)
+        save(own_settings, path)
         child = ChildProcess(name=name, start_stage=0, stop_stage=0, ready_within=READY_WITHIN, stop_within=stop_within)
         command = (sys.executable, "-m", "fleet.cli.main", "serve", "router", "--config", str(path))
         processes.append(LocalProcess(child=child, command=command, limits=limits))

@@ -131,8 +131,10 @@ class LocalRun(Struct, frozen=True):
 
     def answers_at(self, address: str) -> bool:
         """Return True if the router of the run listens at this address."""
-        told = self.addresses()
-        return told is not None and any(_same(listen, address) for listen in (told.grpc_listen, told.control_listen))
+        addresses = self.addresses()
+        return addresses is not None and any(
+            _same(listen, address) for listen in (addresses.grpc_listen, addresses.control_listen)
+        )
 
     def addresses(self) -> RouterAddresses | None:
         """Return the addresses of the run's router; None if they cannot be read."""

@@ -394,18 +394,18 @@ def check_metrics_ranges(topology: Topology) -> None:
     for index, pool in enumerate(topology.pools):
         field, most = f"pools[{index}].metrics_listen", max(pool.replicas, topology.cluster.most_workers)
         ports = _port_range(pool.metrics_listen, most)
-        told = (
+        range_text = (
             f"{field}: {pool.metrics_listen} is the first of {most} ports, one for each worker that the pool may have"
         )
         if ports and ports[-1] > MOST_PORT:
             raise ConfigurationRefused(
-                f"{told}; name a port up to {MOST_PORT - most + 1}, or lower cluster.most_workers"
+                f"{range_text}; name a port up to {MOST_PORT - most + 1}, or lower cluster.most_workers"
             )
         for other, listen, count in taken:
             both = set(ports).intersection(_port_range(listen, count))
             if both and _share_a_host(pool.metrics_listen, listen):
                 raise ConfigurationRefused(
-                    f"{told}, and {other} uses port {min(both)} too; name a port further away, or lower cluster.most_workers"
+                    f"{range_text}, and {other} uses port {min(both)} too; name a port further away, or lower cluster.most_workers"
                 )
         taken.append((field, pool.metrics_listen, most))
 

@@ -124,17 +124,17 @@ class RegistryServer:
 
     async def membership(self) -> AsyncIterator[MembershipChange]:
         """Yield the present members as arrivals, and then each change. Several consumers may iterate at the same time."""
-        told: dict[WorkerId, MemberJoined] = {}
+        announced: dict[WorkerId, MemberJoined] = {}
         while True:
             changed = self._changed
             members = self.machine.members
-            for worker_id, member in list(told.items()):
+            for worker_id, member in list(announced.items()):
                 if members.get(worker_id) != member:
-                    del told[worker_id]
+                    del announced[worker_id]
                     yield MemberLeft(worker_id=worker_id)
             for worker_id, member in members.items():
-                if worker_id not in told:
-                    told[worker_id] = member
+                if worker_id not in announced:
+                    announced[worker_id] = member
                     yield member
             await changed.wait()
 

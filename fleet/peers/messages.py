@@ -46,18 +46,18 @@ def encode_registered(event: Register | Registration) -> control_pb2.RegisterReq
     return control_pb2.RegisterRequest(worker_id=event.worker_id, incarnation=event.incarnation, address=event.address)
 
 
-def decode_registered(told: control_pb2.RegisterRequest) -> Register:
+def decode_registered(message: control_pb2.RegisterRequest) -> Register:
     """Decode the registration of a worker with another router.
 
     Raises:
         ConnectionError: The message is no valid registration.
     """
-    if not (told.worker_id and told.incarnation and told.address):
+    if not (message.worker_id and message.incarnation and message.address):
         raise ConnectionError("another router tells of a worker without an id, an incarnation or an address")
     return Register(
-        worker_id=WorkerId(told.worker_id),
-        incarnation=Incarnation(told.incarnation),
-        address=told.address,
+        worker_id=WorkerId(message.worker_id),
+        incarnation=Incarnation(message.incarnation),
+        address=message.address,
         forwarded=True,
     )
 
@@ -65,25 +65,25 @@ def decode_registered(told: control_pb2.RegisterRequest) -> Register:
 def encode_members(members: Sequence[Registration]) -> Iterable[pb.ReplicaMessage]:
     """Yield messages that together contain all members, at most `MEMBERS_A_MESSAGE` each."""
     for first in range(0, len(members), MEMBERS_A_MESSAGE):
-        told = [
+        batch = [
             pb.ReplicaMember(registered=encode_registered(each), lease_ms=each.lease // MILLISECOND)
             for each in members[first : first + MEMBERS_A_MESSAGE]
         ]
-        yield pb.ReplicaMessage(members=pb.ReplicaMembers(members=told))
+        yield pb.ReplicaMessage(members=pb.ReplicaMembers(members=batch))
 
 
-def decode_member(told: pb.ReplicaMember) -> Registration:
+def decode_member(message: pb.ReplicaMember) -> Registration:
     """Decode a worker and the remaining time of the lease that another router gave it.
 
     Raises:
         ConnectionError: The message is no valid registration.
     """
-    registered = decode_registered(told.registered)
+    registered = decode_registered(message.registered)
     return Registration(
         worker_id=registered.worker_id,
         incarnation=registered.incarnation,
         address=registered.address,
-        lease=Nanos(told.lease_ms * MILLISECOND),
+        lease=Nanos(message.lease_ms * MILLISECOND),
     )
 
 
@@ -100,7 +100,7 @@ def encode_bookings(booked: Mapping[WorkerId, ReservationTotals]) -> pb.ReplicaM
 def encode_sessions(bindings: Sequence[SessionBinding]) -> Iterable[pb.ReplicaMessage]:
     """Yield messages that together contain all session bindings, at most `BINDINGS_A_MESSAGE` each."""
     for first in range(0, len(bindings), BINDINGS_A_MESSAGE):
-        told = [
+        batch = [
             pb.SessionBinding(
                 tenant=each.key[0],
                 session=each.key[1],
@@ -109,7 +109,7 @@ def encode_sessions(bindings: Sequence[SessionBinding]) -> Iterable[pb.ReplicaMe
             )
             for each in bindings[first : first + BINDINGS_A_MESSAGE]
         ]
-        yield pb.ReplicaMessage(sessions=pb.ReplicaSessions(bindings=told))
+        yield pb.ReplicaMessage(sessions=pb.ReplicaSessions(bindings=batch))
 
 
 def encode_prompts(placed: Sequence[PlacedPrompt], over: Sequence[int], private: int) -> Iterable[pb.ReplicaMessage]:
@@ -121,7 +121,7 @@ def encode_prompts(placed: Sequence[PlacedPrompt], over: Sequence[int], private:
         private: Fingerprint of the secret from which block keys are made; 0: there is no common secret.
     """
     for first in range(0, max(len(placed), bool(over)), PROMPTS_A_MESSAGE):
-        told = [
+        batch = [
             pb.PlacedPrompt(
                 worker_id=each.worker_id,
                 number=each.number,
@@ -131,25 +131,27 @@ def encode_prompts(placed: Sequence[PlacedPrompt], over: Sequence[int], private:
             for each in placed[first : first + PROMPTS_A_MESSAGE]
         ]
         over = () if first else over
-        yield pb.ReplicaMessage(prompts=pb.ReplicaPrompts(placed=told, over=over, private=private))
+        yield pb.ReplicaMessage(prompts=pb.ReplicaPrompts(placed=batch, over=over, private=private))
 
 
-def decode_placed(told: pb.PlacedPrompt) -> PlacedPrompt:
+def decode_placed(message: pb.PlacedPrompt) -> PlacedPrompt:
     """Decode a prompt that another router has placed.
 
     Raises:
         ConnectionError: The prompt has no keys, too many keys, or an incomplete key.
     """
-    count, odd = divmod(len(told.keys), KEY_BYTES)
+    count, odd = divmod(len(message.keys), KEY_BYTES)
     if odd or not 0 < count <= MAX_ANNOUNCED_KEYS:
-        raise ConnectionError(f"another router tells {len(told.keys)} bytes of keys of a prompt")
-    keys = unpack(f"<{count}Q", told.keys)
-    return PlacedPrompt(worker_id=WorkerId(told.worker_id), number=told.number, keys=keys, age_ms=told.age_ms)
+        raise ConnectionError(f"another router tells {len(message.keys)} bytes of keys of a prompt")
+    keys = unpack(f"<{count}Q", message.keys)
+    return PlacedPrompt(worker_id=WorkerId(message.worker_id), number=message.number, keys=keys, age_ms=message.age_ms)
 
 
-def decode_binding(told: pb.SessionBinding) -> SessionBinding:
-    worker_id = WorkerId(told.worker_id) if told.worker_id else None
-    return SessionBinding(key=(told.tenant, told.session), worker_id=worker_id, stamp=decode_instant(told.stamp))
+def decode_binding(message: pb.SessionBinding) -> SessionBinding:
+    worker_id = WorkerId(message.worker_id) if message.worker_id else None
+    return SessionBinding(
+        key=(message.tenant, message.session), worker_id=worker_id, stamp=decode_instant(message.stamp)
+    )
 
 
 def encode_taken(taken: Mapping[str, TenantUsageDelta]) -> pb.ReplicaMessage:
@@ -160,7 +162,7 @@ def encode_left(left: Mapping[str, BucketLevels]) -> pb.ReplicaMessage:
     return pb.ReplicaMessage(left=pb.ReplicaLeft(tenants=_amounts(left)))
 
 
-def decode_taken(told: pb.ReplicaTaken) -> dict[str, TenantUsageDelta]:
+def decode_taken(message: pb.ReplicaTaken) -> dict[str, TenantUsageDelta]:
     """Decode the usage of tenants at another router, by tenant.
 
     Raises:
@@ -168,11 +170,11 @@ def decode_taken(told: pb.ReplicaTaken) -> dict[str, TenantUsageDelta]:
     """
     return {
         each.tenant: TenantUsageDelta(requests=_amount(each.requests), tokens=_amount(each.tokens))
-        for each in told.tenants
+        for each in message.tenants
     }
 
 
-def decode_left(told: pb.ReplicaLeft) -> dict[str, BucketLevels]:
+def decode_left(message: pb.ReplicaLeft) -> dict[str, BucketLevels]:
     """Decode what is left of the tenants' limits as another router counts it, by tenant.
 
     Raises:
@@ -182,53 +184,53 @@ def decode_left(told: pb.ReplicaLeft) -> dict[str, BucketLevels]:
         each.tenant: BucketLevels(
             requests=_amount(each.requests, -MOST_TAKEN), tokens=_amount(each.tokens, -MOST_TAKEN)
         )
-        for each in told.tenants
+        for each in message.tenants
     }
 
 
-def _amounts(told: Mapping[str, TenantUsageDelta | BucketLevels]) -> list[pb.TenantAmount]:
-    return [pb.TenantAmount(tenant=name, requests=each.requests, tokens=each.tokens) for name, each in told.items()]
+def _amounts(amounts: Mapping[str, TenantUsageDelta | BucketLevels]) -> list[pb.TenantAmount]:
+    return [pb.TenantAmount(tenant=name, requests=each.requests, tokens=each.tokens) for name, each in amounts.items()]
 
 
-def _amount(told: float, least: float = 0.0) -> float:
-    if not least <= told <= MOST_TAKEN:
-        raise ConnectionError(f"another router tells that a tenant took {told}")
-    return told
+def _amount(amount: float, least: float = 0.0) -> float:
+    if not least <= amount <= MOST_TAKEN:
+        raise ConnectionError(f"another router tells that a tenant took {amount}")
+    return amount
 
 
-def decode_instant(told: int) -> int:
+def decode_instant(instant: int) -> int:
     """Decode a time that another router sent, in nanoseconds of Unix time.
 
     Raises:
         ConnectionError: The time is after `LATEST`. A router that accepted it would advance its clock for session bindings to this time,
             and give all later bindings still later stamps.
     """
-    if told > LATEST:
-        raise ConnectionError(f"another router's clock says {told} ns")
-    return told
+    if instant > LATEST:
+        raise ConnectionError(f"another router's clock says {instant} ns")
+    return instant
 
 
-def decode_thresholds(told: pb.ReplicaTuned) -> PeerThresholds:
+def decode_thresholds(message: pb.ReplicaTuned) -> PeerThresholds:
     """Decode the thresholds that were changed at another router.
 
     Raises:
         ConnectionError: The thresholds are invalid.
     """
-    values = {name: getattr(told.thresholds, name) for name in Thresholds.__struct_fields__}
+    values = {name: getattr(message.thresholds, name) for name in Thresholds.__struct_fields__}
     try:
-        return PeerThresholds(parse_thresholds(values), told.at_unix_ms)
+        return PeerThresholds(parse_thresholds(values), message.at_unix_ms)
     except RequestRejected as refused:
         raise ConnectionError(f"another router has set {refused.message}") from refused
 
 
-def decode_booked(told: pb.ReplicaBookings) -> dict[WorkerId, ReservationTotals]:
+def decode_booked(message: pb.ReplicaBookings) -> dict[WorkerId, ReservationTotals]:
     """Decode the reservations of another router, by worker.
 
     Raises:
         ConnectionError: A number of blocks is negative, too large or not finite, so it could not be compared.
     """
     booked = {}
-    for each in told.workers:
+    for each in message.workers:
         if not 0 <= each.blocks <= MOST_BLOCKS:
             raise ConnectionError(f"another router has booked {each.blocks} blocks on {each.worker_id[:100]!r}")
         booked[WorkerId(each.worker_id)] = ReservationTotals(each.prefill_tokens, each.blocks, each.requests)

@@ -95,7 +95,7 @@ class RedisRateLimits:
         self._tenants = tenants
         self._clock = clock
         self._prefix = prefix
-        self._untold: dict[str, TenantUsageDelta] = {}
+        self._unreported: dict[str, TenantUsageDelta] = {}
         self._asked: dict[str, int] = {}  # number of remaining exchanges in which each tenant is queried
         self._answering = True
         self._refused: frozenset[str] = frozenset()  # tenants whose keys Redis refused in the last exchange
@@ -117,8 +117,8 @@ class RedisRateLimits:
     async def exchange(self) -> None:
         """Report the usage of this router's tenants to Redis, and take over what is left of their limits by Redis' count."""
         for name, taken in self._tenants.taken().items():
-            before = self._untold.get(name, NOTHING)
-            self._untold[name] = TenantUsageDelta(
+            before = self._unreported.get(name, NOTHING)
+            self._unreported[name] = TenantUsageDelta(
                 requests=before.requests + taken.requests, tokens=before.tokens + taken.tokens
             )
             self._asked[name] = REMEMBERED
@@ -139,20 +139,20 @@ class RedisRateLimits:
         if refused.keys() != self._refused:
             self._refused = frozenset(refused)
             first = next(iter(refused), None)
-            told = {"tenants": len(refused)} | ({} if first is None else {"first": first, "cause": refused[first]})
-            log.warning("redis refuses to share tenant limits", extra=told)
+            context = {"tenants": len(refused)} | ({} if first is None else {"first": first, "cause": refused[first]})
+            log.warning("redis refuses to share tenant limits", extra=context)
         if not self._answering:
             log.warning("tenant limits are shared again")
         self._answering = True
 
     async def _tell(self, name: str) -> list[bytes]:
         """Report a tenant's usage, and return what is left of its two buckets: requests and tokens, as text."""
-        untold = self._untold.get(name, NOTHING)
+        unreported = self._unreported.get(name, NOTHING)
         arguments = [LEARNING_SECONDS]
         for limit, level, taken in zip(
             self._tenants.limits()[name],
             self._tenants.before(name, self._clock.now()),
-            (untold.requests, untold.tokens),
+            (unreported.requests, unreported.tokens),
             strict=True,
         ):
             owed = min(taken, max(0.0, limit - level))  # report only usage that the bucket has not refilled meanwhile
@@ -161,7 +161,7 @@ class RedisRateLimits:
             return await self._script(keys=[self._prefix + name], args=arguments)
 
     def _settle(self, name: str, left: list[bytes]) -> None:
-        self._untold.pop(name, None)
+        self._unreported.pop(name, None)
         self._tenants.settle(name, float(left[0]), float(left[1]), self._clock.now())
         self._asked[name] -= 1
         if not self._asked[name]:

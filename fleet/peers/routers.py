@@ -196,8 +196,8 @@ class PeerRouters:
         self._tuned: PeerThresholds | None = None
         self.links: dict[str, _PeerConnection] = {}  # the open connections that this router has dialled, by address
         self._timer: asyncio.TimerHandle | None = None
-        self._told: Mapping[WorkerId, ReservationTotals] = {}
-        self._heard_of: set[str] = set()
+        self._sent_bookings: Mapping[WorkerId, ReservationTotals] = {}
+        self._caught_up_with: set[str] = set()
         self._caught_up = asyncio.Event()
         self._reached = asyncio.Event()  # is set when the next peer router connects to this one
         self._settling: asyncio.Event | None = None
@@ -269,11 +269,11 @@ class PeerRouters:
         """True if other router processes listen on the same ports as this one."""
         return any(map(_is_beside, self._settings.replicas))
 
-    def heard_of(self, router_id: str) -> None:
+    def note_whole_state(self, router_id: str) -> None:
         """Note that a peer router has sent its whole state, so that `caught_up` need not wait for it."""
         if not self._caught_up.is_set():
-            self._heard_of.add(router_id)
-            if len(self._heard_of) >= sum(map(_is_beside, self._settings.replicas)):
+            self._caught_up_with.add(router_id)
+            if len(self._caught_up_with) >= sum(map(_is_beside, self._settings.replicas)):
                 self._caught_up.set()
 
     async def caught_up(self) -> None:
@@ -366,11 +366,11 @@ class PeerRouters:
         # request with the same prompt to another one.
         self._tell_news()
         self._tell_taken()
-        if (booked := self._router.booked()) != self._told:
+        if (booked := self._router.booked()) != self._sent_bookings:
             self._tell_bookings(booked)
 
     def _tell_bookings(self, booked: Mapping[WorkerId, ReservationTotals]) -> None:
-        self._told = booked
+        self._sent_bookings = booked
         self._send(encode_bookings(booked))
 
     def _tell_news(self) -> None:
@@ -384,7 +384,7 @@ class PeerRouters:
         if self._limits is not None and (taken := self._limits.tenants.taken()):
             self._send(encode_taken(taken))
             if not self._limits.tenants.others:
-                self._limits.tenants.confirm(self._limits.tenants.told())
+                self._limits.tenants.confirm(self._limits.tenants.unconfirmed_totals())
 
     async def _settle(self) -> bool:
         """Send the usage of tenants, and wait until the other routers have received it.
@@ -399,14 +399,14 @@ class PeerRouters:
         tenants = self._limits.tenants
         try:
             self._tell_taken()
-            told = tenants.told()
+            totals = tenants.unconfirmed_totals()
             question = pb.ReplicaQuestion(settled=pb.SettledRequest())
             asked = {link.ask(question): link for link in self.links.values() if not link.deaf}
             late = (await asyncio.wait(asked, timeout=SETTLE_SECONDS))[1] if asked else set()
             for each in late:
                 asked[each].deaf = True
                 each.cancel()
-            tenants.confirm(told)
+            tenants.confirm(totals)
             self._count_others()
             return not late
         finally:
@@ -637,7 +637,7 @@ class _IncomingPeer:
         self._replica = ""
         self._refused = False  # True once it is known that the routers have no common protocol version
         self._loop = asyncio.get_running_loop()
-        self._heard_at = self._loop.time()
+        self._last_message_at = self._loop.time()
         self._silence = self._loop.call_later(SILENCE_SECONDS, self._check_silence)
 
     def received(self, payload: bytes) -> None:
@@ -654,7 +654,7 @@ class _IncomingPeer:
         kind = message.WhichOneof("message")
         if (kind == "hello") == bool(self._replica):
             raise ConnectionError("a peer router sent no hello, or two")
-        self._heard_at = self._loop.time()
+        self._last_message_at = self._loop.time()
         match kind:
             case "hello":
                 self._router_id = message.hello.router_id
@@ -667,7 +667,7 @@ class _IncomingPeer:
                 self._router.hear(SessionsBound(clock=decode_instant(message.hello.unix_ms * MILLISECOND)))
             case "bookings":
                 self._router.hear(PeerReserved(replica=self._replica, booked=decode_booked(message.bookings)))
-                self._replicas.heard_of(self._router_id)
+                self._replicas.note_whole_state(self._router_id)
             case "registered":
                 self._registry.register(decode_registered(message.registered))
             case "members":
@@ -683,10 +683,10 @@ class _IncomingPeer:
             case "sessions":
                 self._router.hear(SessionsBound(bindings=tuple(map(decode_binding, message.sessions.bindings))))
             case "prompts":
-                told = message.prompts
-                ours = told.private != 0 and told.private == self._private
-                placed = tuple(decode_placed(each) for each in told.placed if each.number or ours)
-                self._router.hear(PeerPlaced(replica=self._replica, placed=placed, over=tuple(told.over)))
+                prompts = message.prompts
+                ours = prompts.private != 0 and prompts.private == self._private
+                placed = tuple(decode_placed(each) for each in prompts.placed if each.number or ours)
+                self._router.hear(PeerPlaced(replica=self._replica, placed=placed, over=tuple(prompts.over)))
             case "taken":
                 self._replicas.took_elsewhere(decode_taken(message.taken))
             case "left":
@@ -729,8 +729,8 @@ class _IncomingPeer:
         now = self._loop.time()
         if now > self._silence.when() + LATE_SECONDS:
             # This process stood still, and what the other router has sent meanwhile waits to be read.
-            self._heard_at = now
-        due = self._heard_at + SILENCE_SECONDS
+            self._last_message_at = now
+        due = self._last_message_at + SILENCE_SECONDS
         if now >= due:
             self._connection.abort(ConnectionError(f"it was silent for {SILENCE_SECONDS:g} s"))
         else:

@@ -209,7 +209,7 @@ class _PredictedStream(Struct):
     """An answer that a worker is generating."""
 
     context: int  # tokens of the answer and its prompt in the KV cache
-    heard: Nanos
+    last_tokens_at: Nanos  # instant of the last report with tokens of the answer
 
 
 class _PredictedWorker:
@@ -278,9 +278,9 @@ class _PredictedWorker:
             elif (tokens := self.fetching.pop(work_id, None)) is not None:
                 self._streams[work_id] = _PredictedStream(tokens, now)
             elif each.token_ids and (stream := self._streams.get(work_id)) is not None:
-                if not self._prompts and not begun and self._computed <= stream.heard:
-                    gaps.append((now - stream.heard) / SECOND / len(each.token_ids))
-                stream.heard = now
+                if not self._prompts and not begun and self._computed <= stream.last_tokens_at:
+                    gaps.append((now - stream.last_tokens_at) / SECOND / len(each.token_ids))
+                stream.last_tokens_at = now
                 stream.context += len(each.token_ids)
         alarms = []
         if gaps and self._gap(sum(gaps) / len(gaps)):

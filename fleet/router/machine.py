@@ -205,9 +205,9 @@ class RouterMachine:
                     self.registry.forget_peer_prompts(event.replica)
                     self._admission.peer_reserved(event.replica, {})
                 case SessionsBound():
-                    self.placer.sessions.clock_heard(event.clock, now)
+                    self.placer.sessions.advance_clock(event.clock, now)
                     for binding in event.bindings:
-                        self.placer.sessions.heard(binding, now)
+                        self.placer.sessions.apply(binding, now)
                         self._admission.session_moved(binding.key)
                     self._sessions_dropped()
                 case WorkerJoined():
@@ -525,7 +525,7 @@ class RouterMachine:
         worker.reservations.grown(live.id, len(progress.token_ids))
         if live.arrived.only_end:
             return
-        told = Progress(
+        client_progress = Progress(
             request_id=live.id,
             token_ids=progress.token_ids,
             logprobs=progress.logprobs,
@@ -533,7 +533,7 @@ class RouterMachine:
             parsed=progress.parsed,
             vector=progress.vector,
         )
-        out.append(Emit(request_id=live.id, progress=told, kv=live.kv, cached_tokens=live.cached_tokens))
+        out.append(Emit(request_id=live.id, progress=client_progress, kv=live.kv, cached_tokens=live.cached_tokens))
 
     # Methods for workers that join or leave, and for attempts that fail:
 

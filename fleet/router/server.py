@@ -386,16 +386,16 @@ class RouterServer:
 
 
 def _warn_of_drift(command: CacheDriftChanged) -> None:
-    told = {
+    context = {
         "worker": command.worker_id,
         "knowledge": command.knowledge,
         "precision": round(command.precision, 3),
         "recall": round(command.recall, 3),
     }
     if command.drifting:
-        log.warning("worker cache drifts from the prefix index", extra=told)
+        log.warning("worker cache drifts from the prefix index", extra=context)
     else:
-        log.info("worker cache agrees with the prefix index again", extra=told)
+        log.info("worker cache agrees with the prefix index again", extra=context)
 
 
 def _going_away() -> RequestRejected:

@@ -86,15 +86,15 @@ class SessionTable:
             self._note(key, None, now)
         self._bindings.pop(key, None)
 
-    def clock_heard(self, clock: int, now: Nanos) -> None:
+    def advance_clock(self, clock: int, now: Nanos) -> None:
         """Advance the common clock if the clock of a peer is ahead of it (rule 5)."""
         self._ahead = max(self._ahead, clock - now)
 
-    def heard(self, binding: SessionBinding, now: Nanos) -> None:
+    def apply(self, binding: SessionBinding, now: Nanos) -> None:
         """Apply a binding, or the end of a binding, that a peer router has announced."""
         key, worker_id = binding.key, binding.worker_id
         if binding.stamp:
-            self.clock_heard(binding.stamp, now)
+            self.advance_clock(binding.stamp, now)
             self._stamp = max(self._stamp, binding.stamp)
         stamp = binding.stamp or self._next_stamp(now)
         if (known := self._bindings.get(key)) is not None and (known[2], known[0]) >= (stamp, worker_id or ""):

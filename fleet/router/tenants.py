@@ -127,16 +127,16 @@ class _TenantLimits:
         self.taken_requests = 0.0
         self.taken_tokens = 0.0
         # The total that was taken here since the start, which the peers must learn. It never falls.
-        self.told = TenantUsageDelta(requests=0.0, tokens=0.0)
-        self.heard = self.told  # the part of `told` that all peers have confirmed
+        self.total_taken = TenantUsageDelta(requests=0.0, tokens=0.0)
+        self.confirmed = self.total_taken  # the part of `total_taken` that all peers have confirmed
 
     @property
-    def unheard_requests(self) -> float:
-        return self.told.requests - self.heard.requests
+    def unconfirmed_requests(self) -> float:
+        return self.total_taken.requests - self.confirmed.requests
 
     @property
-    def unheard_tokens(self) -> float:
-        return self.told.tokens - self.heard.tokens
+    def unconfirmed_tokens(self) -> float:
+        return self.total_taken.tokens - self.confirmed.tokens
 
 
 class Tenants:
@@ -289,23 +289,31 @@ class Tenants:
         if limited is None:
             return False
         routers = 1 + self.others
-        return _exceeds_share(limited.requests, limited.unheard_requests, 1, routers, now) or _exceeds_share(
-            limited.tokens, limited.unheard_tokens, prompt_tokens, routers, now
+        return _exceeds_share(limited.requests, limited.unconfirmed_requests, 1, routers, now) or _exceeds_share(
+            limited.tokens, limited.unconfirmed_tokens, prompt_tokens, routers, now
         )
 
-    def told(self) -> dict[str, TenantUsageDelta]:
+    def unconfirmed_totals(self) -> dict[str, TenantUsageDelta]:
         """Return the requests and tokens that tenants have taken at this router, for each tenant whose totals not all peers know.
 
         The caller sends these totals to the peers, and passes them to `confirm` when all peers have confirmed them.
         """
-        return {name: limited.told for name, limited in self._limited.items() if limited.told != limited.heard}
+        return {
+            name: limited.total_taken
+            for name, limited in self._limited.items()
+            if limited.total_taken != limited.confirmed
+        }
 
-    def confirm(self, told: Mapping[str, TenantUsageDelta]) -> None:
-        """Record that all peers have confirmed these totals, which `told` has returned. The calls may come in any order, and repeatedly."""
-        for name, taken in told.items():
+    def confirm(self, totals: Mapping[str, TenantUsageDelta]) -> None:
+        """Record that all peers have confirmed these totals, which `unconfirmed_totals` has returned.
+
+        The calls may come in any order, and repeatedly.
+        """
+        for name, taken in totals.items():
             limited = self._limited[name]
-            limited.heard = TenantUsageDelta(
-                requests=max(limited.heard.requests, taken.requests), tokens=max(limited.heard.tokens, taken.tokens)
+            limited.confirmed = TenantUsageDelta(
+                requests=max(limited.confirmed.requests, taken.requests),
+                tokens=max(limited.confirmed.tokens, taken.tokens),
             )
 
     def took_elsewhere(self, tenant: str, taken: TenantUsageDelta, now: Nanos) -> None:
@@ -349,8 +357,8 @@ class Tenants:
         limited.taken_requests += requests
         limited.taken_tokens += tokens
         if self.on_taken is not None:
-            limited.told = TenantUsageDelta(
-                requests=limited.told.requests + requests, tokens=limited.told.tokens + tokens
+            limited.total_taken = TenantUsageDelta(
+                requests=limited.total_taken.requests + requests, tokens=limited.total_taken.tokens + tokens
             )
             self.on_taken()
 
@@ -375,11 +383,11 @@ async def await_settle(settle: SettleWithPeers) -> bool:
     return await settle()
 
 
-def _exceeds_share(bucket: TokenBucket | None, unheard: float, more: float, routers: int, now: Nanos) -> bool:
+def _exceeds_share(bucket: TokenBucket | None, unconfirmed: float, more: float, routers: int, now: Nanos) -> bool:
     """Return whether a request would exceed the router's equal share of what is left. It then has to ask its peers first."""
-    if bucket is None or not unheard or (level := bucket.level(now)) < 1:
+    if bucket is None or not unconfirmed or (level := bucket.level(now)) < 1:
         return False  # if less than one is left, the request is rejected in any case
-    return unheard + more > max(1.0, (level + unheard) / routers)
+    return unconfirmed + more > max(1.0, (level + unconfirmed) / routers)
 
 
 def _level(bucket: TokenBucket | None, now: Nanos) -> float:

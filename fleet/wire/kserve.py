@@ -97,35 +97,37 @@ def decode_infer(
     prompt, prompt_name = _prompt(tensors)
     if not tensors.flag("exclude_input_in_output", default=True):
         raise invalid("exclude_input_in_output", "only true is supported: the prompt is not given back")
-    told = read_parameters(message.parameters, tensors.text(SAMPLING_INPUT) or "")
+    parameters = read_parameters(message.parameters, tensors.text(SAMPLING_INPUT) or "")
     deadlines = [
-        each for each in (latest, None if told.timeout is None else Nanos(now + told.timeout)) if each is not None
+        each
+        for each in (latest, None if parameters.timeout is None else Nanos(now + parameters.timeout))
+        if each is not None
     ]
     stream = tensors.flag("stream", default=False)
     request = GenerateRequest(
         id=request_id,
         model=ModelName(message.model_name),
         prompt=prompt,
-        sampling=told.sampling,
-        stop=told.stop,
-        priority=told.priority,
+        sampling=parameters.sampling,
+        stop=parameters.stop,
+        priority=parameters.priority,
         deadline=min(deadlines, default=None),
-        session=told.session,
-        tenant=told.tenant,
-        placement=told.placement,
-        kv_path=told.kv_path,
-        expected_tokens=told.expected_tokens,
-        pin=told.pin,
-        labels=told.labels,
+        session=parameters.session,
+        tenant=parameters.tenant,
+        placement=parameters.placement,
+        kv_path=parameters.kv_path,
+        expected_tokens=parameters.expected_tokens,
+        pin=parameters.pin,
+        labels=parameters.labels,
         whole=not stream,
     )
     form = KServeResponseFormat(
         id=message.id,
-        outputs=_outputs(message, with_logprobs=told.sampling.logprobs is not None),
+        outputs=_outputs(message, with_logprobs=parameters.sampling.logprobs is not None),
         raw=tensors.raw,
         batched=tensors.batched(prompt_name),
     )
-    return KServeRequest(request=request, stream=stream, form=form, names={**_FIELD_NAMES, **told.names})
+    return KServeRequest(request=request, stream=stream, form=form, names={**_FIELD_NAMES, **parameters.names})
 
 
 def encode_part(

@@ -186,15 +186,15 @@ def _strings(stop: str | list[str] | tuple[str, ...]) -> tuple[str, ...]:
     return (stop,) if isinstance(stop, str) else tuple(stop)
 
 
-def _session(told: RequestParameters) -> tuple[str, str]:
+def _session(parameters: RequestParameters) -> tuple[str, str]:
     """Return the session, or an empty text without one, and the name of the parameter in which the client sent it."""
-    if told.sequence_id in (0, "", None):
-        return told.session, "session"
-    if told.session:
+    if parameters.sequence_id in (0, "", None):
+        return parameters.session, "session"
+    if parameters.session:
         raise invalid("sequence_id", "says the same as session; send one of them")
-    if isinstance(told.sequence_id, bool) or not isinstance(told.sequence_id, int | str):
+    if isinstance(parameters.sequence_id, bool) or not isinstance(parameters.sequence_id, int | str):
         raise invalid("sequence_id", "must be a number or a text")
-    return str(told.sequence_id), "sequence_id"
+    return str(parameters.sequence_id), "sequence_id"
 
 
 AnyStruct = TypeVar("AnyStruct", bound=Struct)

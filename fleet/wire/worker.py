@@ -384,8 +384,8 @@ def _kv_to_wire(kv: Fingerprint | None) -> pb.KvFingerprint | None:
 def _kv_from_wire(kv: pb.KvFingerprint, path: str) -> Fingerprint:
     """Decode a fingerprint without checking its values, which are checked when two fingerprints are compared."""
     algorithm = _named(HashAlgorithm, kv.hash_algorithm, f"{path}.hash_algorithm")
-    told = {name: getattr(kv, name) for name in Fingerprint.__struct_fields__}
-    return Fingerprint(**{**told, "hash_algorithm": algorithm})
+    values = {name: getattr(kv, name) for name in Fingerprint.__struct_fields__}
+    return Fingerprint(**{**values, "hash_algorithm": algorithm})
 
 
 def _known_kv(kv: pb.KvFingerprint, path: str) -> Fingerprint | None:

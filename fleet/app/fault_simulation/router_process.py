@@ -200,10 +200,10 @@ class RouterProcess(VirtualProcess):
         answer(refused or RegistrationAnswer(self.membership.lease))
 
     def _tick_membership(self) -> None:
-        self._membership_heard(MembershipTicked())
+        self._handle_membership(MembershipTicked())
         self.after(MEMBERSHIP_TICK, self._tick_membership)
 
-    def _membership_heard(self, event: MembershipEvent) -> None:
+    def _handle_membership(self, event: MembershipEvent) -> None:
         for command in self.membership.handle(event, self.now):
             assert isinstance(command, MemberJoined | MemberLeft)
             self._member_changed(command)
@@ -238,14 +238,14 @@ class RouterProcess(VirtualProcess):
         if description is not None:
             worker_id = description.worker_id
             del self.links[worker_id]
-            self._membership_heard(WorkerStreamClosed(worker_id=worker_id))
+            self._handle_membership(WorkerStreamClosed(worker_id=worker_id))
             self.hear(WorkerLeft(worker_id=worker_id))
         self.failed_to_reach(target, absent=silent)
 
     def failed_to_reach(self, target: "_Target", *, absent: bool) -> None:
         if absent:
             joined = target.joined
-            self._membership_heard(MemberUnreachable(worker_id=joined.worker_id, incarnation=joined.incarnation))
+            self._handle_membership(MemberUnreachable(worker_id=joined.worker_id, incarnation=joined.incarnation))
         if target.wanted:
             self.after(target.next_pause(Nanos(round(self.settings.max_reconnect_seconds * SECOND))), target.dial)
         elif self._targets.get(target.joined.worker_id) is target:
@@ -254,28 +254,28 @@ class RouterProcess(VirtualProcess):
     def stream_opened(self, link: "WorkerLink", description: WorkerDescription) -> None:
         worker_id = description.worker_id
         self.links[worker_id] = link
-        self._membership_heard(WorkerStreamOpened(worker_id=worker_id, incarnation=description.incarnation))
+        self._handle_membership(WorkerStreamOpened(worker_id=worker_id, incarnation=description.incarnation))
         self.hear(WorkerJoined(description=description, address=link.target.joined.address))
 
     # Watch of the store node.
 
     def _watch_store(self) -> None:
         def opened(end: ConnectionEnd) -> None:
-            end.received = self._store_told
+            end.received = self._receive_store_change
             end.ended = ended
 
         def ended() -> None:
-            for name in self._told:
+            for name in self._known_namespaces:
                 self.hear(StoreChanged(store_id=name[0], fingerprint=name[1], reset=True))
-            self._told.clear()
+            self._known_namespaces.clear()
             self.after(SECOND, self._watch_store)
 
-        self._told: dict[tuple[StoreId, str], None] = {}
+        self._known_namespaces: dict[tuple[StoreId, str], None] = {}
         self.network.dial(self, self._store, opened, lambda _: self.after(SECOND, self._watch_store), CONNECT_TIMEOUT)
 
-    def _store_told(self, message: object) -> None:
+    def _receive_store_change(self, message: object) -> None:
         assert isinstance(message, StoreChanged)
-        self._told[message.store_id, message.fingerprint] = None
+        self._known_namespaces[message.store_id, message.fingerprint] = None
         self.hear(message)
 
     def incarnation_of(self, worker_id: WorkerId) -> Incarnation | None:
@@ -352,7 +352,7 @@ class WorkerLink:
         self.description: WorkerDescription | None = None
         self._router = router
         self._sequence = 0
-        self._heard = True
+        self._message_came = True
         self._silent_slices = 0
         self._over = False
         self.is_full = False  # a fault: True while the worker reads nothing, so that the router's send buffer is full
@@ -391,8 +391,8 @@ class WorkerLink:
         """
         if self._over:
             return
-        self._silent_slices = 0 if self._heard else self._silent_slices + 1
-        self._heard = False
+        self._silent_slices = 0 if self._message_came else self._silent_slices + 1
+        self._message_came = False
         if self.description is not None and self._silent_slices >= SILENCE_SLICES:
             self._router.points.reach(FaultPoint.STREAM_SILENT)
             self.close(silent=True)
@@ -400,7 +400,7 @@ class WorkerLink:
             self._router.after(self._slice, self._look)
 
     def _received(self, message: object) -> None:
-        self._heard = True
+        self._message_came = True
         router, described = self._router, self.description
         if described is None:
             self._begin(message)

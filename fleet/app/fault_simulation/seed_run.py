@@ -277,9 +277,9 @@ class SeedRun:
             pin=client.pin,
             whole=request.whole,
         )
-        router.run(lambda: self._heard(router, arrived))
+        router.run(lambda: self._deliver(router, arrived))
 
-    def _heard(self, router: RouterProcess, arrived: Arrived) -> None:
+    def _deliver(self, router: RouterProcess, arrived: Arrived) -> None:
         if arrived.request_id not in self._open:
             return  # the client has cancelled its request before the router read it
         router.hear(arrived)
@@ -352,8 +352,8 @@ class SeedRun:
             or (reason not in ORDINARY and continues and placements < MAX_ATTEMPTS and reject.cause in NO_EXCUSE)
         )
         if wrong:
-            told = f"{reason} ({reject.message}) after {placements} placements and {len(client.received)} tokens"
-            raise PromiseBroken(Promise.RETRIED, f"{client!r} was rejected: {told}")
+            details = f"{reason} ({reject.message}) after {placements} placements and {len(client.received)} tokens"
+            raise PromiseBroken(Promise.RETRIED, f"{client!r} was rejected: {details}")
         del self._open[client.request_id]
         self._end(client, reason.value)
 

@@ -257,9 +257,9 @@ class StoreProcess(VirtualProcess):
         for change in changes:
             self.hierarchy.forget_origins(change.digest, change.removed)
             self.hierarchy.offer(change.digest, change.stored, self.now)
-        for told in (*changes, *self.hierarchy.changes()):
+        for block_changes in (*changes, *self.hierarchy.changes()):
             for watcher in self._watchers:
-                watcher.send(_store_changed(told))
+                watcher.send(_store_changed(block_changes))
         for transfer in self.hierarchy.commands():
             self._begin(transfer)
 

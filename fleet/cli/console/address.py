@@ -165,13 +165,13 @@ def describe_error(error: FleetError, address: str, tls: ClientTls | None = None
 
 def _in_options(cause: str) -> str:
     """Return a text of `tls_cause`, in which options of `add_tls` replace the names of settings."""
-    for told, meaning in (
+    for phrase, meaning in (
         (LEAVE_OUT_TLS, "; leave out --tls, --ca and --certificate"),
         (GIVE_TLS, ": set --ca, or --tls if gRPC knows the authority"),
         ("tls.authority", "--ca"),
         ("tls.", "--"),
     ):
-        cause = cause.replace(told, meaning)
+        cause = cause.replace(phrase, meaning)
     return cause
 
 

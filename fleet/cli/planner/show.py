@@ -72,16 +72,16 @@ def show(arguments: argparse.Namespace) -> int:
 
 def watch(arguments: argparse.Namespace) -> int:
     """Show the state of the planner whenever it has changed, until Ctrl-C."""
-    told: Any = None
+    last_state: Any = None
     try:
         with planner(arguments) as stub, suppress(KeyboardInterrupt):
             for document in stub.WatchPlan(_asked(arguments)):
                 status = _status(document)
                 states = tuple((each.id, each.state) for each in status.plans[:SHOWN_PLANS])
-                heard = (status.leads, status.reason, status.replicas, status.conditions, status.pools, states)
-                if heard == told:
+                state = (status.leads, status.reason, status.replicas, status.conditions, status.pools, states)
+                if state == last_state:
                     continue
-                told = heard
+                last_state = state
                 if arguments.json:
                     print(msgspec.json.encode(status).decode(), flush=True)
                 else:

@@ -57,12 +57,12 @@ def _quiet() -> Iterator[None]:
 
 
 def _summary(answer: dict[str, Any]) -> str:
-    told = f"{answer['requests']:,} requests, {answer['lines']:,} lines of decisions"
+    counts = f"{answer['requests']:,} requests, {answer['lines']:,} lines of decisions"
     if (difference := answer.get("difference")) is None:
-        return f"{told}: production and simulation agree"
+        return f"{counts}: production and simulation agree"
     return "\n".join(
         (
-            f"{told}: production and simulation differ from line {difference['line']:,} on",
+            f"{counts}: production and simulation differ from line {difference['line']:,} on",
             "production:",
             *(f"  {line}" for line in difference["served"]),
             "simulation:",

@@ -111,12 +111,12 @@ class _Progress:
     def __init__(self, seeds: int):
         self._seeds = seeds
         self._clock = MonotonicClock()
-        self._began = self._told = self._clock.now()
+        self._began = self._printed_at = self._clock.now()
 
     def __call__(self, done: int, failed: int) -> None:
         now = self._clock.now()
-        if now - self._told >= TELL_EVERY:
-            self._told = now
+        if now - self._printed_at >= TELL_EVERY:
+            self._printed_at = now
             rate = done * SECOND / (now - self._began)
             print(
                 f"{done:,} of {self._seeds:,} seeds, {failed} failed, {rate:.0f} a second", file=sys.stderr, flush=True

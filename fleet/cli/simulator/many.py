@@ -94,8 +94,8 @@ def _values_of(assignments: Sequence[str]) -> dict[str, list[Any]]:
 
     over: dict[str, list[Any]] = {}
     for assignment in assignments:
-        path, _, told = assignment.partition("=")
-        values = told.split(",")
+        path, _, value_text = assignment.partition("=")
+        values = value_text.split(",")
         if not all(path.split(".")) or not all(values):
             raise ConfigurationRefused(f"--over: {assignment!r} is not PATH=V1,V2, as in router.policy=fleet,dynamo")
         if path in over:

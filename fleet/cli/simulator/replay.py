@@ -97,13 +97,13 @@ def _write(file: TextIO, lines: Sequence[str]) -> None:
 
 
 def _summary(replayed: "RecordingReplayResult") -> list[str]:
-    told = (
+    counts = (
         f"{replayed.events:,} events, {replayed.requests:,} requests, {replayed.commands:,} commands in "
         f"{replayed.recorded_seconds:,.1f} s, recorded by Fleet {replayed.recorded_by}"
     )
     if replayed.difference is None:
-        return [told, "the machine says what it said", *replayed.notes, *_expectation_lines(replayed)]
-    return [told, *_difference_lines(replayed.difference)]
+        return [counts, "the machine says what it said", *replayed.notes, *_expectation_lines(replayed)]
+    return [counts, *_difference_lines(replayed.difference)]
 
 
 def _expectation_lines(replayed: "RecordingReplayResult") -> list[str]:

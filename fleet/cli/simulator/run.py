@@ -42,7 +42,7 @@ def run_one(arguments: argparse.Namespace, scenario: "Scenario") -> int:
         if outputs.report is not None:
             listeners.append(history.add)
 
-        def told(ended: "EndedRequest") -> None:
+        def notify_listeners(ended: "EndedRequest") -> None:
             for listener in listeners:
                 listener(ended)
 
@@ -51,7 +51,7 @@ def run_one(arguments: argparse.Namespace, scenario: "Scenario") -> int:
             run_ = simulate(
                 planned,
                 sent,
-                on_end=told if listeners else None,
+                on_end=notify_listeners if listeners else None,
                 progress=(lambda done, seconds: progress(done, f"{done:,} requests, {seconds:,.0f} s simulated"))
                 if progress.shown
                 else None,

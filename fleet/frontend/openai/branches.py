@@ -82,7 +82,7 @@ class PromptTokens(Struct):
     def ids(self) -> list[int]:
         return list(memoryview(self.tokens).cast("I"))
 
-    def told(self, most: int) -> list[Logprobs | None]:
+    def token_logprobs(self, most: int) -> list[Logprobs | None]:
         """Return one entry for each prompt token, with at most `most` alternative tokens; the first entry is None."""
         cut = [structs.replace(each, top_ids=each.top_ids[:most], top=each.top[:most]) for each in self.logprobs]
         return [NO_TOKEN, *cut]
@@ -364,7 +364,7 @@ class BranchedAnswers:
             prompt = self._prompts[answer.branch.prompt]
             text = self.prompt_text(answer.branch.prompt) + text
             if wanted is not None:
-                token_ids, logprobs = [*prompt.ids, *token_ids], [*prompt.told(wanted), *logprobs]
+                token_ids, logprobs = [*prompt.ids, *token_ids], [*prompt.token_logprobs(wanted), *logprobs]
         formatter = self.formatter(index, detailed=False)
         reasoning = "".join(answer.reasoning)
         return formatter.choice(text, token_ids, logprobs, answer.finished, reasoning, answer.calls)
@@ -389,14 +389,14 @@ class BranchedAnswers:
 
     def _prompt_logprobs(self, prompt: PromptTokens) -> list[Mapping[str, Json] | None]:
         """Return vLLM's field `prompt_logprobs`: for each prompt token a mapping by token id, for the first token null."""
-        told: list[Mapping[str, Json] | None] = [None]
+        prompt_logprobs: list[Mapping[str, Json] | None] = [None]
         for token_id, token in zip(prompt.ids[1:], prompt.logprobs, strict=True):
             entries = {
                 other: (logprob, rank)
                 for rank, (other, logprob) in enumerate(zip(token.top_ids, token.top, strict=True), start=1)
             }
             entries.setdefault(token_id, (token.chosen, None))  # type: ignore[arg-type]  # its rank is not known
-            told.append(
+            prompt_logprobs.append(
                 {
                     str(other): {
                         "logprob": max(logprob, MIN_LOGPROB),
@@ -406,7 +406,7 @@ class BranchedAnswers:
                     for other, (logprob, rank) in entries.items()
                 }
             )
-        return told
+        return prompt_logprobs
 
 
 CHUNK: Json = {"object": "chat.completion.chunk"}
@@ -451,8 +451,8 @@ class ChoiceWriter:
         assert isinstance(self._formatter, CompletionFormatter), "chats have no echo"
         if self._detailed:
             self._annotate([], 0)
-        told = [] if wanted is None else prompt.told(wanted)
-        return self._formatter.echo(self._answers.prompt_text(number), prompt.ids if told else (), told)
+        logprobs = [] if wanted is None else prompt.token_logprobs(wanted)
+        return self._formatter.echo(self._answers.prompt_text(number), prompt.ids if logprobs else (), logprobs)
 
     def _annotate(self, token_ids: list[int], num_tokens: int) -> None:
         prompt = self._answers.prompt(self._branch.prompt)

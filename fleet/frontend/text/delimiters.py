@@ -149,7 +149,7 @@ class _Prefixes:
     """The prefixes of a regular expression: each of its matches begins with one of them.
 
     Attributes:
-        texts: The prefixes, none of which is empty; None if they cannot be told, so that a match may begin anywhere.
+        texts: The prefixes, none of which is empty; None if they cannot be determined, so that a match may begin anywhere.
         ignore_case: True if upper and lower case match each other.
         are_independent: True if no match depends on the text before it, as `^` or a lookbehind does. False also if the pattern
             cannot be parsed.

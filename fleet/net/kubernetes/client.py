@@ -121,10 +121,10 @@ class ApiServerClient:
     async def _release(self) -> tuple[int, int]:
         """Return the major and the minor version of the server; zeros if it does not report them."""
         try:
-            told = _decoded(await self._call("GET", "/version"), _Version)
+            version = _decoded(await self._call("GET", "/version"), _Version)
         except (ObjectMissing, RequestDenied):
             return 0, 0
-        major, minor = told.major.rstrip("+"), told.minor.rstrip("+")
+        major, minor = version.major.rstrip("+"), version.minor.rstrip("+")
         return (int(major), int(minor)) if major.isdecimal() and minor.isdecimal() else (0, 0)
 
     async def list(self, kind: ApiKind, of: type[View], namespace: str, selector: str = "") -> ObjectList[View]:

@@ -6,7 +6,7 @@ Rules:
    again only if the server does not remember that version any more.
 2. After a failure there is a pause, which doubles each time up to LONGEST_SECONDS, or is as long as the server demands.
    After a watch that received something, the next pause is short again.
-3. A difference from an earlier version is news; the content of the first list is not. The callback `heard` is told
+3. A difference from an earlier version is news; the content of the first list is not. The callback `convert` receives
    whether an object is news, because the age of a Lease is counted from its last news.
 4. A failure of an informer never ends the operator, and no change is lost. No decision uses the cache before it has been
    filled once.
@@ -44,11 +44,11 @@ class Informer(Generic[View]):
         *,
         namespace: str,
         selector: str = "",
-        heard: Callable[[View, View | None, bool], View] | None = None,
+        convert: Callable[[View, View | None, bool], View] | None = None,
     ) -> None:
         """Create the informer; `changed` gets the differences, before and after; an empty `namespace` means all.
 
-        `heard` converts a received object to the object that is stored. Its arguments are the received object, the object
+        `convert` converts a received object to the object that is stored. Its arguments are the received object, the object
         stored so far (None if there is none), and whether the received object is news (rule 3). None: no conversion.
         """
         self.filled = asyncio.Event()
@@ -62,7 +62,7 @@ class Informer(Generic[View]):
         self._changed = changed
         self._namespace = namespace
         self._selector = selector
-        self._heard = heard
+        self._convert = convert
         self._version = ""
         self._pause = SHORTEST_SECONDS
         self._failures = 0  # number of failures since a list or a watch was last answered
@@ -106,19 +106,21 @@ class Informer(Generic[View]):
 
     async def _watch(self) -> bool:
         """Watch until the stream ends; return whether any event was received."""
-        told_any = False
+        received_any = False
         stream = self._cluster.watch(
             self._kind, self._view, self._namespace, self._version, self._selector, self._began
         )
         async with aclosing(stream) as events:
-            async for told in events:
-                told_any, self._pause = True, SHORTEST_SECONDS
-                self._version = told.version
-                if told.item is not None:
+            async for event in events:
+                received_any, self._pause = True, SHORTEST_SECONDS
+                self._version = event.version
+                if event.item is not None:
                     self._tell(
-                        self._cache.end(told.item) if told.gone else self._cache.put(self._kept(told.item, news=True))
+                        self._cache.end(event.item)
+                        if event.gone
+                        else self._cache.put(self._kept(event.item, news=True))
                     )
-        return told_any
+        return received_any
 
     def _began(self) -> None:
         self._failures = 0
@@ -130,9 +132,9 @@ class Informer(Generic[View]):
         return self._kept(item, news=known is not None)
 
     def _kept(self, item: View, *, news: bool) -> View:
-        if self._heard is None:
+        if self._convert is None:
             return item
-        return self._heard(item, self._cache.get(item.metadata.namespace, item.metadata.name), news)
+        return self._convert(item, self._cache.get(item.metadata.namespace, item.metadata.name), news)
 
     def _tell(self, changes: Sequence[View]) -> None:
         if changes:

@@ -253,7 +253,7 @@ class KubernetesLease(NamedObject, frozen=True):
         metadata = msgspec.structs.replace(_unversioned(self.metadata), annotations={})
         return msgspec.structs.replace(self, metadata=metadata, spec=spec)
 
-    def heard(self, now: datetime, before: Self | None, *, news: bool) -> Self:
+    def with_renewal_time(self, now: datetime, before: Self | None, *, news: bool) -> Self:
         """Return the Lease with another renewal time: the instant at which this process learned of the Lease, by this process's clock.
 
         If the Lease is not news (it is in the informer's first list), its own renewal time is used, or `now` if that

@@ -66,7 +66,7 @@ class PromptAnnouncements:
         self._numbers = 0
         # Worker and block keys of each unfinished prompt, by number.
         self._placed: dict[int, tuple[WorkerId, Keys]] = {}
-        self._untold: dict[int, None] = {}  # numbers of unfinished prompts that were not announced yet, in order
+        self._unannounced: dict[int, None] = {}  # numbers of unfinished prompts that were not announced yet, in order
         self._over: list[int] = []
         self._sent: deque[tuple[WorkerId, Keys]] = deque(maxlen=MAX_SENT_PROMPTS)
         self.is_due = False
@@ -81,15 +81,15 @@ class PromptAnnouncements:
             return None
         self._numbers = number = self._numbers + 1
         self._placed[number] = worker_id, keys
-        self._untold[number] = None
+        self._unannounced[number] = None
         self.is_due = True
         return number
 
     def over(self, number: int) -> None:
         del self._placed[number]
         self.is_due = True
-        if number in self._untold:
-            del self._untold[number]
+        if number in self._unannounced:
+            del self._unannounced[number]
         else:
             self._over.append(number)
 
@@ -100,21 +100,21 @@ class PromptAnnouncements:
 
     def news(self) -> tuple[list[PlacedPrompt], list[int]]:
         """Return the prompts to announce since the last call, and the numbers of announced prompts whose requests have ended since then."""
-        news = [self._told(number) for number in self._untold]
+        news = [self._make_announcement(number) for number in self._unannounced]
         news += [
             PlacedPrompt(worker_id=worker_id, keys=tuple(keys[:MAX_ANNOUNCED_KEYS])) for worker_id, keys in self._sent
         ]
         over, self._over = self._over, []
-        self._untold.clear()
+        self._unannounced.clear()
         self._sent.clear()
         self.is_due = False
         return news, over
 
     def latest(self) -> list[PlacedPrompt]:
         """Return the unfinished prompts that were already announced, for a peer that connects later."""
-        return [self._told(number) for number in self._placed if number not in self._untold]
+        return [self._make_announcement(number) for number in self._placed if number not in self._unannounced]
 
-    def _told(self, number: int) -> PlacedPrompt:
+    def _make_announcement(self, number: int) -> PlacedPrompt:
         worker_id, keys = self._placed[number]
         return PlacedPrompt(worker_id=worker_id, number=number, keys=marks(keys))
 
@@ -131,25 +131,25 @@ class PeerPrompts:
         """
         self._chains = chains
         self._holder = ChainHolder(bit)
-        self._told: dict[tuple[str, int], Chain] = {}
+        self._announced_chains: dict[tuple[str, int], Chain] = {}
 
     def add(self, peer: str, number: int, keys: Keys) -> None:
-        assert (peer, number) not in self._told, number
-        self._told[peer, number] = self._chains.add(self._holder, keys)
+        assert (peer, number) not in self._announced_chains, number
+        self._announced_chains[peer, number] = self._chains.add(self._holder, keys)
 
     def remove(self, peer: str, number: int) -> None:
         """Forget a prompt. Do nothing if it is unknown: the worker may have left and joined again since it was added."""
-        if (chain := self._told.pop((peer, number), None)) is not None:
+        if (chain := self._announced_chains.pop((peer, number), None)) is not None:
             self._chains.remove(chain)
 
     def clear(self) -> None:
-        for chain in self._told.values():
+        for chain in self._announced_chains.values():
             self._chains.remove(chain)
-        self._told.clear()
+        self._announced_chains.clear()
 
     def chains(self) -> list[Chain]:
         """Return the chains of all prompts."""
-        return list(self._told.values())
+        return list(self._announced_chains.values())
 
 
 def marks(keys: Keys) -> tuple[int, ...]:
@@ -173,12 +173,12 @@ def with_peer_prompts(booked: list[tuple[int, int]], peer_prompts: RadixTree, ke
         keys: Block keys of all full blocks of the prompt.
     """
     marked = marks(keys)
-    told = [
+    announced = [
         (len(keys) if depth == len(marked) else _GRID[depth - 1], mask) for depth, mask in peer_prompts.runs(marked)
     ]
     found: list[tuple[int, int]] = []
     seen = 0
-    for depth, mask in sorted(booked + told, reverse=True):
+    for depth, mask in sorted(booked + announced, reverse=True):
         if new := mask & ~seen:
             found.append((depth, new))
             seen |= new

@@ -222,9 +222,9 @@ class WorkerRegistry:
 
     def note_peer_prompts(self, peer: str, placed: Iterable[PlacedPrompt], over: Iterable[int], now: Nanos) -> None:
         """Record the prompts that a peer router has sent to workers, and those that are finished (`fleet.router.kv_index.peer_prompts`)."""
-        told = self._peer_prompts.setdefault(peer, {})
+        worker_by_number = self._peer_prompts.setdefault(peer, {})
         for number in over:
-            if (worker := self.get(told.pop(number, WorkerId("")))) is not None:
+            if (worker := self.get(worker_by_number.pop(number, WorkerId("")))) is not None:
                 worker.peer_prompts.remove(peer, number)
         for each in placed:
             if (worker := self.get(each.worker_id)) is None:
@@ -233,8 +233,8 @@ class WorkerRegistry:
                 continue
             if not each.number:
                 worker.assume_peer_prompt(each.keys, Nanos(now - each.age_ms * MILLISECOND), now)
-            elif each.number not in told and len(told) < MAX_ANNOUNCED_PROMPTS:
-                told[each.number] = each.worker_id
+            elif each.number not in worker_by_number and len(worker_by_number) < MAX_ANNOUNCED_PROMPTS:
+                worker_by_number[each.number] = each.worker_id
                 worker.peer_prompts.add(peer, each.number, each.keys)
 
     def meet_early_prompts(self, worker_id: WorkerId, now: Nanos) -> None:

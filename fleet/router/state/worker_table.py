@@ -266,7 +266,7 @@ class AnnouncedReservations(WorkerReservations):
         super().__init__(block_tokens, chains, bit)
         self._worker_id = worker_id
         self._prompts = prompts
-        self._told: dict[RequestId, int] = {}
+        self._announced_numbers: dict[RequestId, int] = {}
 
     def reserve(
         self,
@@ -285,7 +285,7 @@ class AnnouncedReservations(WorkerReservations):
             and keys
             and (number := self._prompts.placed(self._worker_id, keys)) is not None
         ):
-            self._told[request_id] = number
+            self._announced_numbers[request_id] = number
 
     def computed(self, request_id: RequestId, now: Nanos | None) -> None:
         super().computed(request_id, now)
@@ -294,13 +294,13 @@ class AnnouncedReservations(WorkerReservations):
     def release(self, request_id: RequestId) -> None:
         super().release(request_id)
         self._prompts.is_due = True
-        if (number := self._told.pop(request_id, None)) is not None:
+        if (number := self._announced_numbers.pop(request_id, None)) is not None:
             self._prompts.over(number)
 
     def close(self) -> None:
         super().close()
         self._prompts.is_due = True
-        for number in self._told.values():
+        for number in self._announced_numbers.values():
             self._prompts.over(number)
 
 

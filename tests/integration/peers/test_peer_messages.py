@@ -126,7 +126,7 @@ def test_invalid_reservation_numbers_end_the_connection(tmp_path, blocks):
 
 def test_latest_possible_clock_does_not_silence_a_peer(tmp_path):
     sessions = SessionTable(ttl_seconds=1, capacity=10, telling=True)
-    sessions.heard(SessionBinding(key=("", "s"), worker_id=WorkerId("w"), stamp=LATEST), Nanos(0))
+    sessions.apply(SessionBinding(key=("", "s"), worker_id=WorkerId("w"), stamp=LATEST), Nanos(0))
     sessions.bind(("", "t"), WorkerId("w"), Nanos(0))
     (told,) = encode_sessions(sessions.news())
 

@@ -25,13 +25,13 @@ class Watched:
         self.now = Nanos(0)
         self.liveness = Liveness(limits, self.now)
         if beats:
-            assert self.look(heard=True) is None
+            assert self.look(heartbeat=True) is None
 
     def look(
-        self, look: ProcessSample = IDLE, *, heard: bool = False, after: int = SAMPLE_INTERVAL
+        self, look: ProcessSample = IDLE, *, heartbeat: bool = False, after: int = SAMPLE_INTERVAL
     ) -> HangDetected | None:
         self.now = Nanos(self.now + after)
-        return self.liveness.observe(look, heard=heard, now=self.now)
+        return self.liveness.observe(look, heartbeat=heartbeat, now=self.now)
 
     def until_hang(self, look: ProcessSample, most_seconds: int = 3600) -> float | None:
         """Return the seconds of equal samples until it counts as hung."""
@@ -110,9 +110,9 @@ LOOKS = st.tuples(
 @given(st.lists(LOOKS, max_size=80))
 def test_no_child_hangs_before_its_limit_of_time_looked_at(looks):
     watched, since_sign = Watched(), 0
-    for look, heard, after in looks:
-        hang = watched.look(look, heard=heard, after=after)
-        void = look.traced or after >= SUPERVISOR_PAUSE or (heard and not look.stopped)
+    for look, heartbeat, after in looks:
+        hang = watched.look(look, heartbeat=heartbeat, after=after)
+        void = look.traced or after >= SUPERVISOR_PAUSE or (heartbeat and not look.stopped)
         since_sign = 0 if void else since_sign + after
         if hang is not None:
             assert since_sign >= LIMITS.stopped

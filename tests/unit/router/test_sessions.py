@@ -56,7 +56,7 @@ def test_own_bindings_are_news_once_and_heard_ones_never():
     sessions.bind(A, W1, at(1))
     sessions.bind(("", "b"), W2, at(1))
     sessions.forget(("", "b"), at(1))
-    sessions.heard(SessionBinding(key=("", "c"), worker_id=W2), at(1))
+    sessions.apply(SessionBinding(key=("", "c"), worker_id=W2), at(1))
 
     assert [(told.key, told.worker_id) for told in sessions.news()] == [(A, W1), (("", "b"), None)]
     assert sessions.news() == []
@@ -91,7 +91,7 @@ def routers_sessions(*clocks: float) -> list[tuple[SessionTable, Nanos]]:
     met = [(SessionTable(ttl_seconds=10, capacity=10, telling=True), at(clock)) for clock in clocks]
     for one, now in met:
         for _, clock in met:
-            one.clock_heard(clock, now)
+            one.advance_clock(clock, now)
     return met
 
 
@@ -106,7 +106,7 @@ def test_all_routers_agree_on_the_latest_binding(clocks):
 
     for number, (one, clock) in enumerate(routers):
         for binding in told[number:] + told[:number]:
-            one.heard(binding, Nanos(clock + at(6)))
+            one.apply(binding, Nanos(clock + at(6)))
         assert one.bound(A, Nanos(clock + at(6))) == "w5"
 
 
@@ -115,14 +115,14 @@ def test_simultaneous_bindings_settle_alike_everywhere():
     one.bind(A, W1, at(1))
     other.bind(A, W2, at(1))
     for each, news in ((one, other.news()), (other, one.news())):
-        each.heard(news[0], at(1))
+        each.apply(news[0], at(1))
 
     assert one.bound(A, at(1)) == other.bound(A, at(1)) == W2
 
 
 def test_later_binding_wins_over_a_heard_one():
     one = SessionTable(ttl_seconds=10, capacity=10, telling=True)
-    one.heard(SessionBinding(key=A, worker_id=W2, stamp=at(1000)), at(1))
+    one.apply(SessionBinding(key=A, worker_id=W2, stamp=at(1000)), at(1))
     one.bind(A, W1, at(1))
 
     (told,) = one.news()
@@ -135,17 +135,17 @@ def test_forget_affects_only_older_bindings():
     one.bind(A, W1, at(1))
     other.forget(A, at(2))
     (forgotten,) = other.news()
-    one.heard(forgotten, at(2))
+    one.apply(forgotten, at(2))
     assert one.bound(A, at(2)) is None
     one.bind(A, W2, at(3))
-    one.heard(forgotten, at(3))
+    one.apply(forgotten, at(3))
     assert one.bound(A, at(3)) == W2
 
 
 def test_unstamped_binding_counts_when_it_is_heard():
     (one, _) = routers_sessions(0)[0]
     one.bind(A, W1, at(1))
-    one.heard(SessionBinding(key=A, worker_id=W2), at(2))
+    one.apply(SessionBinding(key=A, worker_id=W2), at(2))
 
     assert one.bound(A, at(2)) == W2
 

@@ -251,7 +251,7 @@ def test_router_is_unsure_past_its_share_until_others_heard():
         here.admit("acme", 1, START)
     assert here.is_unsure("acme", 1, START)
 
-    here.confirm(here.told())
+    here.confirm(here.unconfirmed_totals())
 
     assert [here.admit("acme", 1, START) is None for _ in range(2)] == [False, False], "a third of six"
     assert here.is_unsure("acme", 1, START)
@@ -259,16 +259,16 @@ def test_router_is_unsure_past_its_share_until_others_heard():
 
 def test_older_confirmation_changes_nothing():
     """A router asks its peers, and loses them all before they have answered."""
-    here, told_once = sharing(requests_per_minute=30), sharing(requests_per_minute=30)
-    for each in (here, told_once):
+    here, confirmed_once = sharing(requests_per_minute=30), sharing(requests_per_minute=30)
+    for each in (here, confirmed_once):
         for _ in range(5):
             each.admit("acme", 1, START)
-    older = here.told()
-    here.confirm(here.told())
+    older = here.unconfirmed_totals()
+    here.confirm(here.unconfirmed_totals())
     here.confirm(older)
-    told_once.confirm(told_once.told())
+    confirmed_once.confirm(confirmed_once.unconfirmed_totals())
 
-    let_in = [taken_until_unsure(each) for each in (here, told_once)]
+    let_in = [taken_until_unsure(each) for each in (here, confirmed_once)]
 
     assert let_in == [8, 8], "a third of what is left"
 
@@ -334,10 +334,10 @@ def test_three_routers_admit_at_most_two_too_many(steps, limit):
         here = routers[number]
         deliver(number, arrive)
         if here.is_unsure("acme", 1, START):
-            heard = here.told()
+            totals = here.unconfirmed_totals()
             for other in {0, 1, 2} - {number}:
                 deliver(other, len(mail[other]))
-            here.confirm(heard)
+            here.confirm(totals)
             if here.is_unsure("acme", 1, START):
                 continue
         try:

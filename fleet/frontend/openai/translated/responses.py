@@ -481,7 +481,7 @@ class ResponseWriter:
             "service_tier": "default",
             "store": False,
             "temperature": 1.0 if body.temperature is None else body.temperature,
-            "text": {"format": {"type": "text"}} if body.text is None else _told(body.text),
+            "text": {"format": {"type": "text"}} if body.text is None else _text_options(body.text),
             "tool_choice": body.tool_choice or "auto",
             "tools": body.tools or [],
             "top_p": 1.0 if body.top_p is None else body.top_p,
@@ -536,7 +536,7 @@ def _ends(block: AnswerBlock, place: Json) -> list[Json]:
     return [done, {"type": "response.content_part.done", "part": _part(block, content), **place}]
 
 
-def _told(text: TextOptions) -> Json:
+def _text_options(text: TextOptions) -> Json:
     wanted = text.format
     if wanted is None:
         return {"format": {"type": "text"}}

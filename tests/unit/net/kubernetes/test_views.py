@@ -17,20 +17,20 @@ def a_lease(renewed):
 
 @pytest.mark.parametrize("off", [-HOUR, HOUR], ids=["behind", "ahead"])
 def test_news_of_a_lease_counts_as_renewed_on_arrival(off):
-    assert a_lease(NOW + off).heard(NOW, None, news=True).renewed == NOW
+    assert a_lease(NOW + off).with_renewal_time(NOW, None, news=True).renewed == NOW
 
 
 def test_first_listed_lease_keeps_its_age():
-    assert a_lease(NOW - HOUR).heard(NOW, None, news=False).renewed == NOW - HOUR
-    assert a_lease(NOW + HOUR).heard(NOW, None, news=False).renewed == NOW
+    assert a_lease(NOW - HOUR).with_renewal_time(NOW, None, news=False).renewed == NOW - HOUR
+    assert a_lease(NOW + HOUR).with_renewal_time(NOW, None, news=False).renewed == NOW
 
 
 def test_a_renewal_is_no_change_unless_it_had_ended():
-    first = a_lease(NOW).heard(NOW, None, news=True)
+    first = a_lease(NOW).with_renewal_time(NOW, None, news=True)
 
-    in_time = a_lease(NOW).heard(NOW + 8 * SECOND, first, news=True)
-    late = a_lease(NOW).heard(NOW + 9 * SECOND, first, news=True)
+    in_time = a_lease(NOW).with_renewal_time(NOW + 8 * SECOND, first, news=True)
+    late = a_lease(NOW).with_renewal_time(NOW + 9 * SECOND, first, news=True)
 
     assert in_time.essence() == first.essence()
     assert late.essence() != first.essence()
-    assert late.heard(NOW + 10 * SECOND, late, news=True).essence() == late.essence()
+    assert late.with_renewal_time(NOW + 10 * SECOND, late, news=True).essence() == late.essence()

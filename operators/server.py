@@ -240,10 +240,10 @@ class Operator:
     def _informer(self, kind: ApiKind, namespace: str) -> Informer[Any]:
         view = VIEW_OF_KIND[kind]
         cache, selector = self.store.of(kind, view), SELECTORS.get(kind, "")
-        more: dict[str, Any] = {"convert": self._heard} if kind == kinds.LEASE else {}
+        more: dict[str, Any] = {"convert": self._with_renewal_time} if kind == kinds.LEASE else {}
         return Informer(self._cluster, kind, view, cache, self._changed, namespace=namespace, selector=selector, **more)
 
-    def _heard(self, lease: KubernetesLease, before: KubernetesLease | None, news: bool) -> KubernetesLease:
+    def _with_renewal_time(self, lease: KubernetesLease, before: KubernetesLease | None, news: bool) -> KubernetesLease:
         return lease.with_renewal_time(self._wall(), before, news=news)
 
     async def _begin(self) -> None:

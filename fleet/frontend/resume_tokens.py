@@ -50,7 +50,7 @@ _PURPOSE = b"fleet resume token 2"
 
 
 class ResumeClaims(Struct, frozen=True):
-    """What a valid resume token states. The tenant is signed, but not contained in the token."""
+    """Facts that a valid resume token states. The tenant is signed, but not contained in the token."""
 
     request_id: RequestId  # id of the original request, which began the answer
     tenant: str

@@ -28,7 +28,7 @@ from fleet.core.file_locks import ALIVE_FILE, remove_locked_folder, share_lock_f
 from fleet.local.process_group import end_group
 
 BEAT_SECONDS = 1.0
-SILENT_LOOKS = 10
+MAX_SILENT_CHECKS = 10
 """The supervisor counts as hung if it has written nothing at this number of checks in a row. The checks are
 `BEAT_SECONDS` apart."""
 
@@ -59,21 +59,21 @@ class SupervisorWatch:
     def __init__(self, folder: Path, supervisor: int) -> None:
         self._file = folder / SILENT_FILE
         self._supervisor = supervisor
-        self._looks = 0
+        self._silent_checks = 0
 
     def note_line(self) -> None:
         """Note that the supervisor has written a line. If it counted as hung, report that it responds again."""
-        if self._looks >= SILENT_LOOKS:
+        if self._silent_checks >= MAX_SILENT_CHECKS:
             self._file.unlink(missing_ok=True)
             tell("the supervisor responds again")
-        self._looks = 0
+        self._silent_checks = 0
 
     def note_silence(self) -> None:
-        """Note that the supervisor has written nothing since the last check. After `SILENT_LOOKS` such checks, report a hang."""
+        """Note that the supervisor has written nothing since the last check. After `MAX_SILENT_CHECKS` such checks, report a hang."""
         if process_field(self._supervisor, "TracerPid") not in ("", "0"):
             return  # a debugger may have stopped the supervisor, so this is no hang
-        self._looks += 1
-        if self._looks == SILENT_LOOKS:
+        self._silent_checks += 1
+        if self._silent_checks == MAX_SILENT_CHECKS:
             stopped = process_field(self._supervisor, "State").startswith("T")
             why = (
                 f"the supervisor (process {self._supervisor}) {'is stopped' if stopped else 'hangs'}: what runs goes on,"

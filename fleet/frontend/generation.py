@@ -22,12 +22,13 @@ router's server, turn tokens into text, look for stop strings, count the tokens 
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import (
     AbstractAsyncContextManager,
     AsyncExitStack,
     aclosing,
     asynccontextmanager,
+    contextmanager,
     nullcontext,
 )
 from functools import partial
@@ -102,7 +103,7 @@ INLINE_CHARACTERS = 4096
 INLINE_BODY_BYTES = 64 << 10
 # Answers with more entries (`Generation.format_answer`) are formatted in a thread, because each entry takes up to 7 µs.
 INLINE_ENTRIES = 1024
-MAX_REPLAYS = 4  # maximum number of resumed answers that the threads for tokenizers replay at a time; others wait
+MAX_REPLAYS = 2  # maximum number of resumed answers that the threads for tokenizers replay at a time; others wait
 # Up to this many known tokens of a resumed answer (8 µs each) are replayed on the event loop; more tokens are replayed in a thread.
 INLINE_TOKENS = 256
 RETRY_AFTER_MS = 1000
@@ -213,6 +214,9 @@ class Generation:
         # After the death of a router, clients resume all its streams at once, and each has to be replayed in a thread. This limit
         # leaves threads free for the prompts of other requests.
         self._replays = asyncio.Semaphore(MAX_REPLAYS)
+        self._free_streams: set[int] = (
+            set()
+        )  # streams of the free resumptions whose tokens are being searched or replayed
         self._parsing_plans = ParsingPlans()
         self._image_loader = image_loader  # None: images at URLs are refused
         self._resume_tokens = resume_tokens  # None: streams cannot be resumed
@@ -611,12 +615,14 @@ class Generation:
             in_engine = isinstance(answer, EngineParsedAnswer)
             digest = _digest(card, tokens, digests)
             resumed.check(sampling, digest, codec.vocab_size, in_engine=in_engine, is_kept=request.is_kept)
-            if len(resumed.token_ids) <= INLINE_TOKENS:
-                resumed.replay(answer)
-            else:
-                async with self._replays:
-                    await self._threads.run(partial(resumed.replay, answer), len(resumed.token_ids))
-            replayed, ended = len(resumed.token_ids), resumed.end(answer, sampling)
+            with self._affordable(resumed.claims, request.tenant):
+                if len(resumed.token_ids) <= INLINE_TOKENS:
+                    resumed.replay(answer)
+                else:
+                    async with self._replays:
+                        await self._threads.run(partial(resumed.replay, answer), len(resumed.token_ids))
+            # The replay ends early at a stop string that was not in the original request.
+            replayed, ended = answer.num_tokens, resumed.end(answer, sampling)
         if request.resumable and self._resume_tokens is not None:
             claims = self._claims(request, _digest(card, tokens, digests), resumed)
         elif request.is_kept:  # the client asks for event ids, which contain resume tokens
@@ -628,11 +634,9 @@ class Generation:
         # Do not rely on `resumed.is_free`: another request with the same resume token may have been admitted meanwhile, and only
         # the first one is free.
         if resumed is None or not self._is_free(resumed.claims):
-            counted_tokens = 0 if request.sibling else prompt_tokens
-            if ended is None:
-                # Charge the replayed tokens, too: a worker computes them like a prompt, and over gRPC the client may have
-                # invented them.
-                counted_tokens += replayed
+            # Charge the replayed tokens, too: a worker computes them like a prompt, and over gRPC the client may have invented them. If
+            # the answer has ended with them, the replay itself is what costs.
+            counted_tokens = (0 if request.sibling else prompt_tokens) + replayed
             allowance = await admit_with_peers(self._tenants, request.tenant, counted_tokens, self._clock)
         measured.admitted(counted_tokens, allowance)
         if request.images and not digests:
@@ -762,14 +766,35 @@ class Generation:
         claims = self._resume_tokens.read(request.resume.token, tenant)
         resume = request.resume
         if request.is_kept and self._kept_answers is not None:
-            known = await self._kept_answers.tokens(claims.stream, resume.position)
+            with self._affordable(claims, tenant):
+                known = await self._kept_answers.tokens(claims.stream, resume.position)
             resume = structs.replace(resume, token_ids=known)
         request_id = claims.next_id
-        # An earlier resumption broke off, but its request has not ended on this router yet.
+        # An earlier resumption broke off, but its request has not ended on this router yet. Or another request has an id with the same
+        # beginning.
         while self.serves(request_id):
-            request_id = RequestId(f"{request_id}x")
+            request_id = RequestId(f"{claims.next_id[:111]}.{_new_stream():016x}")
         answer = ResumedAnswer(resume=resume, claims=claims, is_free=self._is_free(claims))
         return structs.replace(request, id=request_id, tenant=tenant), answer
+
+    @contextmanager
+    def _affordable(self, claims: ResumeClaims, tenant: str) -> Iterator[None]:
+        """Refuse a resumption that is over its tenant's limits before its tokens are searched or replayed, which costs more than an answer.
+
+        Of several simultaneous resumptions of one stream, only the first one counts as free here.
+
+        Raises:
+            RequestRejected: RATE_LIMITED; the resumption is not free, and the tenant has used up a limit.
+        """
+        if self._is_free(claims) and claims.stream not in self._free_streams:
+            self._free_streams.add(claims.stream)
+            try:
+                yield
+            finally:
+                self._free_streams.discard(claims.stream)
+        else:
+            with self._tenants.expected(tenant, self._clock.now()):
+                yield
 
     def _claims(self, request: GenerateRequest, digest: bytes, resumed: ResumedAnswer | None) -> ResumeClaims:
         """Return the content that all resume tokens of this stream share. `digest` is the digest of the prompt (`_digest`)."""

@@ -55,6 +55,7 @@ class FakeRouter:
         self.bug: Exception | None = None  # raised by the stream's iterator
         # number of steps after which the attempt fails, and another worker continues the answer
         self.retry_after: int | None = None
+        self.searches = 0  # number of searches for kept tokens
         self.search_turns = 0  # turns of the event loop that a search for kept tokens takes
         self.kept: dict[int, list[int]] = {}  # the tokens that workers keep, by the answer's key
         self.hold_after: int | None = None  # number of steps after which the stream waits for `release`
@@ -76,6 +77,7 @@ class FakeRouter:
 
     async def tokens(self, key: int, most: int) -> tuple[int, ...]:
         """Find kept tokens as `AnswerSearch` does."""
+        self.searches += 1
         await turns(self.search_turns)
         return tuple(self.kept.get(key, ())[:most])
 

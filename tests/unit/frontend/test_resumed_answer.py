@@ -184,6 +184,62 @@ async def test_charged_resumption_counts_the_tokens_that_it_brings(open_generati
     assert all(arrived.answered == invented for arrived in router.submitted[1:])
 
 
+async def test_stop_string_in_known_tokens_gives_no_tokens_back(open_generation, codec):
+    """A client may resume with a stop string that its first request did not have, so the replay ends before the last known token."""
+    answer = token_ids(codec.encode(TEXT))[1:]
+    tenants = Tenants({"acme": TenantSettings()}, SystemClock().now())
+    generation = open_generation(FakeRouter(answer), counts=tenants)
+    request = a_request(sampling=GREEDY, resumable=True, tenant="acme")
+    first = await events_of(generation, request)
+    usage = tenants.usage()["acme"]
+    before = usage.answer_tokens
+    seen = resumption(first)
+
+    for _ in range(2):
+        events = await events_of(generation, structs.replace(request, resume=seen, stop=(seen.text[:1],)))
+        assert isinstance(events[-1], Finished)
+
+    assert usage.answer_tokens == before
+
+
+async def test_resumption_over_the_limit_is_refused_unsearched(open_generation):
+    """The search and the replay cost more than most answers."""
+    router = FakeRouter(range(100, 120))
+    generation = open_generation(router, acme=TenantSettings(requests_per_minute=1))
+    request = a_request(sampling=Sampling(max_tokens=20), resumable=True, is_kept=True, tenant="acme")
+    seen = await events_of(generation, request)
+    resumed = structs.replace(request, resume=Resume(token=received(seen)[2], position=5))
+    await events_of(generation, resumed)  # free
+    searches = router.searches
+
+    with pytest.raises(RequestRejected) as refused:
+        await events_of(generation, resumed)
+
+    assert refused.value.reason is Reason.RATE_LIMITED
+    assert router.searches == searches == 1
+
+
+async def test_resumptions_of_long_request_ids_do_not_collide(open_generation):
+    """Of an id with the maximum length, the id of the resumption has only the beginning, which several requests may share."""
+    router = FakeRouter(range(100, 120))
+    generation = open_generation(router)
+    resumed = []
+    for number in range(12):
+        request_id = RequestId(f"{'x' * 126}{number:02}")
+        request = a_request(id=request_id, sampling=Sampling(max_tokens=20), resumable=True, is_kept=True)
+        seen = await events_of(generation, request)
+        resumed.append(structs.replace(request, resume=Resume(token=received(seen)[2], position=5)))
+    router.hold_after = 2
+
+    running = [asyncio.create_task(events_of(generation, each)) for each in resumed]
+    await router.until(router.submitted, 24)
+    router.release.set()
+
+    ends = await asyncio.gather(*running)
+    assert all(isinstance(each[-1], Finished) for each in ends)
+    assert len({each[0].request_id for each in ends}) == 12
+
+
 async def test_of_simultaneous_uses_of_a_token_one_is_free(open_generation, codec):
     """A long prompt is tokenized in a thread, so that all of these requests arrive before the first one is admitted."""
     answer = token_ids(codec.encode(TEXT))[1:]

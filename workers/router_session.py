@@ -19,7 +19,8 @@ from workers.ports import Outlet
 
 MAX_WAITING_ANSWERS = 100
 """Maximum number of messages with kept answers that wait for a router. Each has about 1 MiB. By default a worker keeps
-64 MiB of answers, so a router can request all of them at once."""
+64 MiB of answers, so a router can request all of them at once. Further ones are dropped, because the stream carries the requests of
+all clients. The router's search for a dropped one ends by its time limit."""
 
 
 class RouterSession:
@@ -69,13 +70,15 @@ class RouterSession:
                     self._keep_trace(message)
 
     def offer(self, message: WorkerMessage) -> bool:
-        """Send a message, or queue it behind earlier messages.
+        """Send a message, or queue it behind earlier messages. Kept answers are dropped if too many of them wait.
 
         Return False if the queue is full; the caller then has to close the stream.
         """
         if not (self._introduction or self.waiting or self._outlet.full):
             self._outlet.put(message)
-        elif len(self.waiting) < self._limit and not (isinstance(message, KeptAnswers) and self._answers_wait()):
+        elif isinstance(message, KeptAnswers) and self._answers_wait():
+            pass
+        elif len(self.waiting) < self._limit:
             self.waiting.append(message)
         else:
             return False

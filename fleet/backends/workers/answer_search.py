@@ -7,6 +7,8 @@ Rules:
    `SEARCH_SECONDS`. Only one attempt has a key, so only one worker has tokens under it.
 2. After the death of a router, all its streams are resumed at once. So the searches that begin in one turn of the event
    loop are sent together, in one message to each worker.
+3. Of one answer, only a search for more tokens than all running searches is sent. Other searches wait for a running one, so that a
+   client that resumes an answer many times at once does not make workers send it as often.
 """
 
 import asyncio
@@ -29,6 +31,7 @@ class _RunningSearch(Struct, eq=False):
     asked: set[WorkerId]  # workers that have not answered yet
     ended: asyncio.Event
     is_sent: bool = False
+    waiting: int = 0  # number of calls that wait for the result
 
 
 class AnswerSearch:
@@ -53,22 +56,30 @@ class AnswerSearch:
         """
         if not most:
             return ()
-        search = _RunningSearch(most, b"", set(), asyncio.Event())
-        self._searches.setdefault(key, []).append(search)
-        if not self._unsent:
-            asyncio.get_running_loop().call_soon(self._send_searches)
-        self._unsent.append((WantedAnswer(key, most), search))
+        running = self._searches.setdefault(key, [])
+        search = next((each for each in running if each.most >= most), None) or self._begin(key, most)
+        search.waiting += 1
         try:
             async with asyncio.timeout(SEARCH_SECONDS):
                 await search.ended.wait()
         except TimeoutError:
             pass  # what was found until now is the result
         finally:
-            others = self._searches[key]
-            others.remove(search)
-            if not others:
-                del self._searches[key]
-        return tuple(memoryview(search.found).cast("I"))
+            search.waiting -= 1
+            if not search.waiting:
+                running.remove(search)
+                if not running:
+                    del self._searches[key]
+        return tuple(memoryview(search.found[: TOKEN_BYTES * most]).cast("I"))
+
+    def _begin(self, key: int, most: int) -> _RunningSearch:
+        """Begin a search; it is sent at the end of this turn of the event loop."""
+        search = _RunningSearch(most, b"", set(), asyncio.Event())
+        self._searches[key].append(search)
+        if not self._unsent:
+            asyncio.get_running_loop().call_soon(self._send_searches)
+        self._unsent.append((WantedAnswer(key, most), search))
+        return search
 
     def received(self, worker_id: WorkerId, kept: KeptAnswers) -> None:
         """Take the tokens that a worker has sent."""

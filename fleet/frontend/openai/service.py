@@ -482,7 +482,7 @@ class HttpFrontend(HttpServer):
                             # the last events: their numbers must be the same after a resumption.
                             exchange.send(ids.numbered(begin), content_type=EVENT_STREAM, headers=headers)
                         chunks = ids.numbered_last(rest + formatter.last_chunks(item, ()))
-                        exchange.send(chunks, content_type=EVENT_STREAM, headers=headers, last=True)
+                        exchange.end_events(chunks, headers)
 
     async def _collect(
         self,

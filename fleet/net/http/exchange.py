@@ -262,10 +262,12 @@ def response_head(
     chunked: bool = False,
     headers: Sequence[tuple[str, str]] = (),
 ) -> bytes:
-    """Return the status line and the headers of an answer."""
-    lines = [f"HTTP/1.1 {int(status)} {_PHRASES[status]}", f"content-type: {content_type}"]
-    if content_length is not None:
-        lines.append(f"content-length: {content_length}")
+    """Return the status line and the headers of an answer. Status 204 has no content, so its head does not describe any (RFC 9110)."""
+    lines = [f"HTTP/1.1 {int(status)} {_PHRASES[status]}"]
+    if status != HTTPStatus.NO_CONTENT:
+        lines.append(f"content-type: {content_type}")
+        if content_length is not None:
+            lines.append(f"content-length: {content_length}")
     if chunked:
         lines.append("transfer-encoding: chunked")
     if close:
@@ -423,6 +425,20 @@ class Exchange:
                 pieces.append(b"0\r\n\r\n")
         self._complete = last
         self._connection.write(pieces)
+
+    def end_events(self, events: bytes, headers: Sequence[tuple[str, str]]) -> None:
+        """Send the last server-sent events of an answer.
+
+        If the whole answer has no events, because the client has them all, send status 204 instead. An EventSource connects again after the
+        end of each answer, and this status is what ends that (HTML standard, "Server-sent events").
+
+        Raises:
+            ClientDisconnected: The connection is closed.
+        """
+        if events or self._began:
+            self.send(events, content_type=EVENT_STREAM, headers=headers, last=True)
+        else:
+            self.respond(HTTPStatus.NO_CONTENT, b"", headers=headers)
 
     def relay(self, source: RelaySource) -> asyncio.Transport:
         """Return the transport that takes the answer of `source` as raw bytes, from the head of the answer on.

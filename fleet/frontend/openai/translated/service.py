@@ -146,7 +146,7 @@ class TranslatedFrontend:
                             await exchange.drained()
                     case Finished():
                         assert writer is not None
-                        exchange.send(writer.last_chunks(item), content_type=EVENT_STREAM, headers=headers, last=True)
+                        exchange.end_events(writer.last_chunks(item), headers)
 
     async def _collect(self, exchange: Exchange, asked: TranslatedRequest) -> None:
         request = asked.chat.request

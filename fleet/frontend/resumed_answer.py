@@ -64,9 +64,9 @@ class ResumedAnswer(Struct, kw_only=True):
         """
         resume = self.resume
         if self.claims.prompt != prompt:
-            raise invalid(FIELD, "is for another model or prompt; send the same request as before")
+            raise invalid(FIELD, "is for another API, model or prompt; send the same request as before")
         if len(resume.token_ids) > sampling.max_tokens or resume.position > sampling.max_tokens:
-            raise invalid("resume.token_ids", f"are more than max_tokens, {sampling.max_tokens}")
+            raise invalid("resume.token_ids", f"names more tokens than max_tokens, {sampling.max_tokens}")
         if resume.token_ids and max(resume.token_ids) >= vocab_size:
             raise invalid("resume.token_ids", f"must be less than the size of the vocabulary, {vocab_size}")
         if in_engine and (resume.from_start or (is_kept and resume.position)):
@@ -80,7 +80,8 @@ class ResumedAnswer(Struct, kw_only=True):
             raise RequestRejected(
                 Reason.WORKER_LOST,
                 f"of the {resume.position} tokens that the client has, only {len(resume.token_ids)} are known here, and only"
-                " greedy answers (temperature 0) that no worker parses can be generated again; send the request again",
+                " greedy answers (temperature 0) that no worker parses can be generated again; send the request as a new one, without"
+                " last-event-id or a resume token",
             )
         if resume.from_start:
             self.to_skip = 0

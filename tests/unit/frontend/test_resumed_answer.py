@@ -220,7 +220,7 @@ async def test_resumption_over_the_limit_is_refused_unsearched(open_generation):
 
 
 async def test_resumptions_of_long_request_ids_do_not_collide(open_generation):
-    """Of an id with the maximum length, the id of the resumption has only the beginning, which several requests may share."""
+    """The id of the resumption has only the beginning of an id with the maximum length, and several requests may share that beginning."""
     router = FakeRouter(range(100, 120))
     generation = open_generation(router)
     resumed = []

@@ -30,7 +30,9 @@ CROSSED = 35
 """Files in which a function runs for a streamed chat. A new concept may need a new file; a part of a known concept does not."""
 
 ARCHITECTURE = ROOT / "ARCHITECTURE.md"
-IDLE_SECONDS = 0.05
+IDLE_SECONDS = 0.25
+"""More than two periods of the shortest timer. A shorter time in turn with requests kept step with this timer, so that all requests had its
+calls, and no idle time."""
 
 
 @asynccontextmanager

@@ -214,9 +214,8 @@ class Generation:
         # After the death of a router, clients resume all its streams at once, and each has to be replayed in a thread. This limit
         # leaves threads free for the prompts of other requests.
         self._replays = asyncio.Semaphore(MAX_REPLAYS)
-        self._free_streams: set[int] = (
-            set()
-        )  # streams of the free resumptions whose tokens are being searched or replayed
+        # The streams of the free resumptions whose tokens are being searched or replayed now.
+        self._free_streams: set[int] = set()
         self._parsing_plans = ParsingPlans()
         self._image_loader = image_loader  # None: images at URLs are refused
         self._resume_tokens = resume_tokens  # None: streams cannot be resumed

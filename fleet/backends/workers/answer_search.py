@@ -7,8 +7,8 @@ Rules:
    `SEARCH_SECONDS`. Only one attempt has a key, so only one worker has tokens under it.
 2. After the death of a router, all its streams are resumed at once. So the searches that begin in one turn of the event
    loop are sent together, in one message to each worker.
-3. Of one answer, only a search for more tokens than all running searches is sent. Other searches wait for a running one, so that a
-   client that resumes an answer many times at once does not make workers send it as often.
+3. A search for an answer is only sent if no running search wants at least as many tokens of it. Otherwise it waits for the result
+   of the running search. So a client that resumes an answer many times at once does not make workers send it as often.
 """
 
 import asyncio

@@ -159,21 +159,24 @@ REFUSALS = {
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
 @pytest.mark.parametrize("case", REFUSALS)
 def test_both_ends_log_why_there_is_no_stream(ours, theirs, secret, other_secret, caplog, case, run):
-    def credentials(told):
+    def credentials(peer, named):
         files = {"secret": secret, "other": other_secret}
         issued = {"ours": ours.issue, "theirs": theirs.issue, "expired": lambda name: ours.issue(name, hours=(-2, -1))}
         made = {}
-        if "certificate" in told:
-            made |= issued[told["certificate"]]("one")
-        if "authority" in told:
-            made["authority"] = {"ours": ours, "theirs": theirs}[told["authority"]].file
-        if "secret_file" in told:
-            made["secret_file"] = files[told["secret_file"]]
+        if "certificate" in named:
+            made |= issued[named["certificate"]](peer)
+        if "authority" in named:
+            made["authority"] = {"ours": ours, "theirs": theirs}[named["authority"]].file
+        if "secret_file" in named:
+            made["secret_file"] = files[named["secret_file"]]
         return Credentials(**made)
 
     async def play():
         router, worker, at_router, at_worker = REFUSALS[case]
-        async with a_worker(credentials(worker)) as address, a_router(address, credentials(router)) as heard:
+        async with (
+            a_worker(credentials("worker", worker)) as address,
+            a_router(address, credentials("router", router)) as heard,
+        ):
             await until(lambda: at_router in logged_causes(caplog, "worker stream ended"), 20)
             await until(lambda: at_worker in logged_causes(caplog, "stream refused"), 20)
             assert heard.is_empty()

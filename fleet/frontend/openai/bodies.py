@@ -402,10 +402,10 @@ def _hint_value(name: bytes, hint: HintHeader, value: bytes) -> object:
         return text
     try:
         number = int(value) if len(value) <= 20 else hint.most + 1
-    except ValueError as error:
-        raise _invalid_hint(name, "must be a whole number") from error
+    except ValueError:
+        number = hint.most + 1
     if not hint.least <= number <= hint.most:
-        raise _invalid_hint(name, f"must be from {hint.least} to {hint.most}")
+        raise _invalid_hint(name, f"must be a whole number from {hint.least} to {hint.most}")
     return hint.sign * number
 
 

@@ -78,8 +78,8 @@ from fleet.frontend.openai.bodies import (
     header_hints,
     unsupported,
 )
+from fleet.frontend.openai.resumable_stream import LAST_EVENT_ID, LastEventId, read_last_event_id
 from fleet.frontend.openai.resumable_stream import NAMES as RESUME_NAMES
-from fleet.frontend.openai.resumable_stream import LastEventId, read_last_event_id
 from fleet.net.http.exchange import REQUEST_ID_HEADER
 
 Headers = Mapping[bytes, bytes]
@@ -318,7 +318,8 @@ def _build_request(
     resumable = bool(options.resumable) or seen is not None
     if resumable:
         is_plain = details is None and not options.return_token_ids and not (offsets and logprobs is not None)
-        _check_resumable(names.get("resumable", "fleet.resumable"), stream=bool(body.stream), is_plain=is_plain)
+        field = names.get("resumable", "fleet.resumable") if options.resumable else LAST_EVENT_ID.decode()
+        _check_resumable(field, stream=bool(body.stream), is_plain=is_plain)
     if body.stream_options is not None:
         _check_stream_options(body.stream_options, stream=bool(body.stream))
     form, form_field = _structured_output(body)

@@ -190,6 +190,20 @@ async def test_request_that_cannot_be_resumed_is_refused(frontends, path, body, 
     assert (status, error_of(content)["param"]) == (400, field)
 
 
+async def test_refused_resumption_names_the_header_that_is_wrong(frontends):
+    frontends.will_answer(TEXT)
+    path, body = COMPLETION
+    _, whole, _ = await stream(frontends.url, path, body_of(body))
+    for headers, stays_a_stream, error in (
+        ({"last-event-id": whole[1][0]}, False, "is for streams; set stream to true"),
+        ({"x-fleet-resumable": "true"}, True, "must be a whole number from 0 to 1"),
+    ):
+        sent = body_of(body, stream=stays_a_stream)
+        status, _, content = await stream(frontends.url, path, sent, headers)
+        assert (status, error_of(content)["param"]) == (400, *headers)
+        assert error_of(content)["message"].endswith(error)
+
+
 @TRANSLATED
 @pytest.mark.parametrize("step", [1, 4])
 async def test_translated_stream_cut_after_any_event_goes_on_exactly(frontends, path, body, step):

@@ -5,10 +5,11 @@ Rules:
 1. Each router dials every other one and sends its messages on that connection. It receives the messages of others on
    the connections that it has accepted. On a dialled connection it receives only the answers to its own queries.
 2. Each message about reservations contains all of them. So if a message is lost, the next one replaces it.
-3. Reservations are sent `SEND_INTERVAL_SECONDS` after one has begun or ended or a prompt was computed, because many change
-   at once, and at least every `FULL_STATE_SECONDS`, which is soon enough for answers that grow. The longer the interval,
-   the more routers send their next requests to the same worker: if a quarter of the running requests changes between two
-   messages, the messages are of no use.
+3. Reservations are sent after one has begun or ended or a prompt was computed, and at least every `FULL_STATE_SECONDS`,
+   which is soon enough for answers that grow. Because many change at once, a message waits for `SEND_SECONDS`. It waits
+   for up to `FEW_CHANGES_SECONDS` while there are few changes: at most `FEW_CHANGES` for each running request. The longer
+   a message waits, the more routers send their next requests to the same worker: if a quarter of the running requests
+   changes between two messages, the messages are of no use.
 4. A router that was silent for `SILENCE_SECONDS`, or whose connection broke, counts as gone, and its reservations are
    dropped. It is dialled again: after `FIRST_PAUSE_SECONDS` if the connection had lasted for some time, or if that router
    has dialled this one, and otherwise after a longer pause.
@@ -95,7 +96,9 @@ from kvstore.protocol.versions import NoCommonProtocol, agree, own_protocols
 
 log = logging.getLogger(__name__)
 
-SEND_INTERVAL_SECONDS = 0.002
+SEND_SECONDS = 0.002
+FEW_CHANGES_SECONDS = 0.02
+FEW_CHANGES = 1 / 8  # a request causes three changes: it begins, its prompt is computed, and it ends
 FULL_STATE_SECONDS = 0.5
 SILENCE_SECONDS = 2.0
 LATE_SECONDS = 0.5  # if a timer fires this many seconds late, this process stood still
@@ -195,7 +198,11 @@ class PeerRouters:
         # The thresholds that were changed last, at this router or at another one; None: never changed.
         self._tuned: PeerThresholds | None = None
         self.links: dict[str, _PeerConnection] = {}  # the open connections that this router has dialled, by address
-        self._timer: asyncio.TimerHandle | None = None
+        self._prompts, self._sessions = router.prompts, router.sessions
+        self._timer: asyncio.TimerHandle | None = None  # sends the changes; None: nothing has changed
+        self._is_urgent = False  # True if the timer was set to `SEND_SECONDS`
+        self._few_changes = 0  # the highest number of changes that is few, by the requests in the last message
+        self._usage_changes = 0  # how often tenants have used their limits since the last message
         self._sent_bookings: Mapping[WorkerId, ReservationTotals] = {}
         self._caught_up_with: set[str] = set()
         self._caught_up = asyncio.Event()
@@ -205,7 +212,7 @@ class PeerRouters:
         self._overflow = overflow
         router.on_change = self._changed
         if limits is not None:
-            limits.tenants.on_taken = self._tell_soon
+            limits.tenants.on_taken = self._usage_changed
             limits.tenants.settle_with_others = self._settle
 
     async def run(self) -> Never:
@@ -352,16 +359,29 @@ class PeerRouters:
         return None
 
     def _changed(self) -> None:
-        """Tell the peers soon of a change that matters for their placement. This is called after each event of the router."""
-        if self._timer is None and (self._router.prompts.is_due or self._router.sessions.has_news):
-            self._tell_soon()
+        """Tell the peers soon of changes that matter for their placement. This is called after each event of the router."""
+        if self._is_urgent:
+            return
+        changes = self._prompts.changes + self._usage_changes
+        if changes > self._few_changes:
+            self._tell_within(SEND_SECONDS)
+            self._is_urgent = self._timer is not None
+        elif self._timer is None and (changes or self._sessions.has_news):
+            self._tell_within(FEW_CHANGES_SECONDS)
 
-    def _tell_soon(self) -> None:
-        if self._timer is None and self.links:
-            self._timer = asyncio.get_running_loop().call_later(SEND_INTERVAL_SECONDS, self._tell_changes)
+    def _usage_changed(self) -> None:
+        self._usage_changes += 1
+        self._changed()
+
+    def _tell_within(self, seconds: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self.links:
+            self._timer = asyncio.get_running_loop().call_later(seconds, self._tell_changes)
 
     def _tell_changes(self) -> None:
-        self._timer = None
+        self._timer, self._is_urgent = None, False
         # Send prompts before reservations. A peer that knew only the reservation would avoid the worker, and send a
         # request with the same prompt to another one.
         self._tell_news()
@@ -371,6 +391,7 @@ class PeerRouters:
 
     def _tell_bookings(self, booked: Mapping[WorkerId, ReservationTotals]) -> None:
         self._sent_bookings = booked
+        self._few_changes = int(FEW_CHANGES * sum(each.requests for each in booked.values()))
         self._send(encode_bookings(booked))
 
     def _tell_news(self) -> None:
@@ -381,6 +402,7 @@ class PeerRouters:
             self._send(message)
 
     def _tell_taken(self) -> None:
+        self._usage_changes = 0
         if self._limits is not None and (taken := self._limits.tenants.taken()):
             self._send(encode_taken(taken))
             if not self._limits.tenants.others:

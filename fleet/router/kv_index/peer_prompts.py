@@ -69,8 +69,11 @@ class PromptAnnouncements:
         self._unannounced: dict[int, None] = {}  # numbers of unfinished prompts that were not announced yet, in order
         self._over: list[int] = []
         self._sent: deque[tuple[WorkerId, Keys]] = deque(maxlen=MAX_SENT_PROMPTS)
-        self.is_due = False
-        """True if prompts or reservations have changed since the last call of `news`, so that the peers should hear of it soon."""
+        self.changes = 0
+        """Number of changes of reservations and assumed caches since the last call of `news`.
+
+        A prompt is announced and ends together with a reservation, so it counts only once.
+        """
 
     def placed(self, worker_id: WorkerId, keys: Keys) -> int | None:
         """Record a prompt that a worker has to compute.
@@ -82,12 +85,10 @@ class PromptAnnouncements:
         self._numbers = number = self._numbers + 1
         self._placed[number] = worker_id, keys
         self._unannounced[number] = None
-        self.is_due = True
         return number
 
     def over(self, number: int) -> None:
         del self._placed[number]
-        self.is_due = True
         if number in self._unannounced:
             del self._unannounced[number]
         else:
@@ -96,7 +97,7 @@ class PromptAnnouncements:
     def sent(self, worker_id: WorkerId, keys: Keys) -> None:
         """Record a prompt that was sent to a worker which does not report its cache."""
         self._sent.append((worker_id, keys))
-        self.is_due = True
+        self.changes += 1
 
     def news(self) -> tuple[list[PlacedPrompt], list[int]]:
         """Return the prompts to announce since the last call, and the numbers of announced prompts whose requests have ended since then."""
@@ -107,7 +108,7 @@ class PromptAnnouncements:
         over, self._over = self._over, []
         self._unannounced.clear()
         self._sent.clear()
-        self.is_due = False
+        self.changes = 0
         return news, over
 
     def latest(self) -> list[PlacedPrompt]:

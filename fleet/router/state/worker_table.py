@@ -279,7 +279,7 @@ class AnnouncedReservations(WorkerReservations):
         expected_tokens: int = 0,
     ) -> None:
         super().reserve(request_id, keys, prompt_tokens, prefill_tokens, now, expected_tokens=expected_tokens)
-        self._prompts.is_due = True
+        self._prompts.changes += 1
         if (
             prefill_tokens >= MIN_ANNOUNCED_TOKENS
             and keys
@@ -289,17 +289,17 @@ class AnnouncedReservations(WorkerReservations):
 
     def computed(self, request_id: RequestId, now: Nanos | None) -> None:
         super().computed(request_id, now)
-        self._prompts.is_due = True
+        self._prompts.changes += 1
 
     def release(self, request_id: RequestId) -> None:
         super().release(request_id)
-        self._prompts.is_due = True
+        self._prompts.changes += 1
         if (number := self._announced_numbers.pop(request_id, None)) is not None:
             self._prompts.over(number)
 
     def close(self) -> None:
         super().close()
-        self._prompts.is_due = True
+        self._prompts.changes += 1
         for number in self._announced_numbers.values():
             self._prompts.over(number)
 

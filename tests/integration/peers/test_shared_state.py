@@ -33,7 +33,7 @@ from tests.support.router.peer_routers import (
     SeverableLink,
     are_connected,
 )
-from tests.support.waiting import stays, until
+from tests.support.waiting import pace, stays, until
 
 pytestmark = pytest.mark.integration
 
@@ -76,6 +76,29 @@ async def test_idle_routers_update_peers_twice_a_second(tmp_path):
         assert b.server.booked() == {}
         await a.stub.Release(pb.ReleaseRequest(lease_id=selected.lease_id))
         await until(lambda: b.booked_elsewhere() == 0)
+
+
+async def test_few_of_many_requests_change_in_one_message(tmp_path, monkeypatch):
+    """Send the third of three changes to 17 running requests at once, and the two before it in the same message."""
+    monkeypatch.setattr(replicas, "FULL_STATE_SECONDS", 600.0)
+    monkeypatch.setattr(replicas, "FEW_CHANGES_SECONDS", 600.0)
+    async with PeerRouterSetup(tmp_path, 0, 2).running() as a, PeerRouterSetup(tmp_path, 1, 2).running() as b:
+        await until(lambda: are_connected(a, b))
+        with monkeypatch.context() as every_change_counts:
+            every_change_counts.setattr(replicas, "FEW_CHANGES", 0)
+            for _ in range(16):
+                await a.select()
+            await until(lambda: b.booked_elsewhere() == 16)
+        await a.select()
+        await until(lambda: b.booked_elsewhere() == 17)
+        b.server.times = 0
+
+        for _ in range(3):
+            await a.select()
+            await pace(2 * replicas.SEND_SECONDS, "the next change comes after a message of this one would be sent")
+        await until(lambda: b.booked_elsewhere() == 20)
+
+        assert b.server.times == 1
 
 
 async def test_session_is_known_to_all_and_to_later_routers(tmp_path):

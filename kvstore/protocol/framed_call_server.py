@@ -68,7 +68,14 @@ class FramedCallServer:
             raise
 
     def answer(self, payload: bytes) -> tuple[bytes, bytes]:
-        """Return head and body of the answer; raise DecodeError if the payload is not a request."""
+        """Perform a request, and return its answer in two parts.
+
+        The first part is the status of success, and the second one the result. If the store refuses the request, the first
+        part is empty, and the second one is a refusal, which begins with its own status.
+
+        Raises:
+            DecodeError: The payload is not a request.
+        """
         handler = self._handlers.get(payload[:1])
         if handler is None:
             raise DecodeError("no such method")

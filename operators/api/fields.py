@@ -31,7 +31,8 @@ def rules(*given: tuple[str, str] | tuple[str, str, str], **schema: Any) -> Meta
 UNCHANGED = ("self == oldSelf", "cannot be changed; delete the object and make another one")
 
 Name = Annotated[str, Meta(pattern=r"^[a-z]([-a-z0-9]{0,28}[a-z0-9])?$", max_length=30)]
-"""Type of names of at most 30 characters. With such names, `<deployment>-<role>-<ordinal>` fits into a label."""
+"""Type of the names of roles. Names of pods contain the name of the deployment and that of a role, so both are limited: this one to 30
+characters, and both together by `operators.api.disagg_deployment.OBJECT_RULES`."""
 
 NAME_RULE = "self.metadata.name.matches('^[a-z]([-a-z0-9]*[a-z0-9])?$')"
 """CEL rule for the name of an object: it is a DNS label that begins with a letter, because Services need such names."""

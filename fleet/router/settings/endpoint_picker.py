@@ -91,8 +91,9 @@ class EndpointPickerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_f
     """The HTTP port at which gateways reach the workers, on the hosts that the router knows; 0: the ports that the router knows."""
 
     lease: PickerLease | None = None
-    """The Lease that chooses one of several pickers, if each would pick workers without knowing the reservations of the others. It is not
-    needed with one router, however many processes it has, with `replicas`, or with `router_endpoint`."""
+    """The Lease that chooses one of several pickers, if each would pick workers without knowing the reservations of the others. In three
+    cases no Lease is needed: there is only one router (it may have several processes), or the routers exchange reservations as peers
+    (`RouterSettings.replicas`), or gateways send all requests to the router (`router_endpoint`)."""
 
     fallbacks: Annotated[int, Meta(ge=0, le=16)] = 1
     """Number of further endpoints that the picker names after the chosen one. Gateways may try them if the chosen endpoint fails."""

@@ -4,8 +4,8 @@ Rules:
 
 1. The calling thread runs operations too, and at most `threads` operations run at a time, including those of callers.
    If a call has only one operation, no other thread runs it, because passing it on would take as long as a small read.
-2. A job that has not begun by the deadline of its call never begins. A job that has begun is waited for: a read that
-   hangs in the system cannot be cancelled, and uses its buffers until it returns.
+2. A call of `DiskThreads.run` has a deadline. An operation that has not begun by then never begins. An operation that has
+   begun is waited for: a read that hangs in the system cannot be cancelled, and uses its buffers until it returns.
 3. Threads are daemons, so a disk that hangs does not keep the process from ending.
 """
 
@@ -43,6 +43,7 @@ class Scratch:
 
 
 Job = Callable[[Scratch], None]
+"""A disk operation, which gets buffers that no other operation uses meanwhile."""
 
 
 def batches(sizes: Sequence[int], most_bytes: int, threads: int) -> list[slice]:

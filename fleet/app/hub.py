@@ -44,14 +44,11 @@ MOST_TOKEN_BYTES = 4096
 
 
 class ModelFolder(Struct, frozen=True):
-    """The local folder of a model, and a name of the model that is equal on all hosts."""
+    """The local folder of a model, and a name of the model that hosts can compare."""
 
     folder: str
     named: str
-    """The name of the model, with the commit if it is a repository.
-
-    It is equal on all hosts, wherever the folder is.
-    """
+    """For a repository: its name and commit, which are equal on all hosts. For a folder: its path in the settings."""
 
 
 async def fetch_worker_model(settings: WorkerSettings, clock: Clock) -> ModelFolder:
@@ -88,7 +85,9 @@ async def fetch_router_models(settings: RouterSettings, clock: Clock) -> RouterS
 
 
 async def fetch_topology_model(topology: Topology, relative_to: Path, clock: Clock) -> Topology:
-    """Return a topology with a folder in place of a repository, served under the repository's name.
+    """Return a topology with a folder in place of a repository; a topology that names a folder stays unchanged.
+
+    The model is served under `served_name`, or else under the repository's name.
 
     Raises:
         ConfigurationRefused: The model cannot be downloaded.
@@ -103,7 +102,7 @@ async def fetch_topology_model(topology: Topology, relative_to: Path, clock: Clo
 
 
 async def fetch_model(named: str, hub: HubSettings, clock: Clock, *, field: str, weights: bool) -> ModelFolder:
-    """Return the folder of a model; a repository is downloaded.
+    """Return the folder of a model. A repository is downloaded, unless the cache has it completely.
 
     Args:
         named: A folder or a repository.
@@ -244,10 +243,10 @@ class _ModelDownload:
         }
 
     def _token(self) -> str:
-        """Return the access token for the hub, which is a secret.
+        """Return the access token for the hub, which is a secret; empty if the settings name no file with a token.
 
         Raises:
-            ConfigurationRefused: The token's file cannot be read or is empty.
+            ConfigurationRefused: The file cannot be read, or does not contain exactly one token.
         """
         if not self._hub.token_file:
             return ""

@@ -10,7 +10,8 @@ Rules:
 2. A file appears in the snapshot when it is complete. If processes share the cache, only one of them downloads a file, and
    the others wait for it (the client's locks).
 3. Unfinished files of a killed process are removed by the next download process, if no process holds their lock.
-4. If the hub cannot be reached, a complete snapshot in the cache is used. For a pinned revision the hub is not queried at all.
+4. If the hub cannot be reached, a complete snapshot in the cache is used. If the revision is pinned and its snapshot in
+   the cache is complete, the hub is not queried at all.
 """
 
 import errno
@@ -81,7 +82,7 @@ class DownloadComplete(Struct, frozen=True, tag="fetched"):
     folder: str
     commit: str
     asked: str = ""
-    """Reason why the hub was not queried for a newer commit; empty if it was queried, or if no query was needed."""
+    """Reason why the hub could not be asked for a newer commit; empty if it has answered, or if no query was needed."""
 
 
 class DownloadFailed(Struct, frozen=True, tag="failed"):
@@ -282,9 +283,9 @@ def _check_space(storage: Path, files: Iterable[Any]) -> None:
 
 
 def _tell_progress(storage: Path, whole: int, tell: ReportEvent, ended: threading.Event) -> None:
-    """Report the progress of the download again and again, until the snapshot is complete.
+    """Report the progress of the download every `TELL_SECONDS`, until `ended` is set.
 
-    Files that other processes download into the cache count too.
+    Files of this model that other processes download into the cache count too.
     """
     while not ended.wait(TELL_SECONDS):
         there = 0

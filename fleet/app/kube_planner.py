@@ -26,7 +26,8 @@ async def run_kube_planner(settings: KubePlannerSettings, announce: Announce) ->
     """Run the planner of a Kubernetes cluster until a stop signal. While another planner leads, this one only waits.
 
     Raises:
-        ConfigurationRefused: An address is in use, or the settings do not state how to reach the API server.
+        ConfigurationRefused: An address is in use, a package is not installed, or the settings do not state how to reach
+            the API server.
     """
     try:
         from operators.planner.process import serve_kube_planner  # noqa: PLC0415 - optional

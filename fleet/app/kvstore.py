@@ -12,7 +12,7 @@ async def run_kvstore(settings: StoreSettings, announce: Announce) -> None:
     """Run a store node until a stop signal.
 
     Raises:
-        ConfigurationRefused: An address is in use, or there is too little memory.
+        ConfigurationRefused: The settings cannot be used on this machine, for example because an address is in use.
     """
     try:
         async with stop_signal() as stop, open_node(settings, MonotonicClock()) as endpoints:

@@ -12,7 +12,8 @@ async def run_operator(settings: OperatorSettings, announce: Announce) -> None:
     """Run the Kubernetes operator until a stop signal. While another operator leads, this one only waits.
 
     Raises:
-        ConfigurationRefused: An address is in use, or the settings do not state how to reach the API server.
+        ConfigurationRefused: An address is in use, a package is not installed, or the settings do not state how to reach
+            the API server.
     """
     try:
         from operators.observed.router_registrations import RouterRegistrations  # noqa: PLC0415 - optional

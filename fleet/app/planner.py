@@ -51,7 +51,7 @@ async def run_planner(settings: PlannerSettings, announce: Announce) -> None:
     """Run a planner until a stop signal.
 
     Raises:
-        ConfigurationRefused: An address is in use, a model is unknown, or a package is not installed.
+        ConfigurationRefused: The settings cannot be used, for example because an address is in use or a model is unknown.
     """
     settings = priced_settings(settings)
     clock = SystemClock()
@@ -141,7 +141,8 @@ def scaling_rule(settings: PlannerSettings) -> ScalingRule:
     """Build the scaling rule that the settings name.
 
     Raises:
-        ConfigurationRefused: The bounds of pools contradict each other, or an engine's model or GPU is not known.
+        ConfigurationRefused: The bounds of pools contradict each other, an engine's model or GPU is not known, or a model
+            does not fit its GPUs.
     """
     if isinstance(settings.rule, LoadRuleSettings):
         return LoadRule(settings.rule, settings.pools, settings.budget)

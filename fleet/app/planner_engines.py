@@ -19,7 +19,7 @@ def pool_engine(settings: PlannerSettings, pool: PlannedPool) -> PoolEngine:
     """Return the step times and limits of the engine that one replica of a pool runs.
 
     Raises:
-        ConfigurationRefused: The model or the GPU is not known, or the model does not fit.
+        ConfigurationRefused: The model or the GPU is not known, or the model does not fit the GPUs.
     """
     engine = settings.engines[pool.name]
     match engine:
@@ -37,7 +37,7 @@ def pool_engine(settings: PlannerSettings, pool: PlannedPool) -> PoolEngine:
 
 
 def _faster(engine: LinearEngineSettings) -> EngineLatency:
-    """Return the latencies of an engine, each divided by the given speed-up."""
+    """Return the latencies in the settings of an engine, each divided by the speed-up in these settings."""
     latency = engine.latency
     divided = {name: getattr(latency, name) / engine.speedup for name in EngineLatency.__struct_fields__}
     return EngineLatency(**divided)

@@ -1,7 +1,7 @@
 """Rehearsal: tries plans in the simulator, in a separate process (`python -m fleet.app.rehearsal`).
 
-`fleet.planner.loop` rehearses plans through the port `fleet.planner.ports.Rehearsal`, and may hold back a plan that shrinks pools (its
-rule 5).
+`fleet.planner.loop` rehearses plans through the port `fleet.planner.ports.Rehearsal`, and may hold back a plan that
+shrinks pools (rule 5 of that module).
 
 Rules:
 
@@ -43,7 +43,7 @@ from kvstore.eviction.trace_replay import TraceRequest
 
 LEAST_REQUESTS = 20
 MOST_REQUESTS = 3000
-HORIZON = 60.0  # simulated seconds of a rehearsal (rule 1)
+HORIZON = 60.0  # least duration of a rehearsal in simulated seconds, unless it needs more than `MOST_REQUESTS` (rule 1)
 BLOCK_TOKENS = 32
 NICE = 10
 LINK = 10e9
@@ -121,7 +121,7 @@ def rehearsal_of(settings: PlannerSettings) -> SimulatedRehearsal | None:
     """Return the object that rehearses plans. Return None if the settings disable it, or name no engine for one of the pools.
 
     Raises:
-        ConfigurationRefused: An engine's model or GPU is not known.
+        ConfigurationRefused: An engine's model or GPU is not known, or the model does not fit the GPUs.
     """
     if not settings.rehearsal.enabled or any(pool.name not in settings.engines for pool in settings.pools):
         return None

@@ -91,7 +91,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# number of file descriptors that client connections must not use: for worker streams, other ports, peer routers and files
+# Number of file descriptors that client connections must not use: for worker streams, other ports, peer routers and files.
+# If the limit of open files is below twice this number, they must not use half of the limit.
 RESERVED_DESCRIPTORS = 512
 # Number of new objects after which Python collects garbage. A collection takes 1 to 2 ms. With Python's default of 700
 # objects, a router would spend 5 % of its time on collections.
@@ -102,7 +103,8 @@ async def run_router(settings: RouterSettings, announce: Announce) -> None:
     """Run a router until a stop signal.
 
     Raises:
-        ConfigurationRefused: An address is in use, a model folder is invalid, or a model cannot be fetched.
+        ConfigurationRefused: The settings cannot be used, for example because an address is in use or a model cannot be
+            fetched.
     """
     map_large_allocations()
     warn_of_missing_modules()
@@ -129,7 +131,7 @@ async def run_router(settings: RouterSettings, announce: Announce) -> None:
 
 
 def within_descriptors(settings: RouterSettings, limit: int) -> RouterSettings:
-    """Lower the connection limits so that file descriptors remain for everything else.
+    """Lower the connection limits, if necessary, so that file descriptors remain for everything else.
 
     Args:
         settings: The settings of the router.
@@ -337,7 +339,8 @@ class _Core(Struct, frozen=True, kw_only=True):
         """Build the router and the services, without starting any task.
 
         Raises:
-            ConfigurationRefused: The settings name a package that is not installed, or the recording cannot be written.
+            ConfigurationRefused: A package or policy is not installed, a profile is invalid, or the recording or the file of
+                access records cannot be written.
         """
         predictions = _predictions(settings)
         machine, recorder = _machine(settings, shared, [each for each in (predictions, traces) if each is not None])
@@ -469,7 +472,7 @@ def _workers(backends: _Backends, traces: "RequestTraces | None") -> Workers:
 def _machine(
     settings: RouterSettings, shared: _Shared, observers: Sequence[Observer]
 ) -> "tuple[RouterMachine, FlightRecorder | None]":
-    """Build the router machine. If the settings demand a recording, the machine writes to a flight recorder.
+    """Build the router machine, and the flight recorder to which it writes; None if the settings demand no recording.
 
     Raises:
         ConfigurationRefused: The policy is not installed, or the recording cannot be written.
@@ -844,7 +847,7 @@ async def _endpoint_picker(settings: RouterSettings, parts: _Parts) -> AsyncIter
 async def _picker_leadership(
     settings: "EndpointPickerSettings", clock: SystemClock
 ) -> "AsyncIterator[PickerLeadership | None]":
-    """Take part in the leader election of the endpoint pickers. The `with` block gets None if there is only one endpoint picker.
+    """Take part in the leader election of the endpoint pickers. The `with` block gets None if the settings name no Lease.
 
     Raises:
         ConfigurationRefused: The Lease needs a package that is not installed, or the API server is not configured.

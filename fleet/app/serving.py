@@ -24,7 +24,7 @@ def serve(name: str, config: Path, announce: Announce, changes: Mapping[str, Any
     """Run one process of a cluster until a stop signal.
 
     Args:
-        name: Name of the service: router, worker, kvstore, operator, planner, or a service of another package.
+        name: Name of the service: one of `OWN_SERVICES`, or of the entry points `fleet.services`.
         config: The settings file of the process.
         announce: Function that is called when the process is ready.
         changes: Values that replace those of the settings file, by the path of their key, such as `http.max_connections`.

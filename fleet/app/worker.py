@@ -1,7 +1,7 @@
 """Worker process: runs an engine with its services, or an additional rank of an engine that spans several hosts.
 
 Each engine has an entry point in the group `workers.engines`: a function that starts the engine. For vLLM,
-`workers.engines.vllm.launch` makes the arguments of the engine. SIGTERM begins a drain (`workers.machine`, rule 1).
+`workers.engines.vllm.launch` makes the arguments of the engine. A stop signal begins a drain (`workers.machine`, rule 1).
 """
 
 import asyncio
@@ -188,12 +188,12 @@ def _force_exit_after_hang(served: asyncio.Task[None], seconds: float) -> None:
 
 
 async def _run_rank(settings: WorkerSettings, group: GroupSettings, announce: Announce) -> None:
-    """Run an additional rank of an engine. This rank serves no requests, and ends when the lead rank ends.
+    """Run an additional rank of an engine. This rank serves no requests. It ends with the lead rank or at a stop signal.
 
     Raises:
         ConfigurationRefused: The lead rank belongs to another group, the model cannot be fetched, or the engine refuses
             its settings or cannot span hosts.
-        EngineDied: The rank ended by itself, or the lead rank ended.
+        EngineDied: The rank ended by itself, the group did not form in time, or the connection to the lead rank was lost.
     """
     open_rank = _rank_opener(settings.engine)
     warn_of_open_ports(open_worker_ports(settings))
@@ -308,7 +308,7 @@ def _rank_opener(engine: str) -> Callable[[WorkerSettings], AbstractAsyncContext
     """Return the function `open_rank` of the module of an engine. Only engines that can span hosts have it.
 
     Raises:
-        ConfigurationRefused: The engine cannot span hosts.
+        ConfigurationRefused: The engine is not installed, or cannot span hosts.
     """
     module = import_module(_engine(engine).module)
     found: Callable[[WorkerSettings], AbstractAsyncContextManager[None]] | None = getattr(module, "open_rank", None)

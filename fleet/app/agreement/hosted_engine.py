@@ -26,7 +26,7 @@ class HostedEngine:
         execute: Callable[[Dispatch | CancelAttempt], None],
         load: Callable[[], LoadReport],
     ):
-        """Create an engine that is ready. It passes the commands of the worker server to `execute`; `load` returns its load."""
+        """Create an engine that is ready. It passes the worker server's commands to `execute`; `load` returns the load report."""
         self.facts = EngineFacts(
             name=description.engine,
             model=description.model,

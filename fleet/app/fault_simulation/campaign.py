@@ -43,7 +43,7 @@ class CampaignResult(Struct, kw_only=True):
     tokens_compared: int
     events: int
     points: dict[str, int]  # how often each fault point was reached
-    missed_points: tuple[str, ...]  # fault points that were reached too rarely for this number of seeds
+    missed_points: tuple[str, ...]  # fault points reached too rarely; always empty for fewer than `LEAST_SEEDS` seeds
     recovery_seconds_p50: float
     recovery_seconds_p99: float
     recovery_seconds_max: float
@@ -121,7 +121,7 @@ def _outcomes(first_seed: int, seeds: int, processes: int) -> Iterator[Sequence[
 
 
 def _run_batch(seeds: range) -> list[SeedOutcome]:
-    logging.disable(logging.WARNING)  # no logs in the processes of the pool, because every fault would write a line
+    logging.disable(logging.WARNING)  # warnings are not logged, because every fault would write one
     return [run_seed(seed, draw(seed)) for seed in seeds]
 
 
@@ -129,7 +129,7 @@ def replay(seed: int, keep: Sequence[int] | None) -> SeedOutcome:
     """Run one seed again with all its happenings, or only with those whose indices are in `keep`.
 
     Raises:
-        ConfigurationRefused: The schedule has no happening with such an index.
+        ConfigurationRefused: The schedule has no happening with an index that is in `keep`.
     """
     schedule = draw(seed)
     if keep is not None and (wrong := [index for index in keep if not 0 <= index < len(schedule)]):

@@ -9,7 +9,7 @@ from collections import Counter
 from enum import StrEnum
 
 LEAST_REACHED = 100
-"""How often each fault point has to be reached in `LEAST_SEEDS` seeds."""
+"""How often a campaign of at least `LEAST_SEEDS` seeds has to reach each fault point."""
 
 LEAST_SEEDS = 10_000
 

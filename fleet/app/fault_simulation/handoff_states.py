@@ -10,8 +10,8 @@ Rules:
 
 1. After every step, a leased block has the right bytes for its block hash, the lender locks exactly the leased blocks,
    and a borrower has only right blocks.
-2. In every final state, in which nothing but faults can happen, no lease is open, no block is locked, and every
-   borrower that is alive has either received the blocks or computes them itself.
+2. In every final state (`STEPS_BESIDE`), no lease is open, no block is locked, and every borrower that is alive needs
+   no block, has received the blocks, or computes them itself.
 3. A lease that a borrower has returned is not open any more, even if its time has not passed.
 """
 
@@ -38,7 +38,7 @@ BOUNDS = ((1, 3), (2, 1))
 """Numbers of handoffs and of faults in each exploration: one handoff with up to three faults, and two handoffs with
 at most one fault."""
 
-OTHER_WORK = 1  # number of times that other requests overwrite all blocks that are not leased, in one exploration
+OTHER_WORK = 1  # how often other requests may overwrite all blocks that are not leased, on the way to one state
 ENDED = (LoanState.RECEIVED, LoanState.NEEDLESS, LoanState.COMPUTING)
 
 Action = tuple[str, int]
@@ -49,7 +49,7 @@ class HandoffExploration(Struct, kw_only=True):
 
     states: int
     steps: int
-    ends: int  # number of final states, in which nothing but faults can happen
+    ends: int  # number of final states (`STEPS_BESIDE`)
     deaths: int  # number of steps that end a lender or a borrower
     violation: str = ""
     path: tuple[str, ...] = ()  # steps that lead to the violation; empty: none was found
@@ -302,7 +302,7 @@ class _HandoffWorld:
         return self.lender is not None and self.lender.lender.leases.state(case.lease) is not None
 
     def key(self) -> tuple[object, ...]:
-        """Return a key of the state. Equal states have equal keys, and different states have different keys."""
+        """Return a key of the state, by which an exploration recognises a state that it has already visited."""
         lender = self.lender
         return (
             self.incarnation,
@@ -418,7 +418,10 @@ def _steps_of(path: _Path) -> tuple[str, ...]:
 
 
 def _following(world: _HandoffWorld) -> Iterator[tuple[str, _HandoffWorld, str]]:
-    """Yield for every possible step its name, the state after the step, and a text on the rule that it breaks (empty: none)."""
+    """Yield for every possible step or fault: its name, the state after it, and a text on the rule that it breaks.
+
+    The text is empty if no rule is broken.
+    """
     for name, step in (STEPS | STEPS_BESIDE | FAULTS).items():
         if name in FAULTS and not world.faults:
             continue

@@ -2,8 +2,8 @@
 
 The process follows the rules of `fleet.backends.workers.streams`: it has one stream to each member. When a stream has
 ended, the process opens a new one, as long as the worker is a member. Unlike production's router, the process does not
-check the descriptions of workers. It ends a stream if the worker has been silent for too long, if a message is malformed,
-or if KV events are missing.
+check the descriptions of workers. It ends a stream if the worker has been silent for too long, if a message is
+malformed, if KV events are missing, or if the router's send buffer is full.
 """
 
 from collections.abc import Callable
@@ -84,7 +84,7 @@ class Malformed(Struct, frozen=True):
 
 
 class RegistrationAnswer(Struct, frozen=True):
-    """Answer to a `Register`: the duration of the lease; None if the registration was rejected."""
+    """Answer to a `Register` or `Deregister`: the duration of a lease in nanoseconds; None if a registration was refused."""
 
     lease: Nanos | None
     superseded: bool = False
@@ -134,7 +134,7 @@ class RouterProcess(VirtualProcess):
     def hear(self, event: RouterEvent) -> None:
         """Give an event to the router machine, and perform the commands that it returns.
 
-        If the commands cause new events, these are handled after the present event.
+        If the commands cause new events, the machine gets them after this event.
         """
         self._pending.append(event)
         if self._processing:
@@ -171,7 +171,7 @@ class RouterProcess(VirtualProcess):
                 pass  # ignored, because these commands only change metrics
 
     def placements(self, request_id: RequestId) -> int:
-        """Return the number of times that a request was placed on workers."""
+        """Return how often a request was placed on workers; 0 if the router does not remember the request."""
         explanation = self.machine.explain(request_id)
         return 0 if explanation is None else len(explanation.placements)
 
@@ -232,7 +232,7 @@ class RouterProcess(VirtualProcess):
     # Streams to workers.
 
     def link_ended(self, link: "WorkerLink", *, silent: bool) -> None:
-        """Remove a broken stream, and dial its worker again if the worker is still a member."""
+        """Remove a broken stream. If its worker is still a member, dial the worker again after a pause."""
         target, description = link.target, link.description
         target.link = None
         if description is not None:
@@ -299,7 +299,7 @@ class RouterProcess(VirtualProcess):
 
 
 class _Target:
-    """Keeps a stream to one member open: dials the worker, and dials it again after a pause if the stream has ended."""
+    """Keeps a stream to one member open: dials the worker, and again after a pause if the dial failed or the stream ended."""
 
     def __init__(self, router: RouterProcess, joined: MemberJoined):
         self.joined = joined
@@ -384,7 +384,7 @@ class WorkerLink:
     def _look(self) -> None:
         """Count the slices of the heartbeat timeout in which no message came.
 
-        Close the stream if there are too many in a row.
+        After the worker's description has come, close the stream at `SILENCE_SLICES` such slices in a row.
 
         If the router's process itself was frozen, all of this time counts as one slice, because the worker may have sent
         messages meanwhile.

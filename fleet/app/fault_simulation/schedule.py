@@ -3,10 +3,11 @@
 Rules:
 
 1. A schedule is a list of requests and faults, each with its instant and all its parameters.
-   `fleet.app.fault_simulation.seed_run` performs them. Apart from the schedule, only delays are drawn from the seed. So
-   any part of the list is also a valid schedule. The schedule of a failing run can therefore be shrunk: happenings are
-   left out of it.
-2. Faults begin within the span `FAULTS`. At the instant `WELL_FROM` all of them end (`fleet.app.fault_simulation.seed_run`).
+   `fleet.app.fault_simulation.seed_run` performs them. It draws only delays, router settings and the router's ties from
+   the seed. So any part of the list is also a valid schedule. The schedule of a failing run can therefore be shrunk:
+   happenings are left out of it.
+2. Faults begin within the span `FAULTS`. They end at the instant `WELL_FROM` at the latest (rule 2 of
+   `fleet.app.fault_simulation.seed_run`).
 """
 
 from collections.abc import Sequence
@@ -238,6 +239,6 @@ def part(schedule: Sequence[Happening], keep: Sequence[int] | None) -> list[Happ
     """Return the happenings whose indices are in `keep`, or all happenings if `keep` is None.
 
     Raises:
-        IndexError: The schedule has no such happening.
+        IndexError: An index in `keep` is too large.
     """
     return list(schedule) if keep is None else [schedule[index] for index in keep]

@@ -4,9 +4,9 @@ Rules:
 
 1. In the safety phase faults happen, and no promise may be broken at any instant.
 2. The liveness phase begins at `WELL_FROM`. All faults end: network cuts end, frozen processes go on, and the supervisor
-   restarts dead processes. Processes that would stay frozen for good are killed. Within `BOUND` of virtual time,
-   every request must have ended, every worker must be a member and answer new requests, and no reservation, lease or
-   lock may be left.
+   restarts dead processes. Workers that are still frozen are killed. An engine that hangs while it has requests is left
+   to the watchdog. Within `BOUND` of virtual time, every request must have ended, every worker must be a member and
+   answer new requests, and no reservation, lease or lock may be left.
 3. All random numbers come from the seed. So two runs with the same seed and the same selection of happenings are equal.
 """
 
@@ -59,8 +59,8 @@ ORDINARY = {Reason.QUEUE_FULL, Reason.NO_WORKER, Reason.DEADLINE_PASSED}
 """Reasons for which the router may reject a request even if none of its attempts has failed."""
 
 NO_EXCUSE = {"", RejectionCause.PASSED_ON}
-"""Causes with which the router must not reject a request in this simulation: an empty cause, and a cause that only
-requests to external servers can have."""
+"""Causes that do not justify a rejection while the router could still try the request on another worker: an empty
+cause, and a cause that only requests to external servers can have."""
 
 CANCEL_POINTS = {
     RequestStage.QUEUED: FaultPoint.CANCELLED_IN_QUEUE,
@@ -76,11 +76,12 @@ class SeedOutcome(Struct, kw_only=True):
     seed: int
     requests: int = 0
     ends: dict[str, int] = {}  # number of requests for each way to end
-    tokens: int = 0  # number of tokens that were compared with the expected ones
+    tokens: int = 0  # number of tokens that the clients have at the end; each was compared with the expected one
     events: int = 0
-    recovery_seconds: float = 0.0  # virtual time from the end of the faults until rule 2 was fulfilled
+    # Virtual time from `WELL_FROM` until rule 2 was fulfilled or a promise was broken; negative before `WELL_FROM`.
+    recovery_seconds: float = 0.0
     points: dict[str, int] = {}  # how often each fault point was reached, by name
-    promise: str = ""  # name of the broken promise; empty: none was broken
+    promise: str = ""  # text of the broken `Promise`; empty: none was broken
     detail: str = ""
     digest: str = ""
 
@@ -305,7 +306,7 @@ class SeedRun:
             number = int(command.request_id.partition(".")[0])
             late = self._clients[number]
             if late.end in ("cancelled", "router lost") or late.request_id != command.request_id:
-                return  # the client has cancelled, but the router was frozen and has not read this yet
+                return  # the client does not wait for this answer: it has cancelled, or has lost or changed its router
             raise PromiseBroken(Promise.ONE_END, f"{late!r} has ended with {late.end}; then came {command}")
         match command:
             case Emit():
@@ -525,7 +526,7 @@ class SeedRun:
         self._kernel.at(min(self._kernel.instant + fault.lasting, WELL_FROM), end)
 
     def _end_faults(self) -> None:
-        """End all faults that did not end by themselves (`_later`), so that the liveness phase can begin."""
+        """End the faults that do not end by `_later`, so that the liveness phase can begin (rule 2)."""
         disk = self._disk
         disk.corrupts = 0
         for twin in self._twins.values():
@@ -537,7 +538,7 @@ class SeedRun:
             if worker.hangs and not worker.batch.sequences:
                 worker.hangs = False  # end the hang, because nobody can notice that an engine without requests hangs
             if worker.frozen:
-                worker.kill()  # the process is frozen for good, so in production a liveness probe would end it
+                worker.kill()  # the process is still frozen, so in production a liveness probe would end it
 
 
 def _kill(worker: WorkerProcess) -> None:
@@ -555,5 +556,5 @@ def _place_of(error: BaseException) -> str:
 
 
 def run_seed(seed: int, happenings: Sequence[Happening]) -> SeedOutcome:
-    """Run the given happenings of a seed, with the delays of this seed, and return the outcome."""
+    """Run the given happenings, with the delays and router settings that the seed determines, and return the outcome."""
     return SeedRun(seed, happenings).run()

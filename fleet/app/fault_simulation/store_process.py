@@ -92,7 +92,7 @@ class CondemnCall(Struct, frozen=True):
 
 
 class Refused(Struct, frozen=True):
-    """Answer of the store node to a client: the node refuses a lease, because too many leases are open."""
+    """Answer of the store node: it refuses a lease or a write reservation, because clients have too many of them open."""
 
 
 StoreCall = MatchCall | ReadCall | ReleaseCall | ReserveCall | WriteCall | PublishCall | CondemnCall
@@ -324,7 +324,7 @@ class StoreProcess(VirtualProcess):
                 assert_never(transfer)
 
     def _fetched(self, key: BlockKey, offset: int, generation: int) -> FetchResult:
-        """Copy a record to its reserved place and verify it, as the disk tier does."""
+        """Copy a record to its reserved place and verify it, as the tier `ssd` does; return the outcome."""
         if (record := self._disk.records.get(key)) is None:
             return GONE
         content, checksum = record
@@ -375,7 +375,7 @@ class StoreProcess(VirtualProcess):
         return True
 
     def leftovers(self) -> Sequence[str]:
-        """Return descriptions of leases and reservations that are left although nobody uses the store."""
+        """Return a description of each kind of thing that is left although nobody uses the store, such as leases or transfers."""
         self.machine.check()
         self.hierarchy.check()
         stats = self.machine.stats()

@@ -147,7 +147,7 @@ class VirtualNetwork:
         failed: Callable[[bool], None],
         timeout: Nanos,
     ) -> None:
-        """Connect to an address. Then call `opened` with this side of the connection, or `failed`.
+        """Connect to an address. Then call `opened` with the caller's side of the connection, or `failed`.
 
         The argument of `failed` is True if nothing answered in time, and False if the connection was refused.
         """
@@ -170,7 +170,9 @@ class VirtualNetwork:
         failed: Callable[[bool], None],
         timeout: Nanos,
     ) -> None:
-        """Send a request, and call `answered` with the answer, or `failed` as in `dial`; exactly one of them is called.
+        """Send a request, and call `answered` with the answer, or `failed` as in `dial`.
+
+        Exactly one of them is called, unless the caller is killed before.
 
         A request that a network cut holds back arrives when the cut ends, even if the caller does not wait any more.
         """

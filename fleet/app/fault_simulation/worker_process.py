@@ -159,13 +159,13 @@ class WorkerProcess(VirtualProcess):
         self.lender = BlockLender(self.batch.blocks, HANDOFF_LEASE)
         self.hangs = False  # the first of several fields for faults: True while the engine hangs
         self.fails = 0  # number of next attempts that will fail in the engine
-        self.spoils = 0  # number of next messages to the router that will be malformed
-        self.skips = 0  # number of next messages with KV events that will be lost
+        self.spoils = 0  # number of next messages to the router that will be malformed, apart from descriptions
+        self.skips = 0  # number of next messages with KV events that will be lost, apart from the first one of a stream
         # Stages (`schedule.STAGES`); when this process reaches one of them, it will be killed.
         self.dies_at: set[str] = set()
         # Stages with durations; when this process reaches one of them, it will be frozen for the duration.
         self.stops_at: dict[str, Nanos] = {}
-        self.damages = 0  # number of next lent blocks that will be damaged on the way
+        self.damages = 0  # number of next answers to borrowers whose blocks will all be damaged on the way
         self._points, self._truth, self._network = points, truth, network
         self._random = chance.random
         self._exited = exited
@@ -358,7 +358,7 @@ class WorkerProcess(VirtualProcess):
             self.after(0, self._go_on)
 
     def _go_on(self) -> None:
-        """Begin the next engine step, unless a step is running."""
+        """Report what has changed and begin the next engine step, unless a step is running or there is nothing to compute."""
         self._woken = False
         if self._stepping:
             return

@@ -159,7 +159,7 @@ class HandoffLeases(Generic[Name]):
         return None if held is None else held.state
 
     def check(self) -> None:
-        """Assert that the blocks of every open lease are in the cache."""
+        """Assert that the blocks of every open lease are in the cache, and that the leases are in the order of their ends."""
         ends = [lease.until for lease in self._open.values()]
         assert ends == sorted(ends)
         for lease, held in self._open.items():

@@ -3,7 +3,7 @@
 Rules:
 
 1. A block is free, used by attempts, or idle. No attempt uses an idle block, but the block has a name, so that a later prompt can use
-   it again.
+   it again. A handoff lease uses the blocks that it keeps, like an attempt.
 2. A block without a name belongs to one attempt: it is a block of a prompt that is not computed yet, a partly filled block, or a block
    of an answer. An attempt only counts such blocks. They get their names when they are computed, so that other attempts find them. If
    a block of that name exists already, the attempt's block stays without a name until the attempt ends.
@@ -79,7 +79,7 @@ class KvBlocks(Generic[Name]):
     # Methods for named blocks:
 
     def hold(self, keys: Sequence[Name]) -> None:
-        """Record that an attempt uses these named blocks, which must be in the cache."""
+        """Record that an attempt or a handoff lease uses these named blocks, which must be in the cache."""
         users, idle = self._users, self._idle
         for key in keys:
             if not (before := users[key]):
@@ -87,7 +87,7 @@ class KvBlocks(Generic[Name]):
             users[key] = before + 1
 
     def release(self, keys: Sequence[Name]) -> None:
-        """Record that an attempt no longer uses these named blocks. Blocks without users become idle."""
+        """Record that an attempt or a handoff lease no longer uses these named blocks. Blocks without users become idle."""
         users, idle = self._users, self._idle
         for key in reversed(keys):
             left = users[key] - 1

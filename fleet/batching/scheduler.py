@@ -317,7 +317,7 @@ class BatchScheduler(Generic[Name]):
         self.blocks.free(attempt)
 
     def check(self) -> None:
-        """Assert that counts and sums agree with the attempts, and that each attempt has blocks for all its tokens."""
+        """Assert that counts and sums agree with the attempts, and that each running attempt has blocks for all its tokens."""
         self.blocks.check(sum(attempt.own for attempt in (*self.attempts.values(), *self.kept.values())))
         assert self.waiting + len(self._computing) + len(self.running) == len(self.attempts)
         assert len(self._computing) + len(self.running) <= self._limits.max_running

@@ -5,10 +5,10 @@ Rules:
 1. To the router, a server is a worker that runs whole requests. It joins when it answers a health check. It leaves when
    it fails several health checks in a row, and answers no request in this time either.
 2. A server that cannot be reached, or fails `TRIPS` requests in a row, gets no new requests (it drains) and leaves when
-   its running requests have ended. It returns after a pause, when it answers a health check. If the first request after
-   its return fails too, the server leaves again, and the next pause is twice as long. At least half of the servers of a
-   model stay in use, however many requests fail, and the only server of a model always stays. Otherwise a request that
-   no server can handle could remove all servers.
+   its running requests have ended. It returns when it answers a health check; after failed requests there is a pause
+   before. If the first request after its return fails too, the server leaves again, and the next pause is twice as long.
+   Failed requests alone never remove the only server of a model, or more than half of its servers. Otherwise a request
+   that no server can handle could remove all servers.
 3. Exactly one event ends each request: it has finished, it was rejected, or its server left. For a cancelled request
    there is no such event. If the server had closed an idle connection before a request was sent over it, the request is
    sent again over a new one, because the server has not seen it.
@@ -94,11 +94,11 @@ TRIPS = 5  # number of failed requests in a row after which a server gets no new
 MISSES = 3  # number of unanswered health checks in a row after which a server leaves
 FIRST_PAUSE_SECONDS = 1.0  # first pause of a server that failed too many requests (rule 2)
 LONGEST_PAUSE_SECONDS = 30.0
-SEARCH_SECONDS = 0.25  # seconds between two health checks of a server that is away
+SEARCH_SECONDS = 0.25  # longest time between two health checks of a server that takes no new requests
 # Seconds after which the router closes an idle connection. A burst of requests leaves idle connections, and a server
 # may never close them.
 IDLE_SECONDS = 60.0
-OUT_OF_SOCKETS_SECONDS = 0.05  # pause between two attempts to get a socket (rule 9)
+OUT_OF_SOCKETS_SECONDS = 0.05  # pause before a request asks for a socket again (rule 9)
 RETRY_AFTER_MS = 1000
 NO_SOCKET = "this router has no socket left for it; raise its limit of open files, or retry later"
 TOKEN = 0  # placeholder for token ids, which external servers do not send
@@ -274,11 +274,11 @@ class ExternalBackend:
         self._leave_when_done()
 
     async def model_objects(self) -> list[ListedModel]:
-        """Return the models that the server lists."""
+        """Return the models that the server lists; an empty list if it has not joined, does not answer, or has no list."""
         return await self._health.model_objects() if self.joined else []
 
     async def carry(self, passage: Passage, *, may_move: bool) -> bool:
-        """Pass a request on to the server while it arrives, and then the answer to the client.
+        """Pass a request on to the server while it arrives, and the answer to the client.
 
         Args:
             passage: The request.
@@ -289,7 +289,8 @@ class ExternalBackend:
 
         Raises:
             BackendUnreachable: The server cannot be reached; nothing was sent.
-            RequestRejected: The server sent no complete answer, or no socket was left.
+            RequestRejected: The server sent no complete answer, the request's body did not arrive, or no socket was left.
+            ClientDisconnected: The client has closed its connection.
         """
         address = self._address
         opening = address.opening(passage.method.encode(), passage.path.encode("latin-1") + passage.query)
@@ -356,7 +357,7 @@ class ExternalBackend:
         return not silence.settled
 
     def _answers_progress(self, now: Nanos) -> bool:
-        """Return True if an answer has made progress since the last check, apart from answers that have just begun."""
+        """Return True if an answer has made progress since it was last checked. End the check at the first such answer."""
         for work in self._works.values():
             if isinstance(work, Upstream) and not work.quiet and work.spoke:
                 work.quiet_for(now)

@@ -76,7 +76,9 @@ class ServerAddress(Struct, frozen=True, kw_only=True):
 async def http_request(
     server: ServerAddress, method: str, path: str, body: bytes = b"", *, within_seconds: float
 ) -> tuple[int, bytes]:
-    """Send a request over a new connection, and return the status and at most `MAX_ANSWER_BYTES` of the answer.
+    """Send a request over a new connection, and return the status and the content of the answer.
+
+    Content beyond `MAX_ANSWER_BYTES` is cut off, at the end of the read that exceeds this limit.
 
     Raises:
         BackendUnreachable: No answer came in time, or it is not HTTP.

@@ -18,13 +18,17 @@ still loads. Rules:
    requests. If all servers are equally slow, none of them is removed.
 4. A server may answer some requests and never answer others. Such a server is not silent, so single requests are
    counted too: those that wait much longer than expected while later requests were answered, and those that wait on a
-   silent server. Each answer lowers the count. A server with a count of `MAX_SILENT_REQUESTS` leaves rotation.
+   silent server. Each answer lowers the count. A server with a count of `MAX_SILENT_REQUESTS` leaves rotation if a
+   sibling works and enough siblings remain.
 5. If a server is out of rotation, its waiting requests are abandoned and start on another server, unless their clients
    have already got a part of the answer. If a server is held back, its waiting requests are abandoned when the trial
    request has waited as long as a first byte may take, each request at most once. For an answer in one piece, this is
    only done if the server was seen to compute several requests at a time (otherwise the trial request could wait behind
-   this answer), or if the server has never answered. An answer that has begun is abandoned after `silence_cut_seconds`
-   without content, because no other server can continue it.
+   this answer), or if the server has never answered. If the server is silent for too long and has not answered its trial
+   request either, its other requests are abandoned after `silence_cut_seconds` without content, even an answer that has
+   begun, which no other server can continue. A waiting stream that later requests have overtaken is abandoned when it
+   has waited twice as long as it may, at most once. Any request is abandoned after `silence_timeout_seconds` without
+   content.
 6. A server returns (`ReturnToRotation`) when it answers the trial request or sends any byte of an answer, but only
    after a pause. The pause doubles each time the server leaves rotation again soon. If trial requests are not possible,
    the server returns after the pause, and one more silent request then removes it again.
@@ -67,7 +71,9 @@ KIB_SECONDS = 0.25
 FIRST_PAUSE = 1 * SECOND  # first pause between two trial requests, and first pause before a server returns
 MAX_TRIAL_PAUSE = 10 * SECOND
 MAX_OUT_PAUSE = 30 * SECOND
-CALM = 60 * SECOND  # after this time without silence, the pauses start again at `FIRST_PAUSE`
+# After this time without silence, the pauses start again at `FIRST_PAUSE`. After a refused trial request, no other one is
+# sent for this time.
+CALM = 60 * SECOND
 
 _UNSEEN = Nanos(-1)
 
@@ -141,7 +147,8 @@ class _AbandonedRequest(Struct, frozen=True):
 class SilenceDetector:
     """Decides whether one server is silent, and which commands the backend has to perform for it.
 
-    The caller calls `note` for all servers of a model, and then `decide` for each.
+    At each check, the caller calls `note` for the servers of a model, and then `decide` for those that are not `settled`.
+    It may leave out checks of a server that is `calm`.
     """
 
     def __init__(self, settings: OpenAiWorkerSettings) -> None:
@@ -194,7 +201,7 @@ class SilenceDetector:
 
     @property
     def settled(self) -> bool:
-        """True if the server has no requests and `calm` is true, so that `decide` would return no commands."""
+        """True if the server has no requests and `calm` is true, so that `decide` need not be called."""
         return self.calm and not self._outstanding
 
     @property
@@ -278,7 +285,7 @@ class SilenceDetector:
 
         Args:
             now: The current running time.
-            siblings: The other servers of the same model that take requests; `note` was called for all of them.
+            siblings: The other servers of the same model that take requests; they were checked before (`note`).
             spare: True if enough siblings remain when this server leaves rotation.
         """
         self._siblings = siblings
@@ -321,7 +328,7 @@ class SilenceDetector:
             self._unresponsive = False
         if trial is not TrialOutcome.ANSWERED:
             return
-        # After a hang, the waiting time is not added, because it does not measure the server's speed.
+        # After a hang, the waiting time does not measure the server's speed. So it is added only while few times are known.
         if not self._unresponsive or self.past[True].count < MIN_ANSWERS:
             self.past[True].add(waited, 1)
         self._latest_byte_at = max(self._latest_byte_at, now)
@@ -330,7 +337,7 @@ class SilenceDetector:
         self._passed = self._out
 
     def reset(self) -> None:
-        """Forget the present state, because the server has left. The first-byte histories are kept."""
+        """Forget the present state, because the server has left or returns to rotation. Histories and pauses are kept."""
         self._out = self._suspect = self._held = self._unresponsive = self._passed = False
         self._silent = 0.0
         self._left, self._left_kib = None, [0, 0]
@@ -454,7 +461,7 @@ class SilenceDetector:
                 commands.append(AbandonRequest(each.work_id, f"the server sent nothing for {quiet / SECOND:.1f} s"))
 
     def _trial_waits(self, now: Nanos, suspicious: float) -> bool:
-        """Return True if the trial request has waited as long as the first byte of any outstanding request may take."""
+        """Return True if an open trial request has waited as long as the first byte of any outstanding request may take."""
         if self._asked_at is None:
             return False
         return now - max(self._asked_at, self._latest_byte_at) >= suspicious / SUSPECT_FACTOR
@@ -463,7 +470,7 @@ class SilenceDetector:
         return not each.moved and (each.streams or self._overtakes >= OVERTAKES or not self.answers)
 
     def _silent_since(self, limits: tuple[float, float] | None) -> Nanos | None:
-        """Return the instant since which the server should have sent a byte; None if no request waits.
+        """Return the instant since which the server should have sent a byte; None if it has nothing to answer.
 
         A cancelled request counts like a waiting one if it had waited long enough to make the server suspect. The waits
         of several cancelled requests are added up. A shorter wait alone does not count, because the client may just

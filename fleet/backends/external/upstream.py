@@ -3,8 +3,9 @@
 Rules:
 
 1. A connection carries one request at a time. It is used again if the answer ended where its HTTP head says.
-2. The HTTP parser reads every byte, but only to find the end of the head and of the answer. The connection is closed if
-   the parser rejects something, or if bytes arrive while no request is open.
+2. The HTTP parser reads every byte, but only to find the end of the head and of the answer, and to decode chunks for a
+   client that does not understand them (HTTP/1.0). The connection is closed if the parser rejects something, or if bytes
+   arrive while no request is open.
 3. The head is sent to the client together with the first bytes of the content, in one write. So if the server fails
    after its head and before its content, the client has got nothing yet, and another server can answer. Headers that
    concern only the connection to the server are removed.
@@ -15,10 +16,10 @@ Rules:
    up to a limit; a switch of protocols (101) is no answer.
 5. Tokens are not decoded. The number of events is a good estimate of an answer's length. A tenant is charged for the
    usage that the server reports at the end, if it reports one.
-6. A request, and the head of an answer with its first content, are sent at the end of a turn of the event loop. What
-   follows from an answer (released reservations, counters, the connection's next use) comes after that
-   (`write_batcher.py`). An error or the end of the answer is sent after all waiting bytes. Content in later turns is
-   passed on at once, because the router has nothing to decide about it.
+6. A request, and the head of an answer with its first content, go through the write batcher (`write_batcher.py`), which
+   may keep them until the end of the event loop's turn. What follows from an answer (released reservations, counters, the
+   connection's next use) comes after that. An error or the end of the answer is sent after all waiting bytes. Content in
+   later turns is passed on at once, because the router has nothing to decide about it.
 7. An answer counts as begun with its first content. Comments between events, and events that only name the role, are
    passed on, but a hung engine may send them too, so they are no sign of life (`has_content`).
 """
@@ -115,8 +116,8 @@ class UpstreamOwner(Protocol):
     first_bytes: list[tuple[Nanos, Nanos, int, bool]]
     """Measurements of the first content of answers since the last silence check, at most `LEARNED_FIRST_BYTES`.
 
-    Each has the instant of the request, the instant of the content, the size of the request in bytes, and whether the
-    answer is a stream.
+    Each has the instant of the request in running time, the instant of the content by the clock, the size of the request
+    in bytes, and whether the answer is a stream.
     """
 
     more_first_bytes: int
@@ -129,7 +130,7 @@ class UpstreamOwner(Protocol):
     """
 
     def spoke(self, upstream: "Upstream", relayed: RelayedRequest) -> None:
-        """Note that an answer has sent its first content after its head had already been passed on."""
+        """Note that the first content of an answer has come after its head was already passed on."""
         ...
 
     def advanced(self, work_id: RequestId, tokens: int) -> None:
@@ -216,7 +217,10 @@ class Upstream(asyncio.Protocol):
         return self._client is not None
 
     def quiet_for(self, now: Nanos) -> Nanos:
-        """Return the time since the check after which no content has come. Each call of this method is a check."""
+        """Return the time since the first check after the latest content, or after the request if no content has come.
+
+        Each call of this method is a check.
+        """
         if not self.quiet or self._quiet_since is None:
             self.quiet, self._quiet_since = True, now
         return Nanos(now - self._quiet_since)
@@ -395,7 +399,7 @@ class Upstream(asyncio.Protocol):
     # Internals
 
     def _open(self, data: bytes) -> None:
-        """Pass on the beginning of an answer once its head and some content have come, or fail if the answer is an error."""
+        """Pass on the beginning of an answer once its head and some content have come; fail if it is no answer (rule 4)."""
         if self._held:
             data = self._held + data
         end = data.find(b"\r\n\r\n") + 4
@@ -465,9 +469,9 @@ class Upstream(asyncio.Protocol):
         owner.write_batcher.afterwards(self._finish if complete else self._tell)
 
     def _pass_over(self, data: bytes) -> bool:
-        """Skip interim responses (status 1xx) before the answer, and parse what follows them.
+        """Skip interim heads (status 1xx) before the answer, and parse what follows them.
 
-        Return False and skip nothing if `data` does not begin with a complete interim response, or if more than
+        Return False and skip nothing if `data` does not begin with a complete interim head, or if more than
         `MAX_INTERIM_HEADS` have come.
         """
         begin = 0

@@ -132,7 +132,7 @@ class ExternalBackends:
             return self._listed
 
     async def carry(self, passage: Passage, model: ModelName | None) -> None:
-        """Pass a request on to the server with the fewest passages and requests.
+        """Pass a request on to the server of this model with the fewest passages and requests. None means any model.
 
         If this server cannot be reached, or answers a request without a body by 404, the next server is tried.
 
@@ -153,10 +153,10 @@ class ExternalBackends:
         raise refused
 
     def start(self, worker_id: WorkerId, start: Start) -> None:
-        """Send a request to a server; `expect` has noted the request before.
+        """Send a request, which `expect` has noted before, to a server.
 
         Raises:
-            WorkerUnreachable: The server takes no requests, or the request cannot be relayed.
+            WorkerUnreachable: The server takes no requests, or `expect` has not noted the request.
         """
         relayed = self._pending.get(request_of(start.request_id))
         if relayed is None:

@@ -18,8 +18,8 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
-# Maximum number of messages that wait for the end of a turn. They wait a few milliseconds, even if the event loop
-# tokenizes long prompts meanwhile.
+# Maximum number of messages that wait for the end of a turn. So they wait at most a few milliseconds, even if the event
+# loop tokenizes long prompts meanwhile.
 MAX_BATCHED_MESSAGES = 16
 
 

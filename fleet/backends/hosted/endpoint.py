@@ -7,7 +7,7 @@ Rules:
    that contains only the usage is not passed on.
 2. A failure before the first byte of the answer raises `EndpointFailed`, and the caller may give the client another
    answer. A failure after the first byte ends the answer.
-3. A status of 400 or more counts as a failure before the first byte. The client sent its request to its own cluster, so
+3. A status other than 2xx counts as a failure before the first byte. The client sent its request to its own cluster, so
    an error about the endpoint's key or limits would mislead the client. The text of such an error is shown only to
    administrators.
 """

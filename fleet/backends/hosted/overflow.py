@@ -5,8 +5,8 @@ Rules:
 1. A request overflows if the router rejects it because of load before any answer: its predicted wait is above
    `after_seconds`, the queue is full, no worker serves the model, or its worker was lost. A request does not overflow
    if the hosted endpoint could not answer it in the same way: if it names a LoRA adapter, a worker or a label, has
-   token ids, or has fields that the endpoint does not know or treats differently. Requests of excluded tenants do not
-   overflow either.
+   images or token ids, wants a longer answer than `max_answer_tokens`, or has fields that the endpoint does not know or
+   treats differently. Requests of excluded tenants do not overflow either.
 2. The limit `after_seconds` applies only while the endpoint would accept the request. So when the spending limit is
    reached, requests wait as they would without an endpoint.
 3. If the endpoint does not accept a request, the client gets the router's own rejection. Its message also gives the
@@ -232,9 +232,11 @@ class HostedOverflow:
     # Methods that `_Offer` calls
 
     async def take(self, offer: "_Offer", refused: RequestRejected) -> RequestRejected | None:
-        """Try to serve a rejected request by its hosted endpoint; return None, or the rejection for the client.
+        """Try to serve a rejected request by its hosted endpoint; return None if it was served, or else the rejection.
 
-        `OverflowOffer.serve` defines the result.
+        Raises:
+            RequestRejected: The tenant's limit is reached, or an answer that has begun broke off.
+            ClientDisconnected: The client has closed its connection.
         """
         hosted, now = offer.hosted, self._clock.now()
         if offer.exchange.began or refused.reason not in FOR_LOAD:
@@ -273,7 +275,7 @@ class HostedOverflow:
         return None if outcome is OverflowOutcome.SERVED else refused
 
     def most_wait(self, offer: "_Offer", tenant: str) -> Nanos | None:
-        """Return the predicted wait above which a request overflows, or None if its endpoint accepts no request now (rule 2)."""
+        """Return the predicted wait above which a request overflows; None if it cannot overflow now (rules 1 and 2)."""
         hosted = offer.hosted
         if tenant in hosted.settings.excluded_tenants or hosted.closed(self._clock.now()):
             return None
@@ -371,8 +373,8 @@ class _Offer:
         self.authorization = authorization
         self.tenant: str | None = None  # the tenant, set when its rate limits have admitted the request; None before
         self.allowance: RateLimitStatus | None = None
-        # Number of prompt tokens. Until the prompt is tokenized, its number of bytes is an upper bound, because a token
-        # has at least one byte.
+        # Number of prompt tokens. Until the prompt is tokenized, this is the number of bytes of the request's body: an
+        # upper bound, because a token has at least one byte.
         self.prompt_tokens = len(exchange.request.body)
 
     @property

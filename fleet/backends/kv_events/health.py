@@ -22,7 +22,7 @@ from fleet.core.clock import Nanos
 
 
 class KvEventAlert(StrEnum):
-    """Reasons why the router cannot use a server's KV events, and so assumes that the server caches nothing.
+    """Reasons why the router cannot rely on a server's KV events.
 
     The values are public and stable, because a metric has them as a label.
     """
@@ -73,7 +73,7 @@ class EventHealth:
         self._owed += 1
 
     def alert(self, now: Nanos) -> KvEventAlert | None:
-        """Return the alert that applies now; None: the events can be trusted."""
+        """Return the alert that applies now; None: no problem is known."""
         books, counters = self._books, self._counters
         if counters.unreadable and not len(books):
             return KvEventAlert.UNREADABLE

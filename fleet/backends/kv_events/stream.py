@@ -14,8 +14,8 @@ Rules:
 5. A long replay may have gaps, because an engine's socket drops messages while too many wait for the listener. The
    missing batches are requested again, as a further piece of the replay. If a gap remains, only the batches after the
    gap are used.
-6. If a replay endpoint does not answer, it is not queried again at every gap, because each attempt costs a timeout. It
-   is queried again after a pause, which doubles with each attempt without an answer.
+6. If a replay endpoint does not answer, it is not queried again at every gap, because each query costs a timeout. It is
+   queried again after a pause, which doubles with each query without an answer.
 7. The listener yields to the event loop regularly, even if messages arrive without a break.
 """
 
@@ -71,7 +71,9 @@ class EventStreamCounters(Struct):
 async def read_events(
     endpoint: str, replay_endpoint: str, books: KvEventTranslator, counters: EventStreamCounters | None = None
 ) -> AsyncIterator[list[KvEvent]]:
-    """Yield the events of each batch that the engine publishes: one list for each received batch, even if it is empty.
+    """Yield the events of each batch that the engine publishes, one list for a batch, even if the list is empty.
+
+    The events of missing batches that were repeated are in the list of the batch after them.
 
     Args:
         endpoint: The publisher's address in ZeroMQ's notation.
@@ -192,7 +194,10 @@ class _Replay:
         self._pause_seconds = FIRST_PAUSE_SECONDS
 
     async def since(self, start: int) -> Mapping[int, bytes]:
-        """Return the batches from number `start` on that the engine can repeat, by number. If none arrive, the result is empty."""
+        """Return the batches from number `start` on that the engine can repeat, by number, after the last gap (rule 5).
+
+        The result is empty if no batch arrives, if there is no replay endpoint, or during a pause (rule 6).
+        """
         batches: dict[int, bytes] = {}
         clock = asyncio.get_running_loop()
         if not self._endpoint or clock.time() < self._not_before:
@@ -217,7 +222,8 @@ class _Replay:
     async def _piece(self, start: int, until: float) -> tuple[Mapping[int, bytes], bool]:
         """Receive batches from number `start` on, at most until the time `until` of the event loop's clock.
 
-        Return the batches by number, and True if the message that ends the replay has arrived.
+        Return the batches by number, and True if the message that ends the replay has arrived. After a message that
+        cannot be read, return no batches and True.
         """
         from zmq.constants import DEALER  # noqa: PLC0415 - optional
 

@@ -185,7 +185,7 @@ class KvEventTranslator:
         return new
 
     def _unfit(self, event: BlocksStored) -> SkipReason | None:
-        """Return why the blocks of an event are not followed; None if they are followed unless their chain is unknown."""
+        """Return why the blocks of an event are not followed; None if they are followed, provided that `_names` can name them."""
         if event.medium not in OWN_MEMORY:
             return SkipReason.OTHER_TIER
         if event.attention not in FULL_ATTENTION and event.attention is not None:

@@ -13,9 +13,9 @@ Rules:
 3. If a worker's lease ends, its stream stays open, because attempts may still run on the worker, and because an open
    stream shows that the worker is alive, while perhaps only the registry is unreachable. When this stream has ended,
    the worker is not dialled again.
-4. Sending never waits. Unsent bytes are kept up to a limit. If the message that starts an attempt does not fit, the
-   attempt is not started on this worker, but the stream stays open, because other attempts run on it. If another
-   message does not fit, the stream counts as broken.
+4. Sending never waits. Unsent bytes are kept up to a limit. If a message that starts an attempt, or asks for spans or
+   kept answers, does not fit, it is not sent, but the stream stays open, because other attempts run on it. If another
+   message does not fit, such as a cancellation, the stream counts as broken.
 5. The streams report to the membership whether workers can be reached (`ReachabilityEvent`), so that no other process
    can register under the name of a worker that is alive.
 6. The greeting and the description state the protocol versions of both peers. A worker without a common version has not
@@ -185,7 +185,7 @@ class WorkerStreams:
         self._send(worker_id, request)
 
     def tried(self, worker_ids: Iterable[WorkerId]) -> bool:
-        """Return True if the first attempt to connect to each of these workers has ended, with or without success."""
+        """Return True if the first try to connect to each of these workers has ended, with or without success."""
         members = self._members
         return all(worker_id in members and members[worker_id].tried for worker_id in worker_ids)
 
@@ -215,7 +215,7 @@ class WorkerStreams:
             case MemberJoined():
                 before = self._members.get(change.worker_id)
                 if before is not None and _is(before, change):
-                    # The stream is open to the same process that the registry announces, so nothing has to be done.
+                    # The stream to the process that the registry announces is open or being opened, so nothing has to be done.
                     before.wanted, before.joined = True, change
                     return
                 member = _StreamTarget(change.address, change)
@@ -502,7 +502,7 @@ class _WorkerConnection:
 
 
 class _SilenceTimer:
-    """Calls `tell` when no message of a worker has arrived for `seconds`.
+    """Calls `tell` when no message of a worker has arrived for `seconds`, at most one slice later.
 
     The time is divided into `SLICES` short timers in a row. If this process was stopped or got no CPU time, its timer
     fires before it reads the messages that arrived in the meantime. With short timers, such a pause counts as only one

@@ -5,7 +5,8 @@ Rules:
 1. A settings Struct is defined next to the code that uses it, and documents each field.
 2. A file is TOML (`.toml`) or JSON (any other suffix) of exactly one Struct. An unknown key, a wrong type or a value
    out of range raises `ConfigurationRefused` with the file, the path of the key and the cause, in one line.
-3. The environment only says where caches go, and which authorities gRPC knows. It is passed on to child processes.
+3. No setting comes from the environment. It only says where caches and the user's Kubernetes configuration are, which
+   authorities gRPC knows, and whether to use colours. It is passed on to child processes.
 4. Command-line options are in `fleet.cli`; those of `fleet up` override the file (`fleet.cli.up`).
 """
 
@@ -40,7 +41,7 @@ def load(path: Path, kind: type[Settings], changes: Mapping[str, Any] | None = N
     Args:
         path: The file.
         kind: The Struct that the file describes.
-        changes: Values that replace the file's, by path (``router.policy``, ``pools.0.gpus``).
+        changes: Values that replace or complement the file's, by path (``router.policy``, ``pools.0.gpus``).
 
     Raises:
         ConfigurationRefused: The file cannot be read, is not TOML or JSON, or does not fit `kind`.
@@ -200,7 +201,7 @@ def save(settings: Struct, path: Path) -> None:
 
 
 def default_cache_dir() -> Path:
-    """Return the folder for built models, in the user's cache folder (XDG base directory specification)."""
+    """Return the folder for built and downloaded models, in the user's cache folder (XDG base directory specification)."""
     home = os.environ.get("XDG_CACHE_HOME")  # noqa: TID251 - this is the loader
     return (Path(home) if home else Path.home() / ".cache") / "fleet"
 
@@ -221,7 +222,7 @@ def _is_not_finite(value: Any) -> bool:
 
 
 def _is_too_long(value: Any) -> bool:
-    """Return whether a value is an integer that the processes cannot be given, because their JSON has no longer ones."""
+    """Return True for an integer of more than 64 bits, which the JSON files for child processes cannot contain."""
     return isinstance(value, int) and not -(2**63) <= value < 2**64
 
 

@@ -51,7 +51,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check(file: Path, part: str | None, as_json: bool) -> int:
-    """Check a settings file. If it cannot be used, the error is printed as JSON, or raised as ConfigurationRefused."""
+    """Check a settings file, print the result, and return the exit status.
+
+    If the file cannot be used, print the error as JSON if `as_json` is true, and otherwise raise ConfigurationRefused.
+    """
     try:
         part = part or _most_likely_part(file)
         _check_content(file, KINDS[part])

@@ -1,8 +1,8 @@
 """`fleet doctor`: shows which optional parts are usable on this machine, why others are not, and what to do.
 
-Each optional part has a probe: a function that examines it. A probe raises no errors, and does not load heavy modules
-into this process. If only an import can prove that a part works, the import runs in another process, with a time limit.
-All probes run at the same time.
+Each optional part has a probe: a function that examines it. If a probe raises an error, this becomes a finding. A probe
+does not load heavy modules into this process. If only an import can prove that a part works, the import runs in another
+process, with a time limit. All probes run at the same time.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from fleet.config import child_environment
 from fleet.core.errors import install_command
 from fleet.local.settings import Topology
 
-PROBE_SECONDS = 60.0  # time limit of a probe in seconds; an import of vLLM takes about ten on two busy cores
+PROBE_SECONDS = 60.0  # time limit of a program that a probe runs; an import of vLLM takes about 10 s on two busy cores
 CONNECT_SECONDS = 0.5
 GIB = 1 << 30
 ENGINE_MEMORY_GIB = 3.0  # memory of one vLLM engine on the CPU, measured with the tiny model and 1 GiB of KV cache

@@ -103,7 +103,10 @@ def _takes_form(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the command.
 
-    Return the exit status: 0 if done, 1 if no deployment keeps the goals, 3 if the file was refused.
+    Return the exit status: 0 if done, 1 if no deployment keeps the goals of a ServingRequest.
+
+    Raises:
+        ConfigurationRefused: The file or an option cannot be used.
     """
     match arguments.kube_command:
         case "crds":
@@ -160,7 +163,11 @@ def _propose(arguments: argparse.Namespace) -> int:
 
 
 def _rendered(objects: list[Any], namespace: str, images: Images) -> list[Manifest]:
-    """Return the Kubernetes objects for all documents of a file, in the order of the documents."""
+    """Return the Kubernetes objects for all documents of a file, in the order of the documents.
+
+    Raises:
+        ConfigurationRefused: There is no document, or one is no valid DisaggDeployment.
+    """
     if not objects:
         raise ConfigurationRefused("the file is empty")
     made: list[Manifest] = []

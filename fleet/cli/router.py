@@ -83,7 +83,7 @@ def _tune(arguments: argparse.Namespace) -> int:
 
 
 def break_even_lines(found: RemotePrefill) -> Iterator[str]:
-    """Yield lines about the prefill break-even that the router has measured."""
+    """Yield lines about the prefill break-even that the router has measured; none if the router does not report it."""
     if not found.handoffs_needed:
         return  # a router of an earlier version does not report this
     counts = "counts" if found.learned else "does not count: learn_remote_prefill is off"

@@ -76,7 +76,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the command.
 
-    Return the exit status: 0 if all pools have their sizes, 1 if not, or if the orchestrator does not answer.
+    Return the exit status: 0 if the pools that the command line names have reached their sizes, or if it names none; 1 if
+    they have not, if the wait was interrupted, or if the orchestrator does not answer.
     """
     wanted = dict(arguments.pools)
     if len(wanted) != len(arguments.pools):

@@ -4,7 +4,9 @@ Rules:
 
 1. `run` runs one scenario. `compare` runs two scenarios and compares them. `sweep` runs many scenarios. `capacity`
    searches the highest load that keeps an SLO.
-2. `faults` measures nothing. It tests the machines under randomly drawn faults, and needs no scenario.
+2. The other sub-commands are tests. `faults` runs the machines under randomly drawn faults, without a
+   scenario. `replay` gives the recording of a router to the router machine again, and compares the commands. `agree`
+   runs a scenario through the production servers as well, and compares the decisions.
 3. All sub-commands write JSON to `--json FILE` (- is standard output). Without this option they print a summary.
 4. A scenario that cannot be run is refused before anything is written. A file is written completely or not at all.
 """

@@ -174,7 +174,7 @@ class AsyncClient:
             return decode_explanation(await self._cluster.Explain(request, timeout=CALL_SECONDS))
 
     async def explain_overflow(self, request_id: str) -> OverflowExplained | None:
-        """Return what happened to a request that was refused and could overflow, or None if it was not refused.
+        """Return what happened to a request that was refused and could overflow; None for any other request.
 
         Raises:
             RequestNotFound: This router does not know the request, or does not remember it any more.
@@ -231,9 +231,10 @@ class AsyncStream(StreamedAnswer):
         return self
 
     async def __anext__(self) -> Delta:
-        """Return the next tokens of the answer.
+        """Return the next part of the answer.
 
         Raises:
+            StopAsyncIteration: The answer is complete.
             FleetError: The request was rejected, or the answer could not be completed.
         """
         while True:
@@ -265,7 +266,7 @@ class AsyncStream(StreamedAnswer):
         """Wait and send the request again after a failure.
 
         Raises:
-            FleetError: No further attempt is made.
+            FleetError: The request is not sent again.
         """
         try:
             pause = self._resumption.pause(error_of(error))

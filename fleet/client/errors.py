@@ -31,7 +31,7 @@ class FleetError(Exception):
     Attributes:
         message: One sentence for a person.
         reason: The machine-readable reason, or None if the server gave none or was not reached.
-        cause: Detailed code of a failed placement (`RejectionCause` of the router); empty for other reasons.
+        cause: Detailed code of the refusal, such as ``pin_unknown`` or ``context_length_exceeded``; empty if there is none.
         tls_cause: Result of `fleet.client.tls.tls_cause`, which `message` begins with; None if no diagnosis was made.
     """
 
@@ -64,7 +64,7 @@ class RequestNotFound(InvalidRequest):
 
 
 class Unauthenticated(InvalidRequest):
-    """Error: the cluster has tenants, and this client has no valid API key."""
+    """Error: this client has no valid API key for a cluster with tenants, or no right secret for the control port."""
 
 
 class TooLarge(InvalidRequest):

@@ -255,7 +255,7 @@ class CandidateCost(Struct, frozen=True, kw_only=True):
     """Holds the cost of one worker that was a candidate for a request."""
 
     worker_id: str
-    cost: float  # the worker with the lowest cost is chosen
+    cost: float  # less is better
     parts: dict[str, float]  # parts of the cost by name; their sum is the cost
 
 
@@ -292,7 +292,7 @@ class OverflowExplained(Struct, frozen=True, kw_only=True):
 
 
 def decode_overflow(message: control_pb2.ExplainResponse) -> OverflowExplained | None:
-    """Decode what happened to a refused request; return None if the request could not overflow."""
+    """Decode what happened to a request that was refused and could overflow; return None for any other request."""
     if not message.HasField("overflow"):
         return None
     return OverflowExplained(**{name: getattr(message.overflow, name) for name in OverflowExplained.__struct_fields__})

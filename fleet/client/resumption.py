@@ -9,8 +9,8 @@ Rules:
    that it has, and the router generates the rest. If it has no resume token and no part of the answer has arrived, it
    sends the request again unchanged. Otherwise the stream ends with an error, because the caller would get a part of
    the answer twice. A router gives no resume tokens if its clients have API keys and it has no `prompt_secret`.
-3. The client tries the routers in turn, in the first round without a pause. It gives up `resume_seconds` after the
-   break, or at the deadline of the answer. When any message arrives, the stream is no longer broken.
+3. The client tries the routers in turn, in the first round without a pause unless a router has asked for one. It gives
+   up `resume_seconds` after the break, or at the deadline of the answer. When any message arrives, the stream is no longer broken.
 """
 
 from collections.abc import Sequence
@@ -78,7 +78,7 @@ class Resumption:
         timeout_seconds: float | None,
         clock: Clock = SystemClock(),  # noqa: B008 - the default has no state
     ) -> None:
-        """Prepare the request for its first and for later attempts, without sending it.
+        """Prepare the request to be sent, and to be sent again, without sending it.
 
         Args:
             request: The first message of the request.
@@ -104,10 +104,10 @@ class Resumption:
         self.is_broken = False
 
     def pause(self, error: FleetError) -> float:
-        """Return the seconds to wait after `error` before the next attempt.
+        """Return the seconds to wait after `error` before the request is sent again.
 
         Raises:
-            FleetError: No further attempt is made. The exception is `error`, or a `DeadlineExceeded` if the time limit
+            FleetError: The request is not sent again. The exception is `error`, or a `DeadlineExceeded` if the time limit
                 of the answer has passed.
         """
         now = self._now()
@@ -131,7 +131,7 @@ class Resumption:
         return self._clock.now() / SECOND
 
     def request(self, answer: StreamedAnswer) -> tuple[pb.GenerateRequest, float | None]:
-        """Return the message for the next attempt, and its timeout in seconds (None for no limit).
+        """Return the message to send now, and its timeout in seconds (None for no limit).
 
         Raises:
             Unavailable: A part of the answer has arrived, but no resume token.

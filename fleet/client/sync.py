@@ -38,7 +38,8 @@ from fleet.wire.inference import decode_model
 from kvstore.protocol.range_messages import range_message
 from kvstore.security.credentials import Credentials
 
-CALL_SECONDS = 10.0  # time limit in seconds for each call except `generate` and `complete`
+# Time limit in seconds for each call that is no request to a model. `watch_demand` has no limit.
+CALL_SECONDS = 10.0
 
 
 class Client:
@@ -175,7 +176,7 @@ class Client:
     ) -> tuple[VectorResult, ...]:
         """Return, for each text, one number for each class; the model needs the task classify.
 
-        The arguments are those of `embed`. If `activation` is False, the numbers are logits.
+        The arguments are those of `embed`, without `dimensions`. If `activation` is False, the numbers are logits.
 
         Raises:
             InvalidRequest: A value does not fit its field, or the model has another task.
@@ -239,7 +240,7 @@ class Client:
             )
 
     def watch_demand(self) -> Iterator[DemandReport]:
-        """Yield a demand report of this router process, about once a second, until the generator is closed.
+        """Yield a demand report of this router process about once a second, until the generator is closed or the router ends.
 
         Raises:
             FleetError: The call failed.
@@ -261,7 +262,7 @@ class Client:
             return decode_explanation(self._cluster.Explain(request, timeout=CALL_SECONDS))
 
     def explain_overflow(self, request_id: str) -> OverflowExplained | None:
-        """Return what happened to a request that was refused and could overflow, or None if it was not refused.
+        """Return what happened to a request that was refused and could overflow; None for any other request.
 
         Raises:
             RequestNotFound: This router does not know the request, or does not remember it any more.
@@ -331,9 +332,10 @@ class Stream(StreamedAnswer):
         return self
 
     def __next__(self) -> Delta:
-        """Return the next tokens of the answer.
+        """Return the next part of the answer.
 
         Raises:
+            StopIteration: The answer is complete.
             FleetError: The request was rejected, or the answer could not be completed.
         """
         while True:
@@ -359,7 +361,7 @@ class Stream(StreamedAnswer):
         """Wait and send the request again after a failure.
 
         Raises:
-            FleetError: No further attempt is made.
+            FleetError: The request is not sent again.
         """
         try:
             pause = self._resumption.pause(error_of(error))

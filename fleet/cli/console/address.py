@@ -61,8 +61,10 @@ def add_tls(parser: argparse.ArgumentParser) -> None:
 def client_tls(arguments: argparse.Namespace) -> ClientTls | None:
     """Return the TLS files that the options of `add_tls` name; None: TLS is not used.
 
+    Without such options, use the authority of the cluster that `fleet up --tls` runs at this address, if there is one.
+
     Raises:
-        ConfigurationRefused: The options contradict each other.
+        ConfigurationRefused: Only one of `--certificate` and `--key` is given.
     """
     if bool(arguments.certificate) != bool(arguments.key):
         raise ConfigurationRefused("--key: --certificate and --key go together")

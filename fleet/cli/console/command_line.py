@@ -2,8 +2,9 @@
 
 Rules:
 
-1. Sub-commands are found by the entry points `fleet.commands`. The module of a sub-command has the functions
-   `configure(parser)` and `run(arguments)`. Only the module of the chosen sub-command is imported.
+1. Sub-commands are Fleet's own (`SUMMARIES`), and those that other packages install under the entry points
+   `fleet.commands`. The module of a sub-command has the functions `configure(parser)` and `run(arguments)`. Only the
+   module of the chosen sub-command is imported; `fleet completion` imports all.
 2. `fleet` alone prints the help. Errors about an unknown command, option or choice propose the nearest one.
 """
 
@@ -78,7 +79,7 @@ class CommandParser(argparse.ArgumentParser):
 def option_meant(option: str, known: Iterable[str]) -> str:
     """Return a question that proposes a similar long option, or an empty text if no long option is similar.
 
-    Options are compared without their dashes, because these would make all short options similar.
+    Names are compared without their leading dashes, because with them, all options with short names would be similar.
     """
     name = nearest(option.removeprefix("--"), (each.removeprefix("--") for each in known))
     return question(f"--{name}" if name else "")

@@ -1,4 +1,4 @@
-"""Exit statuses of the command `fleet`, besides 0 (done) and 1 (failed)."""
+"""Exit statuses of the command `fleet`."""
 
 DONE = 0
 FAILED = 1

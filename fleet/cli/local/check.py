@@ -32,7 +32,7 @@ from fleet.local.processes import ClusterFailed
 from fleet.local.settings import PoolSection, StorePlace, Topology
 
 LONGEST = 3000  # maximum number of tokens of a prompt
-SHARED = 512  # number of tokens that the prompts share
+SHARED = 512  # number of tokens with which `_SHARING` of the prompts begin alike
 FEWEST = 20  # minimum number of prompts
 _LENGTHS = (40, 48, 63, 64, 65, 96, 128, 200, 333, 777, 1024, 1500, 2049)
 _LONG = 2
@@ -249,7 +249,7 @@ def complaint(
 
 
 def blocks_received(answer: CheckedCompletion, path: KvPath, prompt_tokens: int, block_tokens: int) -> bool:
-    """Return True if blocks moved to the decode phase, or if the decode engine had all blocks already.
+    """Return True if blocks moved to the decode phase by `path`, or if the decode engine had all blocks already.
 
     The block of a prompt's last token does not count, because a decode engine always computes this token: the result is
     the first token of the answer.
@@ -316,7 +316,7 @@ def _pool(topology: Topology, role: Role) -> PoolSection:
 
 
 def reference_prompts(model_dir: Path, *, max_tokens: int) -> list[TokenBytes]:
-    """Return token ids of at least 20 prompts, none longer than `max_tokens`.
+    """Return token ids of at least `FEWEST` prompts, none longer than `max_tokens`, which must be at least 240.
 
     The prompts are cut from texts that are shipped with Python, so machines with the same Python have the same prompts.
     """
@@ -330,7 +330,10 @@ def reference_prompts(model_dir: Path, *, max_tokens: int) -> list[TokenBytes]:
 
 
 def _cut(text: TokenBytes, max_tokens: int) -> Iterator[TokenBytes]:
-    """Cut the text into consecutive pieces, so that no two prompts contain the same part of it."""
+    """Yield prompts made of consecutive pieces of the text.
+
+    The last `_SHARING` prompts begin with the same piece. Otherwise, no two prompts contain the same part of the text.
+    """
     position = 0
 
     def take(tokens: int) -> TokenBytes:

@@ -168,7 +168,7 @@ async def hold(processes: LocalProcesses, when_ready: Callable[[], Awaitable[Non
 
 @contextmanager
 def _log_folder(wanted: Path | None) -> Iterator[Path | None]:
-    """Make the folder of `--log-dir`, and keep other clusters from it while the context is open; yield it.
+    """Make the folder of `--log-dir`, and keep other clusters from it while the context is open; yield it, or None.
 
     Logs of two clusters in one folder would have the same names, so each file would contain lines of both clusters. The
     cleanup after one cluster could also end processes of the other one.
@@ -199,7 +199,11 @@ def _log_folder(wanted: Path | None) -> Iterator[Path | None]:
 
 
 async def _wait_until_serving(planned: LocalPlan) -> None:
-    """Wait until the router reports every worker as serving."""
+    """Wait until the router reports every worker as serving.
+
+    Raises:
+        ClusterFailed: The router does not answer, or does not see all workers in time.
+    """
     missing = set(planned.workers)
     try:
         async with asyncio.timeout(WORKERS_VISIBLE_SECONDS), cluster_client(planned) as client:

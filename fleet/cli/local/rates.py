@@ -47,7 +47,10 @@ class RecentRates:
 
 
 def _latency(name: str, before: Counts, now: Counts) -> str:
-    """Return the median and the 99th percentile in milliseconds of the durations that were counted between two reports."""
+    """Return a text with the median and the 99th percentile of the durations that were counted between two reports.
+
+    A dash stands for both if no duration was counted.
+    """
     counts = tuple(new - old for new, old in zip(now, before or (0,) * len(now), strict=True))
     median, high = interpolated(counts, 0.5), interpolated(counts, 0.99)
     if median is None or high is None:

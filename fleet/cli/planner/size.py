@@ -80,8 +80,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the command.
 
-    Return the exit status: 0 if pools were found, 1 if the goals or limits allow none. In the latter case the output
-    gives the reason as conditions.
+    Return the exit status: 0 if pools were found for the whole load; 1 if the goals or limits allow no pools, or only
+    pools for a lower rate. Then the output gives the reason as conditions.
     """
     import msgspec  # noqa: PLC0415 - `fleet --help` needs none of these
 

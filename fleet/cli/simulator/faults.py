@@ -1,7 +1,7 @@
 """`fleet sim faults`: runs production's machines in virtual time under randomly drawn faults.
 
-Exit status 0: every promise was kept, and every fault point was reached often enough; 1: a promise was broken (the shrunk schedule and
-the command that replays it are shown), or a point was missed.
+Exit status 0: every promise was kept, and every fault point was reached often enough (checked only for 10,000 seeds or
+more); 1: a promise was broken (the shrunk schedule and the command that replays it are shown), or a point was missed.
 """
 
 import argparse

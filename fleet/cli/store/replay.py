@@ -2,16 +2,17 @@
 
 Rules:
 
-1. The compared eviction policies are those of the store, and "belady", which knows the future requests. `ideal` is the
+1. The eviction policy is one of the store's, or "belady", which knows the future requests. `ideal` in the output is the
    hit rate of an unlimited cache.
-2. Hit rates are shares of prompt tokens. A capacity in percent refers to all blocks of the trace.
+2. Hit rates are shares of prompt tokens. A capacity in percent refers to the number of distinct blocks in the trace.
 3. With several capacities, `sizes` in the output has a row for each. The fields at the top level are those of the first
    capacity.
 4. `seconds` is the duration of the replay, without the time to read the file.
 5. With `--pauses`, the field `pauses` states the cost of continuing sessions (`kvstore.eviction.session_pauses`). For
-   this computation, the store has memory of the first capacity, and a lower tier that is `BELOW` times as large. The
-   speeds of memory and lower tier are constants of this module, and the eviction policy is always lru. `--beside` adds
-   the requests of another trace, until one of the traces ends. The two traces share no sessions and no blocks.
+   this computation, the store has memory of the first capacity, and a lower tier of `--below-blocks`, by default `BELOW`
+   times as large. The speeds of memory and lower tier are constants of this module, and the eviction policy is always
+   lru. `--beside` adds the requests of another trace, until one of the traces ends. The two traces share no sessions and
+   no blocks.
 """
 
 import argparse

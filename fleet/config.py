@@ -1,4 +1,4 @@
-"""Settings loader: the only module that reads settings files and environment variables.
+"""Settings loader: the only module of `fleet` that reads settings files and environment variables.
 
 Rules:
 

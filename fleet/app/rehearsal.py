@@ -47,7 +47,8 @@ HORIZON = 60.0  # least duration of a rehearsal in simulated seconds, unless it 
 BLOCK_TOKENS = 32
 NICE = 10
 LINK = 10e9
-"""Bytes per second between two workers. This assumed value is enough, because a rehearsal only compares pool sizes."""
+"""Assumed bytes per second between two workers. Its size does not matter, because `_profile` computes the bytes of a token
+from it, so that a transfer takes the time in the settings of the engine."""
 
 
 class RehearsedPool(Struct, frozen=True, kw_only=True):

@@ -40,7 +40,7 @@ class Job(Struct, Generic[Name], frozen=True, kw_only=True):
 
 
 class BlockSupply(Protocol[Name]):
-    """Port by which an engine fetches blocks that it does not have, from a prefill worker or from the node's store."""
+    """Port by which an engine fetches blocks that it does not have, from a prefill worker or from the store."""
 
     def offer(self, job: Job[Name], here: int) -> int:
         """Return the number of leading prompt tokens whose KV the engine would have after a fetch.

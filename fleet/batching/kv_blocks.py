@@ -27,7 +27,7 @@ class KvBlocks(Generic[Name]):
     def __init__(self, blocks: int, block_tokens: int):
         assert blocks >= 1, blocks
         self._free = blocks
-        self._users: dict[Name, int] = {}  # number of attempts that use each named block; 0 if it is idle
+        self._users: dict[Name, int] = {}  # number of users of each named block (rule 1); 0 if it is idle
         self._idle: OrderedDict[Name, None] = OrderedDict()  # idle blocks, in the order of their release
         self._stored: list[Name] = []
         self._removed: list[Name] = []

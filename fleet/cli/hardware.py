@@ -111,7 +111,7 @@ def _accuracy(wheel: Path | None) -> tuple[Any, Sequence[str]]:
 
 
 def _predicted(wheel: Path) -> "list[AccuracyRow]":
-    """Return how far this version's predictions are from the measurements in a wheel that the fit did not use."""
+    """Return the errors of this version's predictions for those measurements in a wheel to which it was not fitted."""
     from fleet.hardware.aiconfigurator import read_sample  # noqa: PLC0415
     from fleet.hardware.latency.coefficients import AccuracyRow, EstimateBasis, coefficients  # noqa: PLC0415
     from fleet.hardware.latency.measurements import accuracy, cells  # noqa: PLC0415

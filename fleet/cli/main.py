@@ -5,7 +5,7 @@ Rules:
 1. The output of a command goes to standard output, and messages go to standard error. Each error is one line.
 2. Exit status 0: done; 1: failed; 2: misused (argparse's own); 3: a configuration or another input file was refused.
    `fleet serve worker` also ends with 4 or 5 (`fleet.cli.console.exits`).
-3. Sub-commands are the entry points `fleet.commands` in pyproject.toml; `fleet.cli.console.command_line` finds them.
+3. `fleet.cli.console.command_line` finds the sub-commands.
 """
 
 import errno

@@ -1,4 +1,4 @@
-"""`fleet plan`: shows the pool sizes that a planner decides, replays its decisions, and computes the pools that a load needs."""
+"""`fleet plan`: shows a planner's decisions, repeats recorded ones, replays loads with scaling rules, and sizes pools."""
 
 import argparse
 

@@ -45,7 +45,7 @@ class AsyncClient:
                 async for delta in stream:
                     print(delta.text, end="", flush=True)
 
-    The connection is opened by the first call. All methods raise subclasses of `FleetError`.
+    The connection is opened by the first call. A call that fails raises a subclass of `FleetError`.
     """
 
     def __init__(

@@ -32,7 +32,8 @@ class FleetError(Exception):
         message: One sentence for a person.
         reason: The machine-readable reason, or None if the server gave none or was not reached.
         cause: Detailed code of the refusal, such as ``pin_unknown`` or ``context_length_exceeded``; empty if there is none.
-        tls_cause: Result of `fleet.client.tls.tls_cause`, which `message` begins with; None if no diagnosis was made.
+        tls_cause: Result of `fleet.client.tls.tls_cause`, with which `message` begins. Empty: TLS is not the cause.
+            None: no diagnosis was made.
     """
 
     def __init__(self, message: str, reason: Reason | None = None):
@@ -91,7 +92,7 @@ class Unavailable(FleetError):
 
 
 class DeadlineExceeded(FleetError):
-    """Error: the answer was not complete before its deadline."""
+    """Error: the answer was not complete before its deadline, or a call took longer than its time limit."""
 
 
 class Cancelled(FleetError):
@@ -102,7 +103,7 @@ class ServerError(FleetError):
     """Error: the server has a bug, or this client does not understand its answer."""
 
 
-# Classes of errors without a reason: another kind of server has answered, or no server was reached.
+# Classes of errors to which no server has added a reason, such as those of gRPC itself and of other kinds of servers.
 _CODES: Mapping[grpc.StatusCode, type[FleetError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
     grpc.StatusCode.NOT_FOUND: ModelNotFound,
@@ -134,7 +135,7 @@ _REASONS: Mapping[Reason, type[FleetError]] = {
 
 
 def may_be_tls(error: FleetError) -> bool:
-    """Return whether TLS may be the cause of an error, which says only that a connection failed."""
+    """Return True if an error says only that a connection failed, so that TLS may be the cause."""
     return isinstance(error, Unavailable) and error.reason is None and any(sign in error.message for sign in TLS_SIGNS)
 
 

@@ -78,7 +78,7 @@ class Resumption:
         timeout_seconds: float | None,
         clock: Clock = SystemClock(),  # noqa: B008 - the default has no state
     ) -> None:
-        """Prepare the request to be sent, and to be sent again, without sending it.
+        """Mark the request as resumable if it can be, and start its time limit. Nothing is sent yet.
 
         Args:
             request: The first message of the request.

@@ -48,7 +48,7 @@ class Client:
         with Client("127.0.0.1:50051") as client:
             print(client.complete("Say hello", max_tokens=16).text)
 
-    The connection is opened by the first call. All methods raise subclasses of `FleetError`.
+    The connection is opened by the first call. A call that fails raises a subclass of `FleetError`.
     """
 
     def __init__(
@@ -75,13 +75,13 @@ class Client:
                 only address. 0 means that a broken stream ends with an error. None means 30 if there are several
                 addresses, and otherwise 0. With temperature 0 the continuation has exactly the tokens that the lost
                 answer would have had. An answer that cannot be continued exactly ends with an error.
-            control: The router's control address, for `status`, `explain`, `tune` and `remote_prefill`. If it is empty,
-                the control address of this user's router on this machine is used.
+            control: The router's control address, for `status`, `watch_demand`, `explain`, `explain_overflow`, `tune`
+                and `remote_prefill`. If it is empty, the control address of this user's router on this machine is used.
             control_credentials: Credentials for a control port over TCP.
 
         Raises:
-            ConfigurationRefused: A credentials file cannot be used, or the API key would be sent over a network without
-                encryption.
+            ConfigurationRefused: There is no address, `resume_seconds` is not 0 or more, a credentials file cannot be
+                used, or the API key would be sent over a network without encryption.
         """
         addresses = addresses_of(address)
         self._resume_seconds = resume_limit(resume_seconds, len(addresses))
@@ -240,7 +240,7 @@ class Client:
             )
 
     def watch_demand(self) -> Iterator[DemandReport]:
-        """Yield a demand report of this router process about once a second, until the generator is closed or the router ends.
+        """Yield a demand report of this router process about once a second, until the caller or the router ends the call.
 
         Raises:
             FleetError: The call failed.

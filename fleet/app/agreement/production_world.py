@@ -2,13 +2,14 @@
 
 A `ProductionWorld` is a `fleet.sim.world.World` whose requests go from client to engine and back through the code of
 `fleet serve`: `RouterServer` around the machine, `WorkerStreams`, frames of `fleet.v1`, the worker's end of the stream,
-`Session`, and `WorkerServer` around the worker's machine. The workers register under leases, and the router finds them
-by the registry.
+`RouterSession`, and `WorkerServer` around the worker's machine. The workers register under leases, and the router finds
+them by the registry.
 
 Rules:
 
-1. Three things differ from production. Connections are in memory (`fleet.sim.virtual_loop`). Engines are the simulation's (`fleet.app.agreement.hosted_engine`).
-   A worker's process is a group of asyncio tasks. To kill the process, its connections are cut and its tasks cancelled.
+1. Three parts of production are replaced. Connections are in memory (`fleet.sim.virtual_loop`). Engines are the
+   simulation's (`fleet.app.agreement.hosted_engine`). A worker's process is a group of asyncio tasks. To kill the
+   process, its connections are cut and its tasks cancelled.
 2. The blocks of a trace have names and no tokens. So prompts are sent as token ids that contain the block keys
    (`tokens_from_keys`, `keys_from_tokens`), and no hashes are computed from tokens. This run does not test whether all
    processes compute the same hashes.

@@ -77,7 +77,7 @@ _ORACLE = AnswerOracle(SIMULATED_MODEL, BLOCK_TOKENS)
 
 @lru_cache(1024)
 def answer(prompt: TokenBytes, sampling: Sampling) -> tuple[int, ...]:
-    """Return the whole answer to a prompt that a correct cluster must give."""
+    """Return the whole answer that a correct cluster must give to a prompt."""
     return _ORACLE.answer(prompt, sampling)
 
 

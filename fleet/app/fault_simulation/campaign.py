@@ -138,7 +138,10 @@ def replay(seed: int, keep: Sequence[int] | None) -> SeedOutcome:
 
 
 def shrink(seed: int) -> FailingSeed:
-    """Leave out happenings of a failing seed while the remaining ones still break the same promise (delta debugging)."""
+    """Return a failing seed with as few happenings as were found to break the same promise (delta debugging).
+
+    The search ends after about `MOST_SHRINKING_RUNS` runs.
+    """
     schedule = draw(seed)
     found = run_seed(seed, schedule)
     assert found.promise, seed

@@ -2,7 +2,7 @@
 
 The lender (`BlockLender` over `HandoffLeases` and `KvBlocks`) and the borrowers (`BlockBorrower`) run the same code as in the
 simulated engine (`workers.engines.simulated.direct_transfer`). `BOUNDS` limits the numbers of handoffs and of faults. The prompts of the handoffs share a block. A fault is the death of the
-lender (which starts again), the death or cancellation of a borrower, the loss of a connection, or a damaged answer.
+lender (which may start again), the death or cancellation of a borrower, the loss of a connection, or a damaged answer.
 Other requests of the lender overwrite every block that is not leased. Time is not measured: a lease or a deadline may
 end between any two steps.
 
@@ -126,7 +126,10 @@ class _HandoffWorld:
         return True
 
     def accept(self, number: int, missing: int = 2) -> bool:
-        """Let the borrower of a handoff begin to fetch the last `missing` blocks, which it does not have."""
+        """Let the borrower of a handoff begin to fetch the last `missing` blocks, which it does not have.
+
+        If the lender is dead, the borrower computes these blocks itself.
+        """
         case = self.cases[number]
         if not case.lease or case.dead or case.borrower is not None:
             return False

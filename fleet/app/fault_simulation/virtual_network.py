@@ -260,7 +260,7 @@ class VirtualNetwork:
         self._factors.pop(name, None)
 
     def reset(self, one: str, other: str, *, both: bool = True) -> int:
-        """Reset all connections between two processes. Return the number of connection ends that were closed.
+        """Reset all connections between two processes. Return the number of connection ends that were reset.
 
         If `both` is false, only `other` notices the reset, and `one` believes that the connections are still open.
         """

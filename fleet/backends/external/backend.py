@@ -114,7 +114,7 @@ Hear = Callable[[WorkerEvent], None]
 
 
 class ExternalBackend:
-    """Sends requests to one external server, watches its health, and reports both to the router.
+    """Sends requests to one external server, watches its health, and reports their progress and its state to the router.
 
     Implements `fleet.backends.external.upstream.UpstreamOwner`.
     """

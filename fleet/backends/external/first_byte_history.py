@@ -26,7 +26,7 @@ class FirstByteHistory:
         self.count = 0
         self._times = [0] * _BUCKETS
         self._rates = [0] * _BUCKETS
-        self._most_time = self._most_rate = 1 << 62  # larger measurements are counted as these values
+        self._most_time = self._most_rate = 1 << 62  # a time above both limits is counted as the larger limit
         self._time = self._rate = 0  # expected time of the first byte, and expected time for each KiB, in nanoseconds
         self._stale = False
 

@@ -4,8 +4,9 @@ Rules:
 
 1. Each passage has a connection of its own, which is closed at the end of the passage. The body and the answer flow at
    the same time. If one side does not read, the router stops reading from the other side, so memory is bounded.
-2. The client gets every answer of the server, whatever its status. Only headers that concern the connection to the
-   server are removed. If the header ``location`` names the server itself, the server's address is cut out of it.
+2. The client gets the answer of the server, whatever its status (except in rule 3). Only headers that concern the
+   connection to the server are removed. If the header ``location`` names the server itself, the server's address is cut
+   out of it.
 3. A request without a body that a server answers with 404 may go to another server, because stored objects (responses,
    files, batches) exist on one server only.
 4. A passage ends when the server and the client have both sent nothing for the server's `silence_timeout_seconds`. If

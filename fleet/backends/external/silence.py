@@ -5,7 +5,7 @@ answer arrives. Silence may also have other causes: a long prompt, a long answer
 still loads. Rules:
 
 1. The allowed silence follows from the measured times of the server's earlier answers (`first_byte_history.py`): the
-   time until the first byte, and this time divided by the size of the prompt in KiB, so that a long prompt gets more
+   time until the first byte, and this time divided by the size of the request in KiB, so that a long prompt gets more
    time. A server with few answers is also judged by the times of its siblings, the other servers of its model. If none
    of them has answered yet, no server is judged.
 2. A server becomes suspect if a request has waited twice the expected time while the server sent no byte to any client.
@@ -86,8 +86,8 @@ class OutstandingRequest(Struct, frozen=True, kw_only=True):
     size: int  # size of the request body in bytes
     streams: bool  # True if the answer is streamed, so its first byte comes before the answer is complete
     begun: bool  # True if content of the answer has come; comments and events without content do not count
-    progressed: bool  # True if a part of the answer has come since the last check
-    quiet_for: Nanos  # time since the last content of the answer, in nanoseconds
+    progressed: bool  # True if content of the answer has come since the last check
+    quiet_for: Nanos  # nanoseconds since the first check after the latest content of the answer
     overtaken: int  # number of later requests that were answered before this one
     moved: bool  # True if the request was abandoned on another server before, because that server was silent
     passed_on: bool = False  # True if a part of the answer was passed on, so that no other server can answer

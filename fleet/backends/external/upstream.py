@@ -2,7 +2,8 @@
 
 Rules:
 
-1. A connection carries one request at a time. It is used again if the answer ended where its HTTP head says.
+1. A connection carries one request at a time. It is used again if the server allows it and the answer ended where its
+   HTTP head says, but not after an answer whose chunks were decoded (rule 2).
 2. The HTTP parser reads every byte, but only to find the end of the head and of the answer, and to decode chunks for a
    client that does not understand them (HTTP/1.0). The connection is closed if the parser rejects something, or if bytes
    arrive while no request is open.

@@ -32,7 +32,8 @@ log = logging.getLogger(__name__)
 NOBODY = "no external server takes requests now"
 # Seconds for which the servers' lists of models are reused, so a new LoRA adapter may appear this much later.
 LISTED_SECONDS = 5.0
-PROBE_SECONDS = 0.1  # seconds between two silence checks; a tenth of the shortest silence that the detector acts on
+# Seconds between two silence checks. By default, a server becomes suspect after half a second of silence at the earliest.
+PROBE_SECONDS = 0.1
 
 SERVERS = GaugeDefinition("fleet_foreign_servers", "External backends by state", ("model", "state"), "backends")
 CACHE_KNOWLEDGE = GaugeDefinition(

@@ -284,7 +284,11 @@ class HostedOverflow:
         return Nanos(round(hosted.settings.after_seconds * SECOND))
 
     async def _admitted_tenant(self, offer: "_Offer") -> str:
-        """Return the tenant of a request, after the tenant's limits have admitted the request."""
+        """Return the tenant of a request, after the tenant's limits have admitted the request.
+
+        Raises:
+            RequestRejected: A limit is reached.
+        """
         if offer.tenant is not None:
             return offer.tenant
         tenant = self._tenants.tenant(offer.authorization, offer.parsed.request.tenant)

@@ -373,7 +373,10 @@ class _WorkerConnection:
         self.say(RouterHello(router_id=settings.router_id, protocols=own_protocols()))
 
     def say(self, message: RouterMessage) -> bool:
-        """Send a message; return False if it is not sent, because it is too long or the stream is broken or breaks now."""
+        """Send a message; return False if it is too long or the send buffer is full.
+
+        If the connection has just ended, the message is lost, and the result is True.
+        """
         try:
             self._connection.send(encode_router_message(message).SerializeToString())
         except (SendBufferFull, FrameTooLong) as error:

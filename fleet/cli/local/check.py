@@ -1,4 +1,4 @@
-"""`fleet up --check`: compares the tokens of both KV paths with those of one engine, and proves that blocks moved.
+"""`fleet up --check`: compares the tokens of each KV path with those of one engine, and proves that blocks moved.
 
 Rules:
 

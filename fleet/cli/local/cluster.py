@@ -100,7 +100,7 @@ async def with_cluster(
 
     Raises:
         ConfigurationRefused: Something in the topology cannot be used.
-        ClusterFailed: A process failed before the cluster was ready.
+        ClusterFailed: The cluster has not become ready, or `body` has raised this error.
     """
     simulated = topology.cluster.engine == SIMULATED
     tiny = Path()

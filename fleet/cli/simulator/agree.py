@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Turn off log messages of the production servers, because they would only repeat the faults of the scenario."""
+    """Turn off warnings and lesser log messages, because the servers would only repeat the faults of the scenario."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

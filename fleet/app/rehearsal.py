@@ -163,6 +163,8 @@ def _traffic(task: RehearsalTask) -> Iterator[TraceRequest]:
 def _shared(request: RecentRequest, blocks: int, again: int) -> tuple[int, ...]:
     """Return names for those blocks of a prompt whose block keys are known, in the block size of the simulation.
 
+    A known block with fewer than `BLOCK_TOKENS` tokens counts as one block of the simulation.
+
     `again` is the number of the repetition. Each repetition gets other names (rule 1).
     """
     if not request.block_tokens:

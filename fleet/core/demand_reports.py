@@ -56,8 +56,8 @@ class ModelDemand(Struct, frozen=True, kw_only=True):
     ttft: Counts = ()
     tpot: Counts = ()
     queue_wait: Counts = ()
-    """Histogram of the time from the arrival of a request until it was sent to a worker, for requests that got an
-    answer."""
+    """Histogram of the time from the arrival of a request until it was sent to a worker, for requests whose answer has
+    begun."""
 
     queued: int = 0
     oldest_seconds: float = 0.0
@@ -65,7 +65,7 @@ class ModelDemand(Struct, frozen=True, kw_only=True):
     """Number of refused requests that a hosted endpoint has answered."""
 
     overflow_dollars: float = 0.0
-    """Cost of the answers of the hosted endpoint, in dollars."""
+    """Cost of all requests that the hosted endpoint got, in dollars, even of those without a complete answer."""
 
 
 class WorkerLoad(Struct, frozen=True, kw_only=True):
@@ -82,7 +82,7 @@ class WorkerLoad(Struct, frozen=True, kw_only=True):
 
 
 class SampledRequest(Struct, frozen=True, kw_only=True):
-    """Describes one ended request of the sample; `arrived` is an instant of the router's clock."""
+    """Describes one ended request of the sample; `arrived` is an instant of the local clock, as in `DemandReport`."""
 
     model: ModelName
     arrived: Nanos
@@ -93,7 +93,10 @@ class SampledRequest(Struct, frozen=True, kw_only=True):
 
 
 class DemandReport(Struct, frozen=True, kw_only=True):
-    """Holds the demand that one router process has counted until `at`, an instant of the local clock."""
+    """Holds the demand that one router process has counted until the instant `at`.
+
+    Instants are those of the local clock: a process that receives a report converts them to its own clock.
+    """
 
     router: str
     incarnation: Incarnation
@@ -104,4 +107,4 @@ class DemandReport(Struct, frozen=True, kw_only=True):
     models: tuple[ModelDemand, ...] = ()
     workers: tuple[WorkerLoad, ...] = ()
     recent: tuple[SampledRequest, ...] = ()
-    """A sample of the requests that ended after the previous report of the same stream."""
+    """A sample of the requests whose answers ended after the previous report of the same stream."""

@@ -5,10 +5,11 @@ Rules:
 1. A stream breaks if its router stops, cannot be reached any more, or hangs (it does not answer pings of the
    connection). All other errors end the answer. After a break, the client also tries again if a router rejects the
    request because its queue is full or it knows no worker.
-2. If the client has a resume token, it sends the next router the request, the resume token and all tokens of the answer
-   that it has, and the router generates the rest. If it has no resume token and no part of the answer has arrived, it
-   sends the request again unchanged. Otherwise the stream ends with an error, because the caller would get a part of
-   the answer twice. A router gives no resume tokens if its clients have API keys and it has no `prompt_secret`.
+2. If the client has a resume token, it sends the next router three things: the request, the resume token, and all
+   tokens of the answer that it has. The router then generates the rest. If it has no resume token and no part of the
+   answer has arrived, it sends the request again unchanged. Otherwise the stream ends with an error, because the caller
+   would get a part of the answer twice. A router gives no resume tokens if its clients have API keys, but it has
+   neither `prompt_secret` nor `tenant_secret`.
 3. The client tries the routers in turn, in the first round without a pause unless a router has asked for one. It gives
    up `resume_seconds` after the break, or at the deadline of the answer. When any message arrives, the stream is no longer broken.
 """

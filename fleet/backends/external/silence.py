@@ -20,15 +20,17 @@ still loads. Rules:
    counted too: those that wait much longer than expected while later requests were answered, and those that wait on a
    silent server. Each answer lowers the count. A server with a count of `MAX_SILENT_REQUESTS` leaves rotation if a
    sibling works and enough siblings remain.
-5. If a server is out of rotation, its waiting requests are abandoned and start on another server, unless their clients
-   have already got a part of the answer. If a server is held back, its waiting requests are abandoned when the trial
-   request has waited as long as a first byte may take, each request at most once. For an answer in one piece, this is
-   only done if the server was seen to compute several requests at a time (otherwise the trial request could wait behind
-   this answer), or if the server has never answered. If the server is silent for too long and has not answered its trial
-   request either, its other requests are abandoned after `silence_cut_seconds` without content, even an answer that has
-   begun, which no other server can continue. A waiting stream that later requests have overtaken is abandoned when it
-   has waited twice as long as it may, at most once. Any request is abandoned after `silence_timeout_seconds` without
-   content.
+5. The detector abandons requests in the following cases. An abandoned request starts on another server, unless its
+   client has already got a part of the answer.
+   - If the server is out of rotation, a request is abandoned when it waits for too long.
+   - If the server is held back, a waiting request is abandoned when the trial request has waited as long as a first byte
+     may take, but at most once. An answer in one piece is abandoned only if the server was seen to compute several
+     requests at a time, or has never answered. Otherwise the trial request could wait behind this answer.
+   - If the server has not answered its trial request either, a request is abandoned after `silence_cut_seconds` without
+     content. This is also done with an answer that has begun, although no other server can continue it.
+   - In any state, a stream that later requests have overtaken is abandoned when it has waited twice as long as allowed,
+     but at most once.
+   - In any state, a request is abandoned after `silence_timeout_seconds` without content.
 6. A server returns (`ReturnToRotation`) when it answers the trial request or sends any byte of an answer, but only
    after a pause. The pause doubles each time the server leaves rotation again soon. If trial requests are not possible,
    the server returns after the pause, and one more silent request then removes it again.

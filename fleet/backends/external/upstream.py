@@ -4,17 +4,17 @@ Rules:
 
 1. A connection carries one request at a time. It is used again if the server allows it and the answer ended where its
    HTTP head says, but not after an answer whose chunks were decoded (rule 2).
-2. The HTTP parser reads every byte, but only to find the end of the head and of the answer, and to decode chunks for a
+2. The HTTP parser reads every byte, but only to find the end of the head and of the answer. It also decodes chunks for a
    client that does not understand them (HTTP/1.0). The connection is closed if the parser rejects something, or if bytes
    arrive while no request is open.
 3. The head is sent to the client together with the first bytes of the content, in one write. So if the server fails
    after its head and before its content, the client has got nothing yet, and another server can answer. Headers that
    concern only the connection to the server are removed.
-4. The following does not count as an answer: a status of 500 or more, except 501, which means that the server lacks the
-   function; an answer that is cut off; and an event stream without the last event of its API (``[DONE]``,
-   ``message_stop``, ``response.completed``), if an earlier stream of the same path ended with this event. The router
-   decides whether another server may answer instead. Interim heads (``100 Continue``, ``103 Early Hints``) are skipped,
-   up to a limit; a switch of protocols (101) is no answer.
+4. A status of 500 or more does not count as an answer, except 501, which means that the server lacks the function. An
+   answer that is cut off does not count either. An event stream counts as cut off if it lacks the last event of its API
+   (``[DONE]``, ``message_stop``, ``response.completed``), and an earlier stream of the same path had such an event. The
+   router decides whether another server may answer instead. Interim heads (``100 Continue``, ``103 Early Hints``) are
+   skipped, up to a limit; a switch of protocols (101) is no answer.
 5. Tokens are not decoded. The number of events is a good estimate of an answer's length. A tenant is charged for the
    usage that the server reports at the end, if it reports one.
 6. A request, and the head of an answer with its first content, go through the write batcher (`write_batcher.py`), which
@@ -117,8 +117,8 @@ class UpstreamOwner(Protocol):
     first_bytes: list[tuple[Nanos, Nanos, int, bool]]
     """Measurements of the first content of answers since the last silence check, at most `LEARNED_FIRST_BYTES`.
 
-    Each has the instant of the request in running time, the instant of the content by the clock, the size of the request
-    in bytes, and whether the answer is a stream.
+    Each has the instant of the request (in running time), the instant of the content (in the time of the clock), the
+    size of the request in bytes, and True if the client wants a stream.
     """
 
     more_first_bytes: int

@@ -6,8 +6,8 @@ Rules:
    stored block from its parent, its tokens and the salt of its chain. The first block of the chain states the salt.
 2. A cache may contain equal blocks twice, under one engine hash or several. A block hash is removed when its last copy
    is removed.
-3. The translator only follows whole blocks in the engine's own memory whose contents depend on nothing but tokens, a
-   LoRA adapter's name and a salt, because Fleet's block hashes contain nothing else. Blocks that also depend on images
+3. The translator only follows whole blocks in the engine's own memory. Their contents must depend on nothing but tokens,
+   a LoRA adapter's name and a salt, because Fleet's block hashes contain nothing else. Blocks that also depend on images
    or embeddings are skipped, with all blocks after them; `passed_over` counts them by reason. The blocks of text before
    them are followed.
 4. If an engine groups its layers by kind of attention, the first group with full attention is followed. Groups that

@@ -4,17 +4,17 @@ Rules:
 
 1. The router dials each member and sends a greeting (`RouterHello`). The worker has joined when it has answered with
    its description; it sends a second description if it finds its store later. After the first description, only the
-   stream counts: the worker has left when the stream breaks, when nothing arrives for the heartbeat timeout (workers report
-   their load every second), when a message is invalid, or when KV events are missing. `WorkerLeft` comes after all
-   other events of the stream. Time in which the router process itself did not run is not counted as silence of a
-   worker. If an engine hangs, its worker notices it (`workers.watchdog`) and ends the stream.
+   stream counts. The worker has left when the stream breaks, when a message is invalid, or when KV events are missing.
+   It has also left when nothing arrives for the heartbeat timeout, because workers report their load every second.
+   `WorkerLeft` comes after all other events of the stream. Time in which the router process itself did not run is not
+   counted as silence of a worker. If an engine hangs, its worker notices it (`workers.watchdog`) and ends the stream.
 2. When a worker has left, the router dials it again, with growing pauses, as long as the worker is a member. Each
    stream begins with a cache dump, which replaces what was known before.
 3. If a worker's lease ends, its stream stays open, because attempts may still run on the worker, and because an open
    stream shows that the worker is alive, while perhaps only the registry is unreachable. When this stream has ended,
    the worker is not dialled again.
-4. Sending never waits. Unsent bytes are kept up to a limit. If a message that starts an attempt, or asks for spans or
-   kept answers, does not fit, it is not sent, but the stream stays open, because other attempts run on it. If another
+4. Sending never waits. Unsent bytes are kept up to a limit. A message that starts an attempt, or asks for spans or
+   kept answers, is not sent if it does not fit. The stream then stays open, because other attempts run on it. If another
    message does not fit, such as a cancellation, the stream counts as broken.
 5. The streams report to the membership whether workers can be reached (`ReachabilityEvent`), so that no other process
    can register under the name of a worker that is alive.

@@ -174,7 +174,7 @@ class AsyncClient:
             return decode_explanation(await self._cluster.Explain(request, timeout=CALL_SECONDS))
 
     async def explain_overflow(self, request_id: str) -> OverflowExplained | None:
-        """Return what happened to a request that was refused and could overflow; None for any other request.
+        """Return what happened to a request that the router rejected and that could overflow; None for any other request.
 
         Raises:
             RequestNotFound: This router does not know the request, or does not remember it any more.

@@ -31,7 +31,7 @@ class FleetError(Exception):
     Attributes:
         message: One sentence for a person.
         reason: The machine-readable reason, or None if the server gave none or was not reached.
-        cause: Detailed code of the refusal, such as ``pin_unknown`` or ``context_length_exceeded``; empty if there is none.
+        cause: Detailed code of a rejection, such as ``pin_unknown`` or ``context_length_exceeded``; empty if there is none.
         tls_cause: Result of `fleet.client.tls.tls_cause`, with which `message` begins. Empty: TLS is not the cause.
             None: no diagnosis was made.
     """

@@ -276,11 +276,11 @@ class PlacementExplained(Struct, frozen=True, kw_only=True):
 
 
 class OverflowExplained(Struct, frozen=True, kw_only=True):
-    """Describes what happened to a request that the router refused and that a hosted endpoint could take."""
+    """Describes what happened to a request that the router rejected and that a hosted endpoint could take."""
 
     model: str
     url: str
-    reason: str  # reason of the refusal, such as `queue_full`
+    reason: str  # reason of the rejection, such as `queue_full`
     message: str
     # "served"; "limit_spent" (the spending limit was too low); "closed" (the endpoint had failed lately, or was at its limit of
     # requests); "failed" (there was no answer); "broken" (the answer was cut off).
@@ -292,7 +292,7 @@ class OverflowExplained(Struct, frozen=True, kw_only=True):
 
 
 def decode_overflow(message: control_pb2.ExplainResponse) -> OverflowExplained | None:
-    """Decode what happened to a request that was refused and could overflow; return None for any other request."""
+    """Decode what happened to a request that the router rejected and that could overflow; return None for any other one."""
     if not message.HasField("overflow"):
         return None
     return OverflowExplained(**{name: getattr(message.overflow, name) for name in OverflowExplained.__struct_fields__})

@@ -34,7 +34,7 @@ class ModelDemand(Struct, frozen=True, kw_only=True):
     """Number of arrivals that entered the admission queue."""
 
     refused: int = 0
-    """Number of arrivals that were refused because of too little capacity: there was no worker, the queue was full, or
+    """Number of arrivals that were rejected because of too little capacity: there was no worker, the queue was full, or
     the deadline passed before the answer began."""
 
     abandoned: int = 0
@@ -62,7 +62,7 @@ class ModelDemand(Struct, frozen=True, kw_only=True):
     queued: int = 0
     oldest_seconds: float = 0.0
     overflowed: int = 0
-    """Number of refused requests that a hosted endpoint has answered."""
+    """Number of rejected requests that a hosted endpoint has answered."""
 
     overflow_dollars: float = 0.0
     """Cost of all requests that the hosted endpoint got, in dollars, even of those without a complete answer."""

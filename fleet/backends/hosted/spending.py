@@ -11,8 +11,8 @@ Rules:
    subtracted from the charge of the same minute. If the usage never becomes known, the estimate remains. So even if the
    process is killed, the charges are never below the money that was spent.
 3. If the usage costs more than the estimate, because the endpoint counts the prompt differently, the difference is
-   charged too. Only in this case can the charges of an hour exceed the limit. New requests are then refused until enough
-   charges are older than an hour.
+   charged too. Only in this case can the charges of an hour exceed the limit. No new requests are then admitted until
+   enough charges are older than an hour.
 4. If the wall clock goes back, charges of later minutes count as charges of the present minute. So they are neither
    lost nor kept for longer than an hour.
 """

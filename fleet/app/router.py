@@ -567,7 +567,7 @@ def _shared_limits(settings: RouterSettings, shared: _Shared) -> "RedisRateLimit
 
 
 def _peers(settings: RouterSettings, shared: _Shared, backends: _Backends, core: _Core) -> PeerRouters | None:
-    """Build the object that connects to peer routers. Return None if this router has no peers.
+    """Build the object that connects to peer routers. Return None if the settings have no `replicas_listen`.
 
     Raises:
         ConfigurationRefused: `replicas_credentials` cannot be used, or `replicas` or `replicas_name` are set without
@@ -819,7 +819,7 @@ async def _endpoint_picker(settings: RouterSettings, parts: _Parts) -> AsyncIter
     """Open the endpoint picker for gateways. The `with` block gets None if the settings name no endpoint picker.
 
     Raises:
-        ConfigurationRefused: Its address is in use, or its Lease needs a package that is not installed.
+        ConfigurationRefused: Its address is in use, or its Lease cannot be used.
     """
     if settings.endpoint_picker is None:
         yield None

@@ -67,5 +67,5 @@ def settle(charges: Charges, began: int, estimate: int, cost: int, minute: int) 
     """Replace the estimate of a request that began in the minute `began` by its real cost (rules 2 and 3)."""
     place = began if began in charges else minute
     if place != began and cost <= estimate:
-        return  # the minute of the charge does not count any more, so its charge need not be corrected
+        return  # the charge does not count any more, or was moved to another minute (rule 4), so it is not corrected
     charges[place] = max(0, charges.get(place, 0) + cost - estimate)

@@ -109,7 +109,8 @@ def planner(arguments: argparse.Namespace) -> Iterator[Any]:
     """Yield a gRPC stub for the planner that the options name.
 
     Raises:
-        ConfigurationRefused: No planner runs, several planners run, or a credentials file cannot be used.
+        ConfigurationRefused: A credentials file cannot be used; or `--planner` is not given, and none or several planners
+            run on this machine.
     """
     names = ("secret_file", "authority", "certificate", "key")
     try:

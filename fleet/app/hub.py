@@ -127,7 +127,7 @@ def _is_folder(named: str | Path) -> bool:
 
 
 class _ModelDownload:
-    """Downloads one model: runs download processes until one succeeds or the time limit ends."""
+    """Downloads one model: runs download processes until one succeeds, an error needs a person, or time is up (rule 3)."""
 
     def __init__(self, repository: Repository, hub: HubSettings, clock: Clock, *, field: str, weights: bool) -> None:
         self._repository = repository

@@ -150,8 +150,8 @@ class WorkerStatus(Struct, frozen=True, kw_only=True):
     kv_blocks_used: int
     kv_blocks: int
     cached_blocks: int  # number of blocks in the prefix cache, as far as the router knows
-    booked_requests: int  # number of requests that this router has reserved on the worker
-    booked_elsewhere: int  # number of requests that other routers have reserved on the worker
+    booked_requests: int  # number of requests for which this router has reserved capacity on the worker
+    booked_elsewhere: int  # number of requests for which other routers have reserved capacity on the worker
     # Seconds that it would take to compute the cached blocks again, without blocks that other workers also hold.
     cache_seconds: float = 0.0
     # Protocol version between worker and router; 0: the worker is not Fleet's, or the router has version 1.

@@ -93,7 +93,7 @@ class LedgerBusy(Exception):
 
 
 class FileLedger:
-    """Keeps the charges of all processes of a machine in one file. Implements `SpendingLedger`."""
+    """Keeps the charges of all router processes of a machine in one file. Implements `SpendingLedger`."""
 
     def __init__(self, path: Path, limit: int, unix_seconds: Callable[[], float]) -> None:
         """Open the file, and create it if it does not exist.

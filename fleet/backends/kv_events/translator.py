@@ -133,6 +133,8 @@ class KvEventTranslator:
     def take(self, payload: bytes) -> list[KvEvent]:
         """Translate one published batch, and return its events with block hashes, in order.
 
+        If the engine cannot hold so many blocks, return only the event that clears the cache (rule 5).
+
         Raises:
             UnreadableEngineEvent: The batch follows no known format. The state is then incomplete and must be
                 cleared.

@@ -61,8 +61,8 @@ async def run_worker(settings: WorkerSettings, announce: Announce) -> None:
     """Run one worker until a stop signal.
 
     Raises:
-        ConfigurationRefused: The engine is unknown or refuses its settings, the model cannot be fetched, or the address
-            cannot be listened on.
+        ConfigurationRefused: The engine is unknown or refuses its settings, the model cannot be fetched, a credentials
+            file cannot be used, or an address cannot be listened on.
         EngineDied: The engine ended by itself.
         EngineHung: The engine made no progress and was killed. The process ends at most `END_SECONDS` later.
         NodeEnded: The store node in this process ended by itself.

@@ -109,7 +109,7 @@ class Resumption:
 
         Raises:
             FleetError: The request is not sent again. The exception is `error`, or a `DeadlineExceeded` if the time limit
-                of the answer has passed.
+                of the answer ends before the wait.
         """
         now = self._now()
         if not self._resume_seconds or not _may_try_again(error, is_broken=self.is_broken):

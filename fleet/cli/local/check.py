@@ -75,8 +75,8 @@ class CheckVerdict(Struct, frozen=True, kw_only=True):
     blocks_moved: int
     bytes_moved: int
     path: KvPath
-    ttft_ms: float  # median over all prompts
-    tpot_ms: float  # median over all prompts
+    ttft_ms: float  # median over the answered prompts; 0 if there are none
+    tpot_ms: float  # median over the answered prompts; 0 if there are none
 
 
 async def check(

@@ -28,7 +28,10 @@ def added(one: Counts, other: Counts) -> Counts:
 
 
 def percentile(counts: Counts, share: float) -> float | None:
-    """Return the upper edge in seconds of the bucket with the percentile `share` (0 to 1); None without durations."""
+    """Return the upper edge in seconds of the bucket with the percentile `share` (0 to 1); None without durations.
+
+    If that bucket is the last one, which has no upper edge, the largest edge is returned.
+    """
     total = sum(counts)
     if not total:
         return None
@@ -41,7 +44,8 @@ def percentile(counts: Counts, share: float) -> float | None:
 def within(counts: Counts, seconds: float) -> float:
     """Estimate the number of durations that are not longer than `seconds`.
 
-    The durations within one bucket are assumed to be spread evenly on a logarithmic scale.
+    The durations within one bucket are assumed to be spread evenly on a logarithmic scale. If `seconds` is above the
+    largest edge, all durations are counted.
     """
     index = bucket_of(seconds)
     if not counts or index == len(EDGES):
@@ -50,9 +54,10 @@ def within(counts: Counts, seconds: float) -> float:
 
 
 def interpolated(counts: Counts, share: float) -> float | None:
-    """Estimate the percentile `share` (0 to 1) in seconds, or return None without durations.
+    """Estimate the percentile `share` (0 to 1) in seconds; return None without durations, and for a `share` of 0.
 
-    The durations within one bucket are assumed to be spread evenly on a logarithmic scale.
+    The durations within one bucket are assumed to be spread evenly on a logarithmic scale. Durations above the largest
+    edge are treated like durations in the bucket below that edge.
     """
     wanted = share * sum(counts)
     if not wanted:

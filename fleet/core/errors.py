@@ -64,7 +64,7 @@ class RequestRejected(Exception):
         retry_after_ms: Milliseconds after which a retry may succeed, or 0 if this is unknown or a retry cannot succeed.
         cause: Detailed code: of a failed placement (`RejectionCause` of the router), or `CONTEXT_LENGTH_EXCEEDED`; empty for other
             rejections.
-        allowance: What is left of the tenant's rate limits, if they were checked; None for a tenant without limits.
+        allowance: What is left of the tenant's rate limits, or None if they were not checked or the tenant has none.
     """
 
     def __init__(
@@ -115,7 +115,8 @@ def draining_rejection() -> RequestRejected:
 def split_validation_error(error: Exception) -> tuple[str, str]:
     """Split a `msgspec.ValidationError` into its cause and the path of the wrong value.
 
-    The path looks like ``.pools[0].gpu``. It is empty if the whole value is wrong.
+    The path looks like ``.pools[0].gpu``. It is empty if the whole value is wrong. If a key of an object is wrong, the
+    path is that of the object, and the cause begins with "its keys: ".
     """
     cause, _, where = str(error).partition(" - at `")
     of_key = where.removeprefix("key` in `")  # msgspec writes this if the wrong value is a key
@@ -238,7 +239,7 @@ def question(proposed: str) -> str:
 
 
 class ConfigurationRefused(Exception):
-    """Error: a configuration cannot be used. The message names file, path and cause; commands exit with status 3."""
+    """Error: a configuration cannot be used. The message names the wrong setting and the cause; commands exit with status 3."""
 
 
 def missing_package(field: str, package: str, extra: str) -> ConfigurationRefused:

@@ -2,7 +2,7 @@
 
 A lock is better than a process id, because another process may get the same id later. Locks also work between
 containers that share a folder, and over NFS 4. Several processes may share a lock. A lock file is called abandoned if
-all processes that locked it have ended.
+it exists and no process holds its lock, because all processes that locked it have ended.
 
 When a folder with a lock file is removed, the lock file is removed last. So if the removal is interrupted, the
 abandoned lock file stays, and the rest of the folder can still be found and removed.
@@ -45,7 +45,10 @@ def hold_lock_file(path: Path) -> Iterator[None]:
 
 @contextmanager
 def share_lock_file(path: Path) -> Iterator[None]:
-    """Share the lock of another process's lock file, if the file exists, while the context is open."""
+    """Share the lock of another process's lock file while the context is open.
+
+    The context opens without the lock if the file does not exist, or if another process has it from `take_abandoned`.
+    """
     with ExitStack() as stack:
         with suppress(OSError):
             fcntl.flock(stack.enter_context(path.open("rb")), fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -54,7 +57,7 @@ def share_lock_file(path: Path) -> Iterator[None]:
 
 @contextmanager
 def take_abandoned(path: Path) -> Iterator[bool]:
-    """Try to lock a lock file; yield True if the file exists and all processes that had locked it have ended.
+    """Try to lock a lock file; yield True if it was abandoned, and False if it does not exist or is locked.
 
     While the context is open, no other process gets True.
     """
@@ -68,7 +71,7 @@ def take_abandoned(path: Path) -> Iterator[bool]:
 
 
 def is_abandoned(path: Path) -> bool:
-    """Return True if the lock file exists and all processes that had locked it have ended."""
+    """Return True if a lock file is abandoned, and False if it does not exist or is locked."""
     with take_abandoned(path) as dead:
         return dead
 
@@ -76,7 +79,7 @@ def is_abandoned(path: Path) -> bool:
 def remove_locked_folder(path: Path) -> None:
     """Remove the folder that contains the lock file `path`, with its content.
 
-    The lock file is removed last, and only if nothing else is left in the folder.
+    The lock file is removed last. If something else in the folder cannot be removed, the lock file and the folder stay.
     """
     with suppress(OSError):
         for each in path.parent.iterdir():

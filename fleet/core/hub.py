@@ -3,8 +3,8 @@
 Rules:
 
 1. The settings name a model by a folder or by a repository. A repository is ``owner/name``, optionally followed by
-   ``@revision`` (a branch, a tag or a commit). Without a revision, the newest commit is used. If a folder with this
-   name exists on the machine, the name means the folder.
+   ``@revision`` (a branch, a tag or a commit). Without a revision, the newest commit of the branch ``main`` is used. If
+   a folder with this name exists on the machine, the name means the folder.
 2. Only a full commit id always means the same files. A branch may get new commits between the starts of two processes.
 """
 
@@ -39,7 +39,10 @@ class Repository(Struct, frozen=True):
 
 
 def parse_repository(named: str) -> Repository | None:
-    """Parse ``owner/name@revision``; return None for other forms. A relative path such as ``a/b`` has this form too."""
+    """Parse ``owner/name`` or ``owner/name@revision``; return None for other forms.
+
+    A relative path such as ``a/b`` has the first form too.
+    """
     found = _REPOSITORY.fullmatch(named)
     return None if found is None else Repository(found[1], found[2] or DEFAULT_REVISION)
 
@@ -64,7 +67,7 @@ class HubSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Time for which the hub may be unreachable or send nothing before the process gives up. Until then it retries."""
 
     insecure: bool = False
-    """Allows the token to be sent unencrypted to another host, on a network that nobody else can read."""
+    """Allows the token to be sent unencrypted to another host. Set it only on a network that nobody else can read."""
 
     def __post_init__(self) -> None:
         if self.token_file and not self.insecure:

@@ -4,8 +4,8 @@ Rules:
 
 1. Each event has a subject (such as a worker) and a cause. It is logged if its cause differs from the last logged cause
    of the same subject, or if the last log line about the subject is a minute old.
-2. A subject is forgotten a minute after its last log line. So the memory is limited by the number of log lines per
-   minute.
+2. Whenever an event is logged, all subjects whose last log line is at least a minute old are forgotten. So the memory
+   is limited by the number of log lines per minute.
 """
 
 from collections.abc import Hashable

@@ -28,7 +28,7 @@ class PoolingTask(StrEnum):
     """Tasks of pooling models: the kinds of vectors that they compute for a prompt."""
 
     EMBED = "embed"  # a vector that stands for the meaning of a text
-    CLASSIFY = "classify"  # a number for each class; a cross-encoder has one class, the score of a pair
+    CLASSIFY = "classify"  # a number for each class; a cross-encoder has one class, whose number is the score of a pair
 
 
 class PairForm(StrEnum):
@@ -241,7 +241,7 @@ Prompt = TextPrompt | ChatPrompt | TokenPrompt
 
 
 class Resume(Struct, frozen=True, kw_only=True):
-    """Part of a request that asks to continue an incomplete answer of another router or a broken connection.
+    """Part of a request that asks a router to continue an answer whose connection broke; another router may have begun it.
 
     All other fields of the request are the same as in the first request. `position` may exceed the number of tokens in
     `token_ids`. The missing tokens are then generated again, but the client does not get them a second time.
@@ -292,7 +292,7 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     pin: str = ""  # id of the only worker that may answer; empty if any may
     labels: tuple[str, ...] = ()  # labels that the worker must have
     whole: bool = False  # True: the answer is not streamed, so there is at most one `Delta`
-    # True: another branch of the client's request has the same prompt, and is charged for its tokens.
+    # True: another branch of the client's request has the same prompt, and the prompt's tokens are charged to that branch alone.
     sibling: bool = False
     tokens: TokenBytes = b""  # tokens of the prompt, if another branch has already computed them; otherwise empty
     # True: other branches wait for the first token of this one, so it is announced even if the answer is not streamed.
@@ -396,7 +396,7 @@ class Admitted(Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     tokens: TokenBytes = b""  # token ids of the prompt; empty in a client, to which they are not sent
     allowance: RateLimitStatus | None = None
-    resume_token: str = ""  # empty unless `GenerateRequest.resumable` is true, and if `late_token` is true
+    resume_token: str = ""  # empty if `GenerateRequest.resumable` is false or `late_token` is true
     resumes: RequestId = RequestId("")  # id of the request whose answer is continued; empty for a new answer
     began: int = 0  # Unix time in seconds at which the first router began the answer; 0: the answer cannot be resumed
 
@@ -451,7 +451,7 @@ def join_calls(parts: Iterable[CallDelta]) -> list[ToolCall]:
 
 
 class Delta(Struct, frozen=True, kw_only=True):
-    """Holds new tokens of an answer, and the text, reasoning and tool calls that are complete so far.
+    """Holds new tokens of an answer, and the next parts of its text, reasoning and tool calls.
 
     `text` may lack the last tokens until a character, a possible stop string or a tool call is complete. Within an
     answer, reasoning comes before text, and text before tool calls. `reasoning` and `calls` are empty unless the

@@ -1,4 +1,4 @@
-"""Roles: define the roles of workers, the phases of attempts, the KV paths, and the placements to choose from."""
+"""Roles: define the roles of workers, the phases of attempts, the KV paths, and the placements that clients can demand."""
 
 from enum import StrEnum
 

@@ -161,7 +161,7 @@ class Durations:
 
 
 def summed(several: Iterable[Durations]) -> Durations:
-    """Return the sum of several counts of durations, which must have the same bounds."""
+    """Return the sum of several counts of durations, which must have the same bounds; empty counts if there are none."""
     total = Durations()
     for number, each in enumerate(several):
         if not number:

@@ -47,7 +47,7 @@ from fleet.core.roles import Placement
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 256
-# Maximum number of characters in the name of a session, tenant or worker, because such names are keys of tables.
+# Maximum number of characters in the name of a session, tenant, worker or label. Such names are keys of tables.
 MAX_HINT_CHARACTERS = 256
 MAX_PRIORITY = 100
 MAX_EXPECTED_TOKENS = 2**31 - 1
@@ -57,7 +57,7 @@ MAX_STRUCTURED_OUTPUT_CHARACTERS = 131_072
 MAX_REGEX_CHARACTERS = 16_384
 MAX_CHOICES = 256
 MAX_CHOICE_CHARACTERS = 1024
-# Maximum number of token ids in each list of a request, which the router keeps in memory while the request runs.
+# Maximum number of token ids in each list of the sampling parameters. The router keeps them while the request runs.
 MAX_NAMED_TOKENS = 1024
 MAX_BIAS = 100.0
 # Maximum number of forbidden strings. vLLM's sampler has room for only this number of token sequences.
@@ -123,7 +123,7 @@ def validate(
     Args:
         request: The request from a frontend.
         card: The model that will serve it.
-        prompt_tokens: Length of the prompt in tokens, or None if it is not known yet; lengths are then not checked.
+        prompt_tokens: Length of the prompt in tokens, or None if it is not known yet; `validate_length` is then not called.
         vocab_size: Number of token ids of the model, which is above all valid ids, or None if it is unknown; ids are
             then not checked.
 
@@ -201,8 +201,8 @@ def validate_images(request: GenerateRequest, card: ModelCard) -> None:
     """Check that the model can serve a request with images.
 
     Raises:
-        RequestRejected: INVALID_ARGUMENT; the model takes no images, there are too many images, or another field cannot
-            be combined with images.
+        RequestRejected: INVALID_ARGUMENT; the model takes no images, the images are too many or too large, or another
+            field cannot be combined with images.
     """
     if not card.takes_images:
         raise invalid("chat.messages", f"{card.name!r} takes no images; send text alone, or use another model")
@@ -245,8 +245,8 @@ def validate_task(pooling: Pooling | None, card: ModelCard) -> None:
     """Check that a model supports the task of a request: generate tokens, embed or classify.
 
     Raises:
-        RequestRejected: INVALID_ARGUMENT for the field ``model``; the message names the ways to ask
-            the model.
+        RequestRejected: INVALID_ARGUMENT for the field ``model``; the message says what the model does, and for a
+            pooling model also where to send requests.
     """
     if pooling is None and card.pooling is None:
         return
@@ -287,7 +287,7 @@ def checked_request_id(request_id: str) -> RequestId:
     """Return the request id that a client has chosen, after a check that it can be written to headers and logs.
 
     Raises:
-        RequestRejected: INVALID_ARGUMENT; the id is too long, or contains characters that are not allowed.
+        RequestRejected: INVALID_ARGUMENT; the id is empty or too long, or contains characters that are not allowed.
     """
     if not REQUEST_ID.fullmatch(request_id):
         raise invalid("request_id", "must be 1 to 128 characters of A-Z a-z 0-9 . _ -")

@@ -83,7 +83,7 @@ class WorkerDescription(Struct, frozen=True, kw_only=True, rename={"tokenizer_di
     parsers: AnswerParsers | None = None  # parsers for the worker's answers; None if the worker reports none
     pooling: PoolingModel | None = None  # None if the worker's model generates tokens
     keeps_answers: bool = False  # True if the worker keeps the tokens of answers with a `Start.answer_key`
-    protocols: ProtocolRange | None = None  # protocol versions that the worker speaks; None if it is not Fleet's
+    protocols: ProtocolRange | None = None  # protocol versions that the worker speaks; None for an external server
 
 
 class Handoff(Struct, frozen=True, kw_only=True):
@@ -155,7 +155,7 @@ class ParsedDelta(Struct, frozen=True, kw_only=True):
     reasoning: str = ""
     calls: tuple[CallDelta, ...] = ()
     stopped: bool = False  # True if a stop string has ended the text; the router then cancels the attempt
-    # True in the first `ParsedDelta` of an attempt: it also contains the tokens in `Start.generated_tokens`.
+    # True in the first `ParsedDelta` of an attempt, which also has the text of the `Start.generated_tokens`.
     from_start: bool = False
 
 
@@ -261,7 +261,7 @@ class KeepTrace(Struct, frozen=True, kw_only=True):
 
 
 MAX_WANTED_ANSWERS = 1000
-"""Maximum number of answers in one `AnswersWanted`, which then takes 20 kB."""
+"""Maximum number of answers in one `AnswersWanted`. A message with this number of answers takes 20 kB."""
 
 
 class WantedAnswer(Struct, frozen=True):

@@ -1,8 +1,8 @@
-"""Access log of a router process: one line or one JSON record for each request that ended or was refused.
+"""Access log of a router process: a line, a JSON record, or both, for each request that ended or was refused.
 
 The setting `access_log` writes lines to the log, and `access_records` records to a file (`fleet.recording.access_records`). Both name
-requests, models and tenants. Lines never contain prompts, answers or keys; records have prompts and answers only if the
-settings enable it.
+requests, models and tenants; only the line of a relayed request does not name the model. Lines never contain prompts,
+answers or keys; records have prompts and answers only if the settings enable it.
 """
 
 import logging
@@ -196,7 +196,7 @@ class AccessEntry:
             outcome: How the request ended.
             usage: Token counts of the request; None if it was not admitted.
             kv: The KV report of each phase; empty if there is none.
-            model: The model that served the request; empty if none did.
+            model: The model that served the request; empty if none did. Line and record then name the requested model.
             times: The measured times of the request.
         """
         placement = ""

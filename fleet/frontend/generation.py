@@ -4,7 +4,7 @@ Flow: identify the tenant, resolve the model, validate, render and tokenize, app
 router's server, turn tokens into text, look for stop strings, count the tokens for the metrics and the tenant. Rules:
 
 1. Nothing is submitted before everything that the client wrote has been checked.
-2. A request ends once: by `Finished`, by a `RequestRejected`, or because its consumer closed the iterator. In each case the
+2. A request ends once: by `Finished`, by an exception, or because the caller closed the iterator of `generate`. In each case the
    router learns at once that the client no longer waits, and releases the reservations of the request.
 3. The engine handles tokens that end generation (`stop_token_ids`). Stop strings are found in this module, because the
    engine has no text. After a stop string the request is cancelled in the engine, and the answer does not wait for
@@ -15,9 +15,10 @@ router's server, turn tokens into text, look for stop strings, count the tokens 
 5. An engine samples at least one token. For a request with `max_tokens` 0, the prompt is computed and this token is
    dropped.
 6. The answer to a request with `pooling` is one `Delta` with the vector of the prompt. It has no tokens.
-7. The metrics and the tenant's counters always count the same tokens, however a request ends. Of a resumed answer
-   (`fleet.frontend.resumed_answer`) they count only the tokens that were generated for this router. The usage that the
-   client gets counts all tokens of the answer.
+7. The metrics and the tenant's counters always count the same tokens, however a request ends. For a resumed answer
+   (`fleet.frontend.resumed_answer`) they count the tokens that this router gets from workers. They also count the prompt
+   and the known tokens as prompt tokens, unless the resumption is free. The usage that the client gets counts all tokens
+   of the prompt and the answer.
 """
 
 import asyncio
@@ -96,7 +97,7 @@ from kvstore.block import adapter_salt, cache_salt, tenant_salt
 Result = TypeVar("Result")
 
 _NO_CALLS = ToolChoice.NONE  # a module variable is ten times as fast as the enum attribute
-# Prompts up to this length are tokenized on the event loop. This takes 0.1 ms with a tokenizer of GPT's kind, and up to 1.4 ms
+# Prompts of up to this many characters are tokenized on the event loop. This takes 0.1 ms with a tokenizer of GPT's kind, and up to 1.4 ms
 # with a tokenizer of BERT's kind. Longer prompts are tokenized in a thread.
 INLINE_CHARACTERS = 4096
 # Larger bodies are read in a thread. The longest time for a body of this size is 6 ms, for thousands of short messages.
@@ -118,10 +119,13 @@ class PromptPace:
     """
 
     def __init__(self) -> None:
-        self._begun = 0  # number of characters of the prompts that have begun in this turn
+        self._begun = 0  # number of characters of the prompts that have begun since the last wait
 
     async def before(self, prompt: Prompt) -> None:
-        """Wait for the next turn if this prompt and those begun in this turn have more than `INLINE_CHARACTERS` together."""
+        """Wait for the next turn if this prompt and those begun since the last wait are longer than `INLINE_CHARACTERS` together.
+
+        The first prompt never waits. Only texts count: chats and token ids have 0 characters here.
+        """
         characters = len(prompt.text) if isinstance(prompt, TextPrompt) else 0
         if self._begun and self._begun + characters > INLINE_CHARACTERS:
             await asyncio.sleep(0)
@@ -411,7 +415,7 @@ class Generation:
     def _failed(self, request: GenerateRequest, measured: "_RequestTimes", reason: Reason) -> None:
         """Count, log and trace a request that failed before it became several requests.
 
-        The trace begins only here, because each of the several requests would have had its own trace.
+        The trace begins only here: if the fetch succeeds, each of the several requests has a trace of its own, and this request has none.
         """
         if self.tracing is not None:
             measured.begin_trace(self.tracing, request)
@@ -626,7 +630,7 @@ class Generation:
             claims = self._claims(request, _digest(card, tokens, digests), resumed)
         elif request.is_kept:  # the client asks for event ids, which contain resume tokens
             raise invalid("resumable", NO_RESUME_TOKENS)
-        due = claims  # content of the next resume token to send; None: the client has got the present token
+        due = claims  # content of the next resume token to send; None: none has to be sent
         collected: list[Delta] = []  # the parts of an answer that the client gets in one piece
         allowance: RateLimitStatus | None = None
         counted_tokens = 0
@@ -754,7 +758,8 @@ class Generation:
         """Prepare a request that resumes an answer; return the request under a new id, and the known part of the answer.
 
         Raises:
-            RequestRejected: The resume token is not valid for this tenant, or the API key is wrong.
+            RequestRejected: The API key is wrong, the resume token is not valid for this tenant, the request is not for a stream,
+                or the tenant has used up a limit.
         """
         assert request.resume is not None
         if self._resume_tokens is None:
@@ -778,9 +783,9 @@ class Generation:
 
     @contextmanager
     def _affordable(self, claims: ResumeClaims, tenant: str) -> Iterator[None]:
-        """Refuse a resumption that is over its tenant's limits before its tokens are searched or replayed, which costs more than an answer.
+        """Refuse a resumption that is over its tenant's limits; while the context is open, its tokens are searched or replayed.
 
-        Of several simultaneous resumptions of one stream, only the first one counts as free here.
+        This check comes first, because a search or a replay costs much more than a refusal. Of several simultaneous resumptions of one stream, only the first one counts as free here.
 
         Raises:
             RequestRejected: RATE_LIMITED; the resumption is not free, and the tenant has used up a limit.
@@ -992,7 +997,7 @@ def resolve_model(card: ModelCard, salt: bytes) -> ModelTarget:
 
 
 def _joined(deltas: Sequence[Delta]) -> Delta:
-    """Join consecutive deltas of an answer to one delta."""
+    """Join consecutive deltas without reasoning and tool calls to one delta; only a single delta may have a vector."""
     if len(deltas) == 1:
         return deltas[0]
     return Delta(
@@ -1029,10 +1034,13 @@ def _engine_sampling(request: GenerateRequest, codec: TextCodec, *, room: int) -
 
 
 def _bad_tokens(words: Sequence[str], codec: TextCodec) -> tuple[tuple[int, ...], ...]:
-    """Return two token sequences for each word, because tokens often differ: at the beginning of a text, and after a space.
+    """Return the token sequences of each word: at the beginning of a text and, if they differ, after a space.
 
     Fleet computes these sequences itself, because vLLM's own `bad_words` miss a word that has another number of tokens after
     a space.
+
+    Raises:
+        RequestRejected: INVALID_ARGUMENT; a word has no tokens, or there are more than `MAX_BAD_SEQUENCES` sequences.
     """
     sequences = []
     for index, word in enumerate(words):
@@ -1053,7 +1061,11 @@ def _ids(tokens: TokenBytes) -> tuple[int, ...]:
 
 
 def _truncated(request: GenerateRequest, card: ModelCard, tokens: TokenBytes) -> TokenBytes:
-    """Return the last tokens of the prompt: as many as `truncate_prompt` says or, for -1, as fit together with the answer."""
+    """Return the last tokens of the prompt: as many as `truncate_prompt` says or, for -1, as fit together with the answer.
+
+    Raises:
+        RequestRejected: INVALID_ARGUMENT; no token would be left.
+    """
     kept = request.truncate_prompt
     assert kept is not None
     if kept == -1:

@@ -109,7 +109,10 @@ class DemandWatch:
 
 
 def _with_overflow(models: Sequence[ModelDemand], overflow: OverflowReports) -> tuple[ModelDemand, ...]:
-    """Return the demand of all models with the number and cost of the requests that hosted endpoints have answered."""
+    """Return the demand of all models with the number and cost of the requests that hosted endpoints have answered.
+
+    A model that has a hosted endpoint and is not in `models` is added.
+    """
     hosted = {each.model: each for each in overflow.status()}
     known = {each.model: each for each in models} | {
         model: ModelDemand(model=model) for model in hosted if all(each.model != model for each in models)

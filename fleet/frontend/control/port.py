@@ -59,7 +59,7 @@ async def open_control_port(
         store_access: Proof that the router sends to that node.
         shared: Whether other processes may listen on the same port.
         others: The peer routers; None if there are none.
-        demand: Reports the demand to planners; None leaves that method out.
+        demand: Serves the method `WatchDemand` for planners; None: the port does not have this method.
         overflow: Reports of the hosted endpoints; None if there are none.
         incompatible: Peers without a common protocol version, for the status; None: they are not shown.
 

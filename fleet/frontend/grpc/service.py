@@ -1,4 +1,4 @@
-"""gRPC port for clients: `fleet.v1.Inference`, health and reflection. Other services are on the control port."""
+"""gRPC port for clients: `fleet.v1.Inference`, health and reflection. KServe has a port of its own."""
 
 from contextlib import aclosing
 from functools import partial

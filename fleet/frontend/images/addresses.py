@@ -9,7 +9,8 @@ Rules:
 2. If an IPv6 address contains an IPv4 address, the rules apply to the IPv4 address. Such addresses are mapped addresses
    (RFC 4291, 2.5.5.2) and addresses with the well-known prefix of NAT64 (RFC 6052, 2.1). Tunnels (6to4, Teredo) and
    prefixes for local use are refused.
-3. Metadata services of clouds are at link-local or private addresses, except Azure's wire server, which is listed.
+3. Metadata services of clouds are at link-local or private addresses, so they are refused. Only Azure's wire server is at a
+   public address; it is refused because it is listed here.
 4. The operator may allow networks that are not public.
 """
 

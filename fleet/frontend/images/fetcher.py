@@ -9,8 +9,8 @@ Rules:
 4. The content is read in pieces and counted against the limits of the request and of the process. Compressed answers are refused,
    because images are compressed already, and a small answer could become a huge file.
 5. All images of a request have one time limit. When it is reached, or when the client leaves, the connections are closed.
-6. One tenant may use at most half of each limit: concurrent fetches, concurrent name lookups, waiting images, and memory for images. So the
-   images of one tenant cannot keep the images of other tenants from being fetched. Without tenants there is no such limit. A lookup counts
+6. One tenant may use at most half of each limit: concurrent fetches, concurrent name lookups, waiting images, and memory for images. But each
+   tenant may have one fetch and one lookup. So the images of one tenant cannot keep the images of other tenants from being fetched. Without tenants there is no such limit. A lookup counts
    until the name server answers, even if no request waits for it any more, because the thread of the lookup cannot be interrupted. The end
    of the process does not wait for such threads.
 7. Errors do not tell whether a name is unknown or belongs to a private address. The HTTP status is the only part of a server's answer that
@@ -43,8 +43,8 @@ Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 
 MIB = 1 << 20
 MAX_URL_CHARACTERS = 4096
-MAX_WAITING = 256  # images of all requests that may wait or be fetched at one time
-PARALLEL = 4  # images of one request that are fetched at one time
+MAX_WAITING = 256  # maximum number of images, of all requests together, that wait or are fetched at one time
+PARALLEL = 4  # maximum number of images of one request that are fetched at one time
 RETRY_AFTER_MS = 1000
 
 _PORTS = {"http": 80, "https": 443}
@@ -69,7 +69,7 @@ class FetchOutcome(StrEnum):
 
     FETCHED = "fetched"
     REFUSED = "refused"  # the URL or its content is not allowed, or the server did not deliver the image
-    BUSY = "busy"  # too many images are fetched or held
+    BUSY = "busy"  # too many images wait, too many bytes are held, or too many names are looked up
     CANCELLED = "cancelled"  # the client left, or another image of the request failed
 
 
@@ -126,8 +126,8 @@ class ImageFetcher:
             within_seconds: Time that the request has left; the limit of the settings applies too.
 
         Raises:
-            RequestRejected: INVALID_ARGUMENT with the field of a URL that may not be fetched or gave no image in time, or
-                QUEUE_FULL if too many images are fetched or held.
+            RequestRejected: INVALID_ARGUMENT with the field of a URL that may not be fetched or gave no allowed image in
+                time, or QUEUE_FULL if a limit of the process or the tenant is reached (rule 6).
         """
         budgets = self._budgets(tenant)
         held = _HeldBytes(budgets, most_bytes - sum(map(len, images)))
@@ -366,7 +366,7 @@ class _HeldBytes:
         self._taken = 0
 
     def check(self, further: int, field: str) -> None:
-        """Refuse an image with `further` bytes if there is no room for them."""
+        """Refuse the image at `field` if there is no room for `further` bytes of it."""
         if self._taken + further > self._most:
             raise invalid(field, f"is larger than the {self._most:,} bytes that the request may have")
         if any(each.held_bytes + further > each.max_held_bytes for each in self.budgets):
@@ -385,7 +385,7 @@ class _HeldBytes:
 
 
 async def _content(answer: aiohttp.ClientResponse, field: str, held: _HeldBytes) -> bytes:
-    """Read the content of a successful answer (rule 4)."""
+    """Read the content of an answer (rule 4); refuse the image if the status is not 200."""
     if answer.status != HTTPStatus.OK:
         raise invalid(field, f"cannot be fetched: the server answers with status {answer.status}")
     if answer.headers.get("Content-Encoding", "identity").strip().lower() not in ("", "identity"):
@@ -431,7 +431,10 @@ def _is_address(host: str) -> bool:
 
 
 def _matches(host: str, port: int | None, entry: tuple[str, str]) -> bool:
-    """Return whether a host and port are those of an entry of `ImageSettings.hosts`."""
+    """Return whether an entry of `ImageSettings.hosts` names this host and port.
+
+    An entry ``*.name`` names all hosts below ``name``. An entry without a port names the ports 80 and 443.
+    """
     name, allowed_port = entry
     if (str(port) != allowed_port) if allowed_port else port not in _PORTS.values():
         return False

@@ -7,7 +7,7 @@ Rules:
 2. The type and the size of an image are read from its header, whatever the URL says. The pixels are decoded by the worker,
    which compares their number with the limits again: formats such as GIF can state a larger size behind the header.
 3. Images in data URLs are read with the body of the request, before the limits of its tenant are checked. They are read
-   in the event loop, or in a thread if an HTTP body has more than 64 KiB. So the work must be bounded: the number of
+   in the event loop, or in a thread if the body has more than 64 KiB. So the work must be bounded: the number of
    images is checked before the first one is read. And from a header, only a few fields at fixed places are read, or at
    most `MAX_SEGMENTS` segments of a JPEG.
 
@@ -121,7 +121,7 @@ def _too_many_pixels(field: str) -> RequestRejected:
 
 
 def checked_pixels(content: bytes, field: str) -> int:
-    """Return the number of pixels of an image. Refuse content that is no image, or an image with too many pixels."""
+    """Return the number of pixels of an image. Refuse content that is no image, and an image that is too large."""
     size = image_size(content)
     if size is None:
         raise invalid(field, f"is no image; {', '.join(FORMATS)} are taken")

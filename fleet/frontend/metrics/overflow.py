@@ -24,7 +24,7 @@ GAUGES: Mapping[str, GaugeDefinition] = {
     ),
     "limit_dollars": GaugeDefinition("fleet_overflow_limit_dollars", "The most that an hour may cost", ("model",)),
 }
-"""The gauge for each field of a hosted endpoint's state (`OverflowState`)."""
+"""The gauges, by the field of a hosted endpoint's state (`OverflowState`) that each one shows."""
 
 METRICS: Sequence[MetricDefinition] = (OVERFLOW_REQUESTS, DOLLARS, *GAUGES.values())
 

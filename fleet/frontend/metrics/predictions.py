@@ -41,7 +41,7 @@ PREDICTION_GAUGES: Mapping[str, GaugeDefinition] = GaugeDefinition.by_field(
         ("added_ms", "Learned additional milliseconds", ""),
     ),
 )
-"""The gauge for each field of `PredictionAccuracy`."""
+"""The gauges, by the field of `PredictionAccuracy` that each one shows."""
 
 MADE = CounterDefinition(
     "fleet_predictions", "Predictions that were compared with a measured time", _LABELS, "predictions"
@@ -77,6 +77,8 @@ class PredictionMetrics(LatencyPredictions):
 
 def profile_lookup(profiles: Mapping[str, ProfileSettings]) -> ProfileLookup:
     """Return a function that finds a worker's profile: the one whose name is the longest prefix of the worker's id.
+
+    The function returns None if no name is a prefix of the id.
 
     Raises:
         ConfigurationRefused: A model, a GPU or a sharding is invalid; the message names the profile and the field.

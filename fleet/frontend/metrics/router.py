@@ -1,7 +1,7 @@
 """Metrics of a router and its workers, read on each scrape.
 
-Other metrics: requests in `fleet.core.telemetry`; relays, predictions, demand and hosted endpoints in the other files of this
-folder; store nodes in `kvstore.service.metrics`. `merged.py` merges the metrics of several router processes.
+Other metrics: requests in `fleet.core.telemetry`; relays, predictions, demand, images, traces and hosted endpoints in the other
+files of this folder; store nodes in `kvstore.service.metrics`. `merged.py` merges the metrics of several router processes.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,7 +34,7 @@ COUNTERS: Mapping[str, CounterDefinition] = CounterDefinition.by_field(
         ("policy_fallbacks", "Decisions of the default policy after the chosen policy failed", "decisions"),
     ),
 )
-"""The counter for each field of `RouterCounters`."""
+"""The counters with only the label `model`, by the field of `RouterCounters` that each one shows."""
 
 WORKER_GAUGES: Mapping[str, GaugeDefinition] = GaugeDefinition.by_field(
     "fleet_worker_",
@@ -51,7 +51,7 @@ WORKER_GAUGES: Mapping[str, GaugeDefinition] = GaugeDefinition.by_field(
         ("booked_prefill_tokens", "Prompt tokens reserved by this router and not computed yet", ""),
     ),
 )
-"""The gauge for each field of `WorkerSnapshot`. The labels `model` and `role` name the worker's pool."""
+"""The gauges, by the field of `WorkerSnapshot` that each one shows. The labels `model` and `role` name the worker's pool."""
 
 PULLED_BLOCKS = CounterDefinition(
     "fleet_worker_pulled_blocks",
@@ -195,7 +195,7 @@ def _by(
 
 
 def _knowledge(snapshot: RouterSnapshot) -> Iterator[Metric]:
-    """Yield the metrics of the prefix index (`fleet.router.kv_index.prefix_index`)."""
+    """Yield the metrics of cache accuracy: how well the prefix index (`fleet.router.kv_index.prefix_index`) knows the workers' caches."""
     gauges: dict[str, dict[Labels, float]] = {name: {} for name in CACHE_GAUGES}
     tokens: dict[Labels, float] = {}
     for each in snapshot.knowledge:

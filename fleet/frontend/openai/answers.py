@@ -26,7 +26,7 @@ from fleet.net.http.exchange import sse_event
 
 DONE = b"data: [DONE]\n\n"
 EVENT_START = b"data: "
-UNKNOWN_MODEL_LENGTH = 2**31 - 1  # token limit that is shown if the model's context length is unknown
+UNKNOWN_MODEL_LENGTH = 2**31 - 1  # `ModelCard.max_model_len` of a model whose context length is unknown
 MIN_LOGPROB = -9999.0  # OpenAI's value for an impossible token, because JSON has no minus infinity
 
 Json = dict[str, object]
@@ -101,7 +101,10 @@ class ChatFormatter:
         return self._head
 
     def annotate(self, inside: Json, outside: Json) -> None:
-        """Add fields to the next events: those of `inside` to the choice, those of `outside` beside the list of choices."""
+        """Set the additional fields of all events until the next call.
+
+        The fields of `inside` go into the choice, and those of `outside` beside the list of choices.
+        """
         self._chunk_tail = _annotated(self._parsed, inside, outside)
 
     def chunk(self, delta: Delta, start: bytes = EVENT_START) -> bytes:
@@ -114,7 +117,7 @@ class ChatFormatter:
         return self._content(delta.text, logprobs, start)
 
     def last_chunks(self, finished: Finished, token_ids: Sequence[int]) -> bytes:
-        """Return the events that end the stream."""
+        """Return the events that end this answer and, if the request has no other answer, the stream."""
         # If the answer had no text, the role was not sent yet, and this event contains it.
         rest = self._content(finished.text, b"null") if finished.text or self._first else b""
         final = b"".join(
@@ -254,7 +257,10 @@ class CompletionFormatter:
         return self._head
 
     def annotate(self, inside: Json, outside: Json) -> None:
-        """Add fields to the next events: those of `inside` to the choice, those of `outside` beside the list of choices."""
+        """Set the additional fields of all events until the next call.
+
+        The fields of `inside` go into the choice, and those of `outside` beside the list of choices.
+        """
         self._chunk_tail = _annotated(self._parsed, inside, outside)
 
     def chunk(self, delta: Delta, start: bytes = EVENT_START) -> bytes:
@@ -268,7 +274,7 @@ class CompletionFormatter:
         )  # fmt: skip
 
     def last_chunks(self, finished: Finished, token_ids: Sequence[int]) -> bytes:
-        """Return the events that end the stream."""
+        """Return the events that end this answer and, if the request has no other answer, the stream."""
         final = b"".join(
             (EVENT_START, self._chunk_head, encode(finished.text), b',"logprobs":null,"finish_reason":', encode(finished.finish),
              self._chunk_tail, b',"fleet":', encode(fleet_object(self._parsed, finished.kv, token_ids)), b"}\n\n")

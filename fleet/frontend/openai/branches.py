@@ -135,7 +135,7 @@ class BranchedAnswers:
         """Run all branches and answer the HTTP request.
 
         Raises:
-            RequestRejected: A branch failed, and all others have ended.
+            RequestRejected: A branch failed and all others have ended, or an image cannot be fetched.
         """
         request = self._parsed.request
         if not request.remote_images:
@@ -427,7 +427,7 @@ class ChoiceWriter:
         self._tells_prompt = details.token_ids
 
     def delta(self, delta: Delta, num_tokens: int) -> bytes:
-        """Return the events of new tokens, with the number of tokens so far; empty if there is nothing to send."""
+        """Return the events of new tokens; empty if there is nothing to send. `num_tokens` is the length of the answer so far."""
         if not (delta.text or delta.token_ids or delta.prompt_logprobs or delta.reasoning or delta.calls):
             return b""  # the delta is empty: it only reports that the answer has begun
         before = self._begin()

@@ -54,7 +54,7 @@ class Passage:
         """True if the client asks for a WebSocket."""
 
         self.sized = b"transfer-encoding" not in head.headers
-        """True if the client declared the length of the body; otherwise the body is sent on in chunks."""
+        """False if the client sends the body in chunks, which are then also sent on in chunks; True for other requests."""
 
         self.is_bodyless = not self.switches and not request.body and request.arriving is None
         self._begun: list[bytes] = [request.body] if request.body else []

@@ -110,7 +110,7 @@ class SecretBlockKeys:
 
 
 def client_salt(adapter: str, cache_salt: str) -> bytes:
-    """Return the salt of the block hashes of a prompt for an external server, to which clients may send a salt.
+    """Return the salt of the block hashes of a prompt for an external server; empty without adapter and without `cache_salt`.
 
     Args:
         adapter: Name of the request's LoRA adapter; empty if there is none.
@@ -166,7 +166,7 @@ class PromptReader:
         return reader
 
     def salted(self, read: KeyedPrompt, cache_salt: str) -> KeyedPrompt:
-        """Return the prompt with keys that include the client's cache salt."""
+        """Return the prompt with keys that include the client's cache salt; a prompt without keys is returned unchanged."""
         if not any(read.keys.values()):
             return read
         salt = client_salt("" if self.adapter is None else self.adapter.name, cache_salt)

@@ -5,13 +5,15 @@ Rules:
 1. The relay only reads the fields that placement needs (model, prompt, requested length, the object ``fleet``) and forwards
    the body unchanged. The server validates all other fields. Its answer is relayed with any status below 500, so the client
    also gets the server's own error about a wrong field.
-2. A request is submitted, placed and sent in the same iteration of the event loop in which its last byte arrived. Only
-   a long prompt is tokenized in a thread, because tokenizing it here would delay other requests.
+2. A request is submitted in the same iteration of the event loop in which its last byte arrived. If a server has room,
+   it is also placed and sent in this iteration. There are two exceptions. A long prompt is tokenized in a thread first,
+   because tokenizing it here would delay other requests. And a tenant near a shared rate limit waits until the routers
+   have exchanged their usage.
 3. A request and its reservations end once: after the last byte of the answer, when the router rejects the request, or when
    the client disconnects. In the last case the connection to the server is closed, so that the server stops.
 4. For a failure before the first byte of an answer, the client gets an HTTP error status. For a later failure, an event
    with an ``error`` object is appended, if the answer is a stream and its last event is complete. Otherwise the
-   connection is closed. The error names the lost server.
+   connection is closed.
 """
 
 import asyncio
@@ -94,7 +96,7 @@ OPERATIONS: Mapping[str, str] = {
     **dict.fromkeys((*RERANK_PATHS, *SCORE_PATHS, CLASSIFY), SCORE),
 }
 """Names of operations by path, for metrics and traces. `operation_of` gives the same names to requests for Fleet's own workers.
-For any other path, the path itself is the name."""
+For any other path, the name is the path without its first slash."""
 
 OWN_PATHS = frozenset(
     {
@@ -130,9 +132,10 @@ class AnswerStream(Protocol):
         ...
 
     def send_last_event(self, event: bytes) -> None:
-        """Append an event to the answer, or do nothing if it cannot be appended.
+        """Append an event to the answer if this is possible; otherwise do nothing.
 
-        The answer must be a stream whose last event is complete, and whose end is marked by the end of the connection.
+        It is possible if the answer is a stream whose last event is complete, and whose end is marked by the end of the
+        connection. The method checks this itself.
         """
         ...
 
@@ -178,7 +181,7 @@ class RelayedRequest:
         self.credentials = b"" if relay.takes_keys else head.credentials
         self.body = request.body
         self._errors = ERROR_FORMS.get(head.path, OPENAI_ERRORS)
-        self.keys: Mapping[int, tuple[int, ...]] = {}  # block keys by block size in tokens; empty for embeddings
+        self.keys: Mapping[int, tuple[int, ...]] = {}  # block keys by block size in tokens; no keys if no server caches the prompt
         self.began_at = began_at
         self.first_byte_at = began_at  # updated when the answer begins
         self.streams = False  # True if the client wants a stream
@@ -556,7 +559,7 @@ class Relay:
         """Return the model whose servers may take a passage; None if any server may.
 
         Raises:
-            RequestRejected: The passage names a model that is not external.
+            RequestRejected: The passage names a model that is not external, and the router also has workers of Fleet.
         """
         readers = self._readers
         if self._only and len({each.model for each in readers.values()}) == 1:

@@ -48,7 +48,8 @@ class RequestEnd(Struct, frozen=True, kw_only=True):
 
     outcome: Finish | Reason | None  # None: an external server has answered
     usage: Usage | None = None  # None: the request was not admitted
-    first_token: Nanos | None = None  # instant of the first token; None: there was no token
+    # Instant of the first token, or of the first byte of a relayed answer; None: there was none.
+    first_token: Nanos | None = None
 
 
 class RequestTrace(Protocol):

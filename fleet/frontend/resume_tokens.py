@@ -6,8 +6,8 @@ Rules:
    nothing about it. So any router can go on with an answer that another router began.
 2. The token names the request, the prompt (by a digest) and the fingerprint of the worker that began the answer, and its
    signature covers the tenant. It is not accepted for another tenant, for another prompt, or after its lifetime. It does
-   not contain the tokens of the answer. The client sends them, which is safe, because the client could also write them
-   into a prompt.
+   not contain the tokens of the answer. Workers keep them, or the client sends them. The latter is safe, because the client
+   could also write them into a prompt.
 3. A resumption is free, because the first router has charged the tenant for the request and its prompt. But only
    `MAX_FREE_RESUMES` resumptions of one request are free. And at each router, only the first resumption with a token of the
    same stream is free. (The rest of an answer after a failed attempt counts as another stream.) All other resumptions are

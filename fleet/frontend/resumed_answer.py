@@ -8,7 +8,7 @@ Rules:
 2. The router's machine continues the answer as after the loss of a worker: the known tokens become a part of the prompt. An
    answer that cannot be continued exactly is refused.
 3. If the client has more tokens than this router knows, the missing tokens are generated again and dropped. This is only done
-   for greedy sampling, which gives the same tokens.
+   for greedy sampling, which gives the same tokens, and only if no worker parses the answer.
 4. If the client already has the last token or the stop string of the answer, nothing is generated.
 5. With `Resume.from_start`, the caller of this module leaves out itself what the client has. Then nothing is dropped here: the known
    part is returned as the first part of the answer. This needs the text, so it is not possible if a worker parses the answer. It is
@@ -60,7 +60,8 @@ class ResumedAnswer(Struct, kw_only=True):
             is_kept: Whether workers have kept the tokens, because the client keeps none.
 
         Raises:
-            RequestRejected: INVALID_ARGUMENT, or WORKER_LOST if the tokens cannot be generated again.
+            RequestRejected: INVALID_ARGUMENT if the request differs from the first one or its tokens are wrong; WORKER_LOST if the
+                answer cannot be resumed (rules 3 and 5).
         """
         resume = self.resume
         if self.claims.prompt != prompt:

@@ -69,7 +69,8 @@ class PickerEndpoints:
     async def leave(self) -> None:
         """Stop being ready and let another picker lead.
 
-        Requests that still arrive are handled, because gateways notice the change with a delay.
+        Requests that still arrive get endpoints of workers, because gateways notice the change with a delay. The router's own
+        endpoint is not returned any more.
         """
         self._leaving = True
         await self._standing.resign()
@@ -121,7 +122,7 @@ class PickerEndpoints:
         """Return the router's own endpoint. When the request arrives there, the router places it.
 
         Raises:
-            RequestRejected: The gateway does not allow this endpoint, or the router has no worker.
+            RequestRejected: The gateway does not allow this endpoint, or this picker is not ready (`ready`).
         """
         endpoint = self._own_endpoint
         if not self.ready() or (subset is not None and endpoint not in subset):

@@ -3,8 +3,8 @@
 Rules:
 
 1. The election is the same as the operator's (`fleet.net.kubernetes.election`). A candidate takes the Lease over when
-   the Lease has not changed for its whole duration, measured by the candidate's own clock. A picker that ends gives the
-   Lease back and serves until another picker has it.
+   nobody holds it, or when it has not changed for its whole duration, measured by the candidate's own clock. A picker
+   that ends gives the Lease back and serves until another picker has it, but at most a few seconds.
 2. The holder stops leading when it could not renew the Lease for two thirds of the duration, so at most one picker
    leads at any time. A picker that does not lead rejects requests only while it knows another holder. So if the API
    server cannot be reached, the pickers report that they are not ready, but still pick endpoints for requests.
@@ -113,7 +113,7 @@ class LeaseCandidate:
                     await asyncio.sleep(self._pause / 8)
 
     async def _point(self) -> None:
-        """Make this picker the endpoint of the Service while it leads, until cancelled."""
+        """Make this picker the endpoint of the Service while it leads, until cancelled. Do nothing if the settings name no Service."""
         written: Nanos | None = None
         while self._settings.service:
             with suppress(TimeoutError):

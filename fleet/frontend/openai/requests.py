@@ -93,7 +93,8 @@ COMPLETION_MAX_TOKENS = 16  # OpenAI's default for `max_tokens` of a completion
 MAX_N = 128  # OpenAI's limit for `n`, the number of answers to a prompt
 MAX_PROMPTS = 1024  # vLLM's limit for the prompts of one request
 MAX_BRANCHES = 1024  # maximum number of answers that one request may have generated, over all its prompts
-MAX_REPEATED_IMAGE_BYTES = 16 * 2**20  # maximum bytes of all images of a chat, each counted once for every answer
+# Limit for a chat with several answers: bytes of all its images, each counted once for every answer.
+MAX_REPEATED_IMAGE_BYTES = 16 * 2**20
 
 
 class Details(Struct, frozen=True, kw_only=True):
@@ -241,7 +242,7 @@ def _allowed_tools(chat: ChatBody) -> list[dict[str, Any]] | None:
     """Return the tools that the model may call. The prompt has only these tools, so the model knows no other.
 
     Raises:
-        RequestRejected: INVALID_ARGUMENT; `tool_choice` allows a tool that the request does not define.
+        RequestRejected: INVALID_ARGUMENT; `tool_choice` allows no tool, or one that the request does not define.
     """
     choice = chat.tool_choice
     if not isinstance(choice, NamedToolChoice) or choice.type != "allowed_tools" or choice.allowed_tools is None:

@@ -69,14 +69,14 @@ class EventIds:
     """Adds ids to the events of one answer."""
 
     def __init__(self, seen: LastEventId | None) -> None:
-        """Start after the event that the client has last; None if the answer is new.
+        """Start after the last event that the client has. `seen` is None if the answer is new.
 
         Raises:
             RequestRejected: INVALID_ARGUMENT; the id is of an event of a translated API.
         """
         if seen is not None and seen.seen is not None:
             raise invalid(LAST_EVENT_ID.decode(), "is the id of an event of another API")
-        self._beginning = b""  # of the line with an id: all but the position
+        self._beginning = b""  # the line with an id, up to the position
         self._position = 0 if seen is None else seen.resume.position
         self._last_events = 0 if seen is None else seen.last_events
 

@@ -4,7 +4,7 @@ The head and the first event of a stream leave in one write after the first toke
 status. A later failure is an event with an ``error`` object, and no ``[DONE]`` follows.
 
 ``/health`` (readiness) has status 200 while a live worker serves a model and the router does not drain, and 503 otherwise.
-``/live`` (liveness) has status 200 as long as the process responds.
+``/live`` (liveness), which only the health port has, answers with status 200 as long as the process responds.
 """
 
 from collections.abc import AsyncIterator, Mapping
@@ -316,7 +316,7 @@ class HttpFrontend(HttpServer):
         return False
 
     async def refuse_stranger(self, exchange: Exchange) -> None:
-        """Reject a request without a known API key, and count it. Its body is not looked at, so no error describes it."""
+        """Reject a request without a known API key, and count it. The body is not read, so the error says nothing about it."""
         head = exchange.request.head
         request_id = new_request_id(head.headers, self._generation.serves)
         unknown = GenerateRequest(id=request_id, model=ModelName(""), prompt=TextPrompt(""))

@@ -101,7 +101,7 @@ class VectorFrontend:
             generation: Serves the requests.
             clock: Clock for deadlines.
             is_draining: Returns whether no more requests are taken.
-            json_problem: Returns an error message if a request's headers declare a body that is not JSON; otherwise None.
+            json_problem: Returns an error message if a request's headers declare a body that is not uncompressed JSON; otherwise None.
         """
         self._generation = generation
         self._clock = clock

@@ -8,7 +8,7 @@ Rules:
 3. The text ends before the stop string that is complete first. If several are complete at the same character, it ends before
    the longest one. So the answer does not depend on how the text was cut into pieces. A client may ask for the stop string
    as a part of the text.
-4. Text is only held back while it may be the beginning of a stop string.
+4. Text is only held back while it may be the beginning of a stop string, or until a character is complete.
 """
 
 from collections.abc import Sequence

@@ -561,7 +561,8 @@ class IncrementalDecoder:
     def _end_of(self, prompt: Sequence[int]) -> tuple[list[int], str]:
         """Return the shortest end of the prompt whose text begins with a whole character, and this text.
 
-        The length of this end in tokens is within the limits of `CONTEXT`.
+        The length of this end in tokens is within the limits of `CONTEXT`. If no such end begins with a whole character, the longest
+        one is returned.
         """
         context: list[int] = []
         text = ""

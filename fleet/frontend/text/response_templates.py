@@ -156,7 +156,8 @@ class ResponseTemplates:
             parsers: Parser names from the settings of its workers; None if they give none.
 
         Raises:
-            RequestRejected: INVALID_ARGUMENT; the parser is not installed, or the model's own template is not valid.
+            RequestRejected: INVALID_ARGUMENT; the parser is not installed or has another version, or the model's own template
+                is not valid.
         """
         names = ("", "") if parsers is None else (parsers.tool_calls, parsers.reasoning)
         key = (model, *names)

@@ -118,7 +118,7 @@ class TokenizerCheck:
         self._refused: dict[WorkerId, tuple[ModelName, str]] = {}
 
     def accepts(self, description: WorkerDescription) -> bool:
-        """Return whether a worker that joins may be used; log each difference."""
+        """Return whether a worker that joins may be used; log how it differs. A worker that reports no digests is accepted."""
         self._refused.pop(description.worker_id, None)
         if description.tokenizer_digests is None:
             return True
@@ -139,7 +139,7 @@ class TokenizerCheck:
         return False
 
     def refused(self) -> dict[tuple[str, ...], float]:
-        """Return the number of workers that are refused, by model and by the digest that differs (`tokens` or `blocks`)."""
+        """Return the number of workers that are refused, by model and by the first digest that differs (`tokens` or `blocks`)."""
         counts: dict[tuple[str, ...], float] = dict.fromkeys(product(self._codecs, ("tokens", "blocks")), 0.0)
         counts.update(Counter(self._refused.values()))
         return counts

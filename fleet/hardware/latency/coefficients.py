@@ -9,7 +9,7 @@ the measurements, and the errors on measurements that were held out of the fit. 
    measurements.
 2. The `EstimateBasis` says how near these measurements are. Each basis has its own error, which was measured by leaving
    curves, whole models or whole GPUs out of the fit.
-3. For a GPU without measurements of engines, the shares of compute and bandwidth are scaled. The factor is the
+3. For a GPU on which the engine was not measured, the shares of compute and bandwidth are scaled. The factor is the
    efficiency of single matrix products on this GPU, relative to the measured GPUs (`OperatorEfficiency`). If this
    efficiency is unknown, the factor is 1.
 4. Models are recognised by their sizes, so all fine-tuned variants of a base model count as one model.
@@ -75,7 +75,7 @@ LEVELS: dict[str, Callable[[CoefficientSubject], str]] = {
     "client": lambda of: f"{of.client} {of.backend} {of.phase}",
     "gpu_client": lambda of: f"{of.client} {of.gpu} {of.backend} {of.phase}",
 }
-"""Levels of grouping, from the widest to the narrowest, each with a function that returns the group of a subject."""
+"""Levels of grouping, roughly from the widest to the narrowest, each with a function that returns the group of a subject."""
 
 
 class EstimateBasis(StrEnum):
@@ -291,7 +291,10 @@ def _basis(
 
 
 def _errors(rows: Sequence[AccuracyRow], basis: EstimateBasis, gpu: str, backend: str) -> tuple[float, float]:
-    """Return the median relative errors of TTFT and TPOT for a basis, from the nearest set of held-out measurements."""
+    """Return the median relative errors of TTFT and TPOT for a basis, from the nearest set of held-out measurements.
+
+    Return 1 for both if no set has enough measurements (`LEAST_ROWS`).
+    """
     for system, engine in ((gpu, backend), ("all", backend), ("all", "all")):
         for row in rows:
             found = (row.basis, row.phase, row.system, row.backend) == (basis, MeasuredPhase.AGGREGATED, system, engine)

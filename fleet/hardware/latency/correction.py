@@ -7,7 +7,8 @@ Rules:
    busy. So seconds = `added` + `factor` × predicted. Steps with prompts and steps that only decode need separate
    corrections, because different limits of the hardware determine their times.
 2. This line is fitted by least squares of the relative errors. The weight of a sample halves after `HALF_LIFE` further
-   samples. The fit begins with `PRIOR` invented samples of a small and a large step that match the profile exactly.
+   samples. The fit begins with two invented samples, a small and a large step, which match the profile exactly.
+   Together they have the weight of `PRIOR` samples.
 3. A single step may be slow only because the host paused. So a measured time counts as at most `OUTLIER` times the
    expected time, and as at least the expected time divided by `OUTLIER`.
 4. A two-sided cumulative sum of log(measured / predicted) detects drift (Page, Biometrika 41, 1954) after `SETTLED`
@@ -58,7 +59,10 @@ class Correction:
         self._start(())
 
     def predict(self, profile: float) -> float:
-        """Return the corrected duration of a step for which the profile predicts `profile` seconds."""
+        """Return the corrected duration in seconds of a step for which the profile predicts `profile` seconds.
+
+        It is at least a tenth of `profile`.
+        """
         return max(0.1 * profile, self._added + self._factor * profile)
 
     def observe(self, profile: float, seconds: float) -> bool:

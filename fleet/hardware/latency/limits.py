@@ -16,7 +16,7 @@ requests. The search finds every peak of the latencies, because no peak is narro
 def highest_unbroken(
     kept: Callable[[float], bool], least: float, most: float, stride: float = STRIDE, halvings: int = HALVINGS
 ) -> float:
-    """Return the highest load up to which every load keeps the goal, or 0 if the load `least` misses it.
+    """Return the highest load up to `most` below which every load keeps the goal, or 0 if the load `least` misses it.
 
     A load above the result may keep the goal again, because in a large batch a prompt delays the other requests less
     than in a small batch.
@@ -33,7 +33,10 @@ def highest_unbroken(
 
 
 def highest(kept: Callable[[float], bool], least: float, most: float, halvings: int = HALVINGS) -> float:
-    """Return the highest load that keeps the goal, if all higher loads miss it, or 0 if the load `least` misses it."""
+    """Return the highest load from `least` to `most` that keeps the goal, or 0 if the load `least` misses it.
+
+    The result is only right if all loads above it miss the goal.
+    """
     if not kept(least):
         return 0.0
     if kept(most):

@@ -135,7 +135,7 @@ class AccuracyCell(Struct, frozen=True, order=True):
 
 
 def cells(measurements: Iterable[Measurement]) -> list[AccuracyCell]:
-    """Return the sets whose errors are reported: all, each engine, each GPU with each engine, and each model."""
+    """Return the sets whose errors are reported: for each phase, all, each engine, each GPU with each engine, and each model."""
     found: set[AccuracyCell] = set()
     for each in measurements:
         found |= {

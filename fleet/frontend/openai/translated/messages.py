@@ -252,7 +252,7 @@ def _effort(thinking: ThinkingBody | None, effort: str | None) -> str | None:
 
 
 def _budget(body: MessagesBody) -> int | None:
-    """Return the chat's limit of the reasoning, for a client that turns thinking on with a budget."""
+    """Return the chat's limit of the reasoning; None if the client does not turn thinking on with a budget below `max_tokens`."""
     if body.thinking is None or body.thinking.type != "enabled" or (budget := body.thinking.budget_tokens) is None:
         return None
     if budget < 1:

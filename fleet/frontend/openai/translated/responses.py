@@ -409,7 +409,7 @@ class ResponseWriter:
         return b"".join([self._event(event) for change in changes for event in self._changed(change)])
 
     def _event(self, event: Json) -> bytes:
-        """Return an event, or nothing if the client has it already.
+        """Return an event without the text that the client has already; return nothing if the client has the whole event.
 
         Before the first event, also return the events that begin the answer.
         """

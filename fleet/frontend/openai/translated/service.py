@@ -30,7 +30,7 @@ from fleet.net.http.server import RouteHandler
 from fleet.net.status_codes import rename_field
 
 JsonProblem = Callable[[Mapping[bytes, bytes]], str | None]
-"""Function that returns an error message if a request's headers declare a body that is not JSON; otherwise None."""
+"""Function that returns an error message if a request's headers declare a body that is not uncompressed JSON; otherwise None."""
 
 
 class TranslatedFrontend:

@@ -38,7 +38,7 @@ class FileDiscovery(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """The folder. It must exist, so that a file system that is not mounted is an error, and does not look like a folder without workers."""
 
     lease_seconds: LeaseSeconds = 9
-    """Lease of a worker after the last renewal of its file; the worker renews it three times per lease."""
+    """Time for which a worker's lease lasts after the last renewal of its file; the worker renews it three times in this time."""
 
     poll_ms: Annotated[int, Meta(ge=10, le=60_000)] = 500
     """Time between two readings of the folder by a router."""
@@ -59,7 +59,7 @@ class EtcdDiscovery(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """
 
     lease_seconds: LeaseSeconds = 9
-    """Lease of a worker after its last renewal; the worker renews it three times per lease."""
+    """Time for which a worker's lease lasts after its last renewal; the worker renews it three times in this time."""
 
     def __post_init__(self) -> None:
         if not self.endpoints:
@@ -95,7 +95,7 @@ class KubernetesDiscovery(
     """Kubeconfig file for the API server; empty: the service account of the pod."""
 
     lease_seconds: LeaseSeconds = 30
-    """Lease of a worker after its last renewal; the worker renews it three times per lease.
+    """Time for which a worker's lease lasts after its last renewal; the worker renews it three times in this time.
 
     Every write loads the API server; for comparison, a node renews its lease every ten seconds. A router notices a
     crashed worker sooner, because its stream breaks.

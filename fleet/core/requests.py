@@ -243,7 +243,7 @@ Prompt = TextPrompt | ChatPrompt | TokenPrompt
 class Resume(Struct, frozen=True, kw_only=True):
     """Part of a request that asks a router to continue an answer whose connection broke; another router may have begun it.
 
-    All other fields of the request are the same as in the first request. `position` may exceed the number of tokens in
+    All other fields of the request are the same as in the request that began the answer. `position` may exceed the number of tokens in
     `token_ids`. The missing tokens are then generated again, but the client does not get them a second time.
     """
 
@@ -279,7 +279,8 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     include_stop_string: bool = False  # True: the answer includes the stop string that ends it
     show_special_tokens: bool = False
     bad_words: tuple[str, ...] = ()  # strings that the answer must not contain; they become `Sampling.bad_tokens`
-    cache_salt: str = ""  # the prompt shares blocks only with requests that have the same salt
+    # The prompt shares blocks only with requests whose `cache_salt` is the same text; empty: there is no such limit.
+    cache_salt: str = ""
     # Number of the prompt's last tokens that are used. -1 means as many as fit, and None means all.
     truncate_prompt: int | None = None
     priority: int = 0
@@ -453,8 +454,8 @@ def join_calls(parts: Iterable[CallDelta]) -> list[ToolCall]:
 class Delta(Struct, frozen=True, kw_only=True):
     """Holds new tokens of an answer, and the next parts of its text, reasoning and tool calls.
 
-    `text` may lack the last tokens until a character, a possible stop string or a tool call is complete. Within an
-    answer, reasoning comes before text, and text before tool calls. `reasoning` and `calls` are empty unless the
+    `text` may lack the last tokens until a character, a possible stop string or a tool call is complete. Within
+    one `Delta`, reasoning comes before text, and text before tool calls. `reasoning` and `calls` are empty unless the
     request has `parsing`.
     """
 
@@ -463,7 +464,7 @@ class Delta(Struct, frozen=True, kw_only=True):
     logprobs: tuple[Logprobs, ...] = ()
     # Log probabilities of each prompt token except the first one; only in the first `Delta` of an answer.
     prompt_logprobs: tuple[Logprobs, ...] = ()
-    reasoning: str = ""  # next part of the reasoning, which comes before the text
+    reasoning: str = ""  # next part of the reasoning, which comes before `text`
     calls: tuple[CallDelta, ...] = ()
     resume_token: str = ""  # new resume token; empty if the earlier one stays valid
     vector: Vector = b""  # the answer to a request with `pooling`

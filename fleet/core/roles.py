@@ -4,7 +4,7 @@ from enum import StrEnum
 
 
 class Role(StrEnum):
-    """Roles of workers: a worker takes prefill attempts only, decode and aggregated attempts, or all attempts."""
+    """Roles of workers. PREFILL takes only prefill attempts, DECODE takes decode and aggregated attempts, and BOTH takes all."""
 
     PREFILL = "prefill"
     DECODE = "decode"

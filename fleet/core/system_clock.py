@@ -1,4 +1,4 @@
-"""System clocks: reads the monotonic clock for durations, and the wall clock, which no other module reads."""
+"""System clocks: the monotonic clock, which measures durations, and the wall clock. No other module of `fleet` reads them."""
 
 import os
 import time

@@ -161,7 +161,7 @@ class AccessEntry:
         self.trace_id = ""  # empty: the request is not traced
         self.queue_seconds: float | None = None  # None: not sent to a worker, or not known yet
         self.notes_answer = access.records is not None and access.records.content
-        """True if the record shows the text of the answer; the caller then calls `note` with each event of the answer."""
+        """True if the record shows the prompt and the text of the answer; the caller then calls `note` with each event of the answer."""
 
         self._answer: list[str] = []
         self._calls: list[CallDelta] = []

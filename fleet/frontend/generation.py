@@ -785,7 +785,8 @@ class Generation:
     def _affordable(self, claims: ResumeClaims, tenant: str) -> Iterator[None]:
         """Refuse a resumption that is over its tenant's limits; while the context is open, its tokens are searched or replayed.
 
-        This check comes first, because a search or a replay costs much more than a refusal. Of several simultaneous resumptions of one stream, only the first one counts as free here.
+        This check comes first, because a search or a replay costs much more than a refusal. Of several simultaneous resumptions
+        of one stream, only the first one counts as free here.
 
         Raises:
             RequestRejected: RATE_LIMITED; the resumption is not free, and the tenant has used up a limit.

@@ -41,7 +41,8 @@ NO_RESUME_TOKENS = (
     " prompt_secret or tenant_secret on all routers"
 )
 MAX_FREE_RESUMES = 8
-MAX_REMEMBERED_USES = 65_536  # maximum number of remembered streams whose tokens were used; each takes about 150 bytes
+# Maximum number of remembered streams of which a resume token was used; each takes about 150 bytes.
+MAX_REMEMBERED_USES = 65_536
 MAX_TOKEN_CHARACTERS = 4096
 _MAC_BYTES = 16
 _HEXADECIMAL = re.compile(r"[0-9a-f]*")

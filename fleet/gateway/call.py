@@ -346,7 +346,7 @@ def _api_path(path: str) -> str:
     return next((each for each in PLACED if path.endswith(each)), path)
 
 
-TAIL_BYTES = 512  # bytes kept of the end of an answer that is not streamed; the usage is in this part
+TAIL_BYTES = 512  # bytes kept of an answer that is not streamed, to find a usage that is cut between two pieces
 
 _COMPLETION_TOKENS = re.compile(rb'"completion_tokens"\s*:\s*([0-9]{1,9})(?![0-9])')
 _EVENT = b"data: {"

@@ -30,7 +30,7 @@ class PromptReaderApi(Protocol):
         ...
 
     async def arrival(self, path: str, body: bytes, authorization: str) -> Arrived:
-        """Return what placement needs to know of a request.
+        """Check a request, charge its tenant for the prompt, and return what placement needs to know of the request.
 
         Args:
             path: The path of the OpenAI API for completions, chat or embeddings.

@@ -7,9 +7,9 @@ collections contradict others. This module corrects the rows in this way:
 
 1. In two collections ("2026-04-06" and "db-dump"), the stated number of ranks is the product of the true number and
    the number of expert-parallel ranks. The collection "2026-03-25" has the same measurements with the true numbers. So
-   in rows of the two collections with expert parallelism, this module divides the product by the number of
+   in aggregated rows of the two collections with expert parallelism, this module divides the product by the number of
    expert-parallel ranks.
-2. In these two collections, rows of vLLM with plain expert parallelism are wrongly marked as data-parallel attention,
+2. In these two collections, aggregated rows of vLLM with plain expert parallelism are wrongly marked as data-parallel attention,
    so the batch size in these rows is too small. This module reads such rows as tensor-parallel attention.
 3. The concurrency is taken from the column `silicon_data_source`, or computed from the batch size if that column does
    not contain it.

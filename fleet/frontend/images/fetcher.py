@@ -10,9 +10,9 @@ Rules:
    because images are compressed already, and a small answer could become a huge file.
 5. All images of a request have one time limit. When it is reached, or when the client leaves, the connections are closed.
 6. One tenant may use at most half of each limit: concurrent fetches, concurrent name lookups, waiting images, and memory for images. But each
-   tenant may have one fetch and one lookup. So the images of one tenant cannot keep the images of other tenants from being fetched. Without tenants there is no such limit. A lookup counts
-   until the name server answers, even if no request waits for it any more, because the thread of the lookup cannot be interrupted. The end
-   of the process does not wait for such threads.
+   tenant may have one fetch and one lookup. So the images of one tenant cannot keep the images of other tenants from being fetched.
+   Without tenants there is no such limit. A lookup counts until the name server answers, even if no request waits for it any more,
+   because the thread of the lookup cannot be interrupted. The end of the process does not wait for such threads.
 7. Errors do not tell whether a name is unknown or belongs to a private address. The HTTP status is the only part of a server's answer that
    they contain.
 """

@@ -1,6 +1,6 @@
 """Passage: a request for an external backend that is passed on while it arrives, without placement by its prompt.
 
-Uploads, downloads, WebSockets and requests for every path without a known prompt are passages. The name of the model is
+Passages are uploads, downloads, WebSockets, and all other requests in which the router knows no prompt. The name of the model is
 only needed to choose among servers with different models. The router looks for it in the query and in the first bytes
 of the body. These bytes are kept, and sent on before the rest of the body.
 """

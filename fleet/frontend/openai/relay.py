@@ -153,7 +153,7 @@ _READING, _SUBMITTED, _OVER = RelayStage.READING, RelayStage.SUBMITTED, RelaySta
 
 
 class RelayedRequest:
-    """Represents one relayed request to its client's connection, to its server's connection and to the router.
+    """Holds one relayed request. The client's connection, the server's connection and the router call its methods.
 
     Implements `ExchangeTask` for the client's connection and `RequestListener` for the router.
     """
@@ -181,7 +181,7 @@ class RelayedRequest:
         self.credentials = b"" if relay.takes_keys else head.credentials
         self.body = request.body
         self._errors = ERROR_FORMS.get(head.path, OPENAI_ERRORS)
-        self.keys: Mapping[int, tuple[int, ...]] = {}  # block keys by block size in tokens; no keys if no server caches the prompt
+        self.keys: Mapping[int, tuple[int, ...]] = {}  # block keys by block size; none if nobody caches the prompt
         self.began_at = began_at
         self.first_byte_at = began_at  # updated when the answer begins
         self.streams = False  # True if the client wants a stream
@@ -686,7 +686,7 @@ class Relay:
 
 
 class _FinishedTask:
-    """Represents a request that was rejected at once, because the HTTP server needs a task for each request."""
+    """Stands for the task of a request that was rejected at once. The HTTP server needs a task for each request."""
 
     def cancel(self) -> None:
         """Do nothing."""

@@ -41,7 +41,7 @@ PLACED = GENERATING | {
     "/tokenize",
     "/detokenize",
 }
-"""Paths whose POST requests name a model and hold a prompt in JSON. The router places them; all others are passages."""
+"""Paths whose POST requests name a model and hold a prompt in JSON. The router places them; all other relayed requests are passages."""
 
 # The names in vLLM and SGLang come first, then those in llama.cpp and hosted services.
 CONTROL_ROUTES = frozenset(

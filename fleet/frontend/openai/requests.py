@@ -717,7 +717,7 @@ def unused_id(request: GenerateRequest, chosen: RequestId, is_running: Callable[
 
 
 def numbered_request_id(request_id: RequestId, number: int, is_running: Callable[[RequestId], bool]) -> RequestId:
-    """Return the id of one of the requests to the router that an HTTP request becomes; number 0 has the id of the HTTP request.
+    """Return an id for one of the requests to the router that an HTTP request becomes; number 0 has the id of the HTTP request.
 
     A very long id is shortened. The new id differs from the ids of running requests, which clients may have chosen.
     """

@@ -27,7 +27,7 @@ _EVENT_ID = re.compile(r"([A-Za-z0-9_-]+)\.([0-9]{1,9})(?:\.([0-9]{1,2})|\.([0-9
 _EVENT_END = b"\n\n"
 
 NAMES: Mapping[str, str] = {"resume.token": "last-event-id", "resume.token_ids": "last-event-id"}
-"""For fields of the public protocol, the header that error messages name instead, because the client has sent it."""
+"""Names for error messages: the values of these fields come from a header, so messages name the header."""
 
 
 class SeenEvents(Struct, frozen=True):

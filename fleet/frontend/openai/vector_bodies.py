@@ -195,12 +195,12 @@ def read_embeddings(body: bytes, request_id: RequestId, now: Nanos, headers: Hea
 
 
 def read_classify(body: bytes, request_id: RequestId, now: Nanos, headers: Headers | None) -> InputsRequest:
-    """Read the body of ``POST /classify``, as for `read_embeddings`."""
+    """Read the body of ``POST /classify``; arguments and errors are those of `read_embeddings`."""
     return _inputs(decode_body(_CLASSIFY, body), request_id, now, headers)
 
 
 def read_pooling(body: bytes, request_id: RequestId, now: Nanos, headers: Headers | None) -> InputsRequest:
-    """Read the body of ``POST /pooling``, as for `read_embeddings`."""
+    """Read the body of ``POST /pooling``; arguments and errors are those of `read_embeddings`."""
     return _inputs(decode_body(_POOLING, body), request_id, now, headers)
 
 

@@ -5,8 +5,8 @@ loaded, both libraries encode samples. If `fastokens` gives other ids, `tokenize
 `tokenizers`.
 
 The chat template comes from ``chat_template.jinja`` or else from ``tokenizer_config.json``. It is code that is delivered with
-the weights. So Jinja renders it in a sandbox, in which the template can reach nothing but the messages and the functions that
-templates expect.
+the weights. So Jinja renders it in a sandbox, in which the template can reach nothing but the conversation, its variables and the
+functions that templates expect.
 """
 
 import json

@@ -28,8 +28,8 @@ def delimiter_searches(template: Any, *, held: str) -> Mapping[str | None, Searc
     The parser gets all text of the region `held` when this region ends. Of other regions, it gets only the delimiters.
 
     Returns:
-        By the name of the region (None: outside all regions), the search; None if any text may begin a delimiter, so that
-        the parser has to get all text.
+        The search for each region, by the region's name. The name None stands for the text outside all regions. The search is
+        None if any text may begin a delimiter, so that the parser has to get all text of the region.
     """
     fields = template.fields.values()
     begins = [(field.open_literals, field.open_re) for field in fields if field.open_re is not None]

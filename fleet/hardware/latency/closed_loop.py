@@ -24,7 +24,7 @@ class BenchmarkClient(Struct, frozen=True, kw_only=True):
 
     waves: float = 10.0  # number of requests, divided by the concurrency
     mean_length: float = 1.0  # mean length of prompts and answers, as a share of the stated length
-    front: float = 0.0  # seconds before the engine gets a request and after it has answered
+    front: float = 0.0  # seconds before the engine gets a request, plus seconds after it has answered
     front_token: float = 0.0  # additional seconds for each prompt token
     late_slots: float = 0.0  # number of clients that wait although there is room, because engines free places late
 

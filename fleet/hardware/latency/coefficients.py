@@ -81,7 +81,7 @@ LEVELS: dict[str, Callable[[CoefficientSubject], str]] = {
 class EstimateBasis(StrEnum):
     """Says how similar the measured cases are to the case that was estimated from them."""
 
-    MODEL = "model"  # measurements of this model, at other lengths, concurrencies or shardings
+    MODEL = "model"  # measurements of this model on this GPU and engine, at other lengths, concurrencies or shardings
     GPU = "gpu"  # measurements of other models on this GPU and engine
     ENGINE = "engine"  # measurements of this engine on other GPUs
 
@@ -147,7 +147,7 @@ class StepModelEstimate(Struct, frozen=True, kw_only=True):
     client: BenchmarkClient  # times that benchmarks measure outside the engine
     basis: EstimateBasis
     rows: int  # number of measurements in the nearest measured group
-    ttft_error: float  # median relative error on held-out measurements of this basis
+    ttft_error: float  # median relative error on held-out measurements of this basis, or from `OTHER_MAKERS_ERRORS`
     tpot_error: float
 
 

@@ -126,7 +126,10 @@ class Correction:
         self._product += weight * profile * seconds
 
     def _fit(self) -> None:
-        """Fit the line, or only its factor if all steps had nearly the same length, from which no line follows."""
+        """Fit the line (rule 1), or only its factor with an `added` of 0.
+
+        Only the factor is fitted if all steps had nearly the same length, or if the line has a negative factor or `added`.
+        """
         spread = self._weight * self._square - self._profile * self._profile
         if spread > 1e-3 * self._weight * self._square:
             factor = (self._weight * self._product - self._profile * self._seconds) / spread

@@ -47,7 +47,10 @@ ACCEPTED_VALUES: dict[str, tuple[object, ...]] = {
     "continue_final_message": (False,),
     "chat_template": (),
 }
-"""Supported values of fields. For a chat, `add_special_tokens` may only be false: the chat template adds the special tokens."""
+"""Fields of which not all values are supported, each with the supported ones. Null is always supported.
+
+For a chat, `add_special_tokens` may only be false: the chat template adds the special tokens.
+"""
 
 _TOKENIZE = msgspec.json.Decoder(TokenizeBody)
 _DETOKENIZE = msgspec.json.Decoder(DetokenizeBody)

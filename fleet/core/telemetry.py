@@ -295,7 +295,7 @@ class RouterProcessMetrics:
         return self.requests.setdefault((model, operation), ModelRequests(model, operation))
 
     def unserved(self, status: int) -> None:
-        """Record an HTTP request for which there is no handler, by the status code of its answer."""
+        """Record an HTTP request that no handler has taken, such as one for an unknown path, by the status code of its answer."""
         self._unserved[status] = self._unserved.get(status, 0) + 1
 
     def collect(self) -> Iterator[Metric]:

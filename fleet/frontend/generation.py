@@ -233,7 +233,7 @@ class Generation:
 
     @property
     def running(self) -> int:
-        """The number of requests that have not ended."""
+        """The number of requests to Fleet's own workers that have not ended."""
         return len(self._running)
 
     def models(self) -> tuple[ModelCard, ...]:

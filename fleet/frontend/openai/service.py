@@ -111,7 +111,7 @@ class Overflow(Protocol):
     """
 
     def offer(self, parsed: OpenAiRequest, exchange: Exchange, authorization: str) -> OverflowOffer | None:
-        """Return the offer for a request; None if the request must not overflow."""
+        """Return the offer for a request; None if its model has no hosted endpoint, or if the request must not overflow."""
         ...
 
 

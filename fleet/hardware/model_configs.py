@@ -1,4 +1,4 @@
-"""Model configs: reads the sizes of a model from its Hugging Face folder, or from its `config.json` alone."""
+"""Model configs: reads the sizes of a model from its config file, which may be given by its path or by its folder."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,9 +17,11 @@ QUANTIZATION = "hf_quant_config.json"
 def read_model_config(path: Path) -> ModelSizes:
     """Read the sizes of a model from its config file; `path` is this file, or the model's folder.
 
+    If the config has no field `quantization_config`, the file `QUANTIZATION` beside it is read too, if it exists.
+
     Raises:
-        ConfigurationRefused: The file does not exist or is not JSON, or the model is not supported; the message names
-            file and field.
+        ConfigurationRefused: A file cannot be read or is not JSON, or the model is not supported; the message names the
+            file, and the field if one is wrong.
     """
     file = path / CONFIG if path.is_dir() else path
     config = _object(file)

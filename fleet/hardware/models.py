@@ -10,8 +10,9 @@ Rules:
 3. MLA caches one latent vector and one rotary key per token for all heads, and every rank of a tensor-parallel group
    holds a copy. As in engines, decoding multiplies with the latent vectors, while prefill first computes the keys and
    values of all heads from them.
-4. If a field has a value that this module does not support, an error names the field. Fields that affect neither sizes
-   nor operations are ignored.
+4. If a field has a value that this module does not support, an error names the field. But a kind of layer that this
+   module does not know counts as a layer with full attention. Fields that affect neither sizes nor operations are
+   ignored.
 """
 
 from collections.abc import Mapping, Sequence
@@ -99,13 +100,13 @@ class ModelSizes(Struct, frozen=True, kw_only=True):
 
     @property
     def active_parameters(self) -> int:
-        """Number of parameters with which one token is multiplied: with the output embedding, without the input one."""
+        """Number of parameters with which one token is multiplied. The output embedding counts, the input embedding does not."""
         routed = self.moe_layers * self.experts_per_token * self.expert_parameters
         return self.hidden * self.vocabulary + self.dense_parameters + routed
 
     @property
     def weights_bytes(self) -> float:
-        """Bytes of all weights; embeddings count as bf16, because quantised checkpoints keep them in it."""
+        """Bytes of all weights; embeddings count as bf16, because quantised checkpoints keep them in bf16."""
         return (
             2.0 * self.embedding_parameters
             + self.dense_parameters * stored_bytes(self.precision.weights)
@@ -124,7 +125,10 @@ class ModelSizes(Struct, frozen=True, kw_only=True):
 
     @property
     def kv_bytes_per_token(self) -> float:
-        """Bytes that each token adds to the KV cache of one replica; `ShardedModel` has the share of one GPU."""
+        """Bytes that each token adds to the KV cache of one replica, without the copies that several GPUs hold.
+
+        `fleet.hardware.sharding.ShardedModel.kv_bytes_per_token` is the share of one GPU.
+        """
         return self.kv_numbers_per_token * self.precision.kv.num_bytes
 
     @property
@@ -149,7 +153,7 @@ def read_model(config: Mapping[str, Any], name: str = "", *, precision: Precisio
 
     Args:
         config: The content of the file; for a multimodal model, its text part is used.
-        name: Name of the model for messages; if it is empty, the name in the config is used.
+        name: Name of the model in the result and in messages; if it is empty, the name in the config is used.
         precision: Data types to use instead of those in `quantization_config`.
 
     Raises:
@@ -224,7 +228,12 @@ class _Fields:
         return default if value is None else value
 
     def count(self, *fields: str, default: int | None = None) -> int:
-        """Return the value of the first field that exists: a whole number of at least 1 (or 0 if the default is 0)."""
+        """Return the value of the first of these fields that exists; the default if none exists.
+
+        Raises:
+            ConfigurationRefused: None of the fields exists and there is no default. Or the value is not a whole number
+                from 1 (from 0 if the default is 0) to `MOST`.
+        """
         found = next((field for field in fields if field in self), None)
         if found is None:
             if default is None:

@@ -8,8 +8,8 @@ Rules:
    equals `tp` × `dp`), and otherwise a slice of every expert.
 2. If a model has fewer KV heads than `tp`, several GPUs hold the same KV head. With MLA, every GPU of a group holds all
    latent vectors.
-3. An engine uses the share `MEMORY_SHARE` of a GPU's memory. The KV cache gets what remains after the weights and a
-   reserve for activations, CUDA graphs and the runtime.
+3. An engine uses the share `MEMORY_SHARE` of a GPU's memory, unless the caller states another share. The KV cache gets
+   what remains of it after the weights and a reserve for activations, CUDA graphs and the runtime.
 """
 
 from collections.abc import Iterator
@@ -24,14 +24,13 @@ from fleet.hardware.models import Attention, ModelSizes, stored_bytes
 Positive = Annotated[int, Meta(ge=1)]
 
 MEMORY_SHARE = 0.9
-"""Share of a GPU's memory that an engine uses, by vLLM's default."""
+"""Share of a GPU's memory that an engine uses; the value is vLLM's default."""
 
 RESERVE_BYTES = 3.5 * GIB
 """Bytes on each GPU for activations, CUDA graphs and the runtime, as in aiconfigurator 0.12 (field `other_mem`)."""
 
 MOST_TRIED = 64
-"""Maximum number of GPUs per replica in the search for a sharding that holds the model, which an error message then
-proposes."""
+"""Maximum number of GPUs per replica in the sharding that an error message proposes for a model that does not fit."""
 
 
 class ShardingDegrees(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,11 +1,12 @@
-"""Sizing: computes the fewest GPUs that keep all goals of a workload, or the goal that cannot be kept. Pure.
+"""Sizing: computes the fewest GPUs that keep all goals of a workload, or the goal that cannot be kept.
 
 Rules:
 
 1. A model is sharded by tensor parallelism over GPUs of one node. For each sharding, the limit of one engine is the
    highest rate of requests that keeps both latency goals (`open_loop`) and uses at most the share `HEADROOM` of the
-   engine's throughput. The number of replicas is the rate divided by this limit, rounded up. If the load is a number of
-   clients that wait for their answers, the limit is a number of running requests instead of a rate.
+   engine's throughput. The number of replicas is the demanded rate divided by this limit, rounded up. If the load is a
+   number of clients that wait for their answers, the limit is a number of running requests instead of a rate, and
+   `HEADROOM` only applies to prefill engines.
 2. Aggregated and disaggregated serving are both computed. In disaggregated serving, prefill engines and decode engines
    have limits of their own.
 3. The solution with the fewest GPUs is chosen. Among solutions with equal numbers of GPUs, aggregated serving is
@@ -13,7 +14,7 @@ Rules:
 4. More load never leads to fewer GPUs, and looser goals never lead to more GPUs, because the limit of an engine only
    grows when goals get looser.
 5. If no solution exists, the result is a `Shortfall`: it names one goal, and the best value that the hardware can
-   reach. The goals are checked in this order: memory, then the latency goals for a request that is alone, then the
+   reach. The goals are checked in this order: context, memory, the latency goals for a request that is alone, and the
    number of GPUs.
 """
 
@@ -152,18 +153,18 @@ class Shortfall(Struct, frozen=True, kw_only=True):
 
     goal: SizingGoal
     wanted: float
-    """The wanted value: seconds for a latency, tokens for a context, and for memory and GPUs the number that is
-    available."""
+    """The wanted value: seconds for a latency, tokens for a context. For memory and GPUs it is the available number of
+    GPUs."""
 
     best: float
-    """Best possible value of the goal. For memory and GPUs it is the needed number of GPUs, or 0 if no number is
-    enough."""
+    """Best possible value of the goal. For memory and GPUs it is the needed number of GPUs. For memory it is 0 if even
+    `LARGEST_REPLICA` GPUs are not enough."""
 
     most: float = 0.0
     """For the goal `GPUS`: requests per second, or number of clients, that the available GPUs can serve."""
 
     placement: ShardedModel | None = None
-    """The sharding that reaches the best value, or None if there is none."""
+    """The sharding that reaches the best value; None if there is none, and for the goal `CONTEXT`."""
 
 
 def size(
@@ -225,7 +226,7 @@ class _SizedSharding:
 
     @cached_property
     def aggregated(self) -> float:
-        """Maximum number of running requests with which an aggregated engine keeps the goals.
+        """Maximum number of running requests with which an aggregated engine keeps the goals, within `room` and `HEADROOM`.
 
         The number is 0 if even a lone request misses a goal.
         """
@@ -250,7 +251,7 @@ class _SizedSharding:
 
     @cached_property
     def decode_running(self) -> float:
-        """Maximum number of running requests with which a decode engine keeps the TPOT goal.
+        """Maximum number of running requests with which a decode engine keeps the TPOT goal, within `room` and `HEADROOM`.
 
         The number is 0 if even a lone request misses the goal.
         """
@@ -269,7 +270,7 @@ class _SizedSharding:
 
     @cached_property
     def prefill_rate(self) -> float:
-        """Maximum number of prompts per second with which a prefill engine keeps the TTFT goal.
+        """Maximum number of prompts per second with which a prefill engine keeps the TTFT goal, within `HEADROOM`.
 
         The number is 0 if even a lone prompt misses the goal.
         """
@@ -293,9 +294,9 @@ class _SizedSharding:
 
 
 def node_shardings(sized: SizedModel, gpu: Gpu, most: int, room_tokens: int) -> Iterator[ShardedModel]:
-    """Yield the shardings of a replica on one node.
+    """Yield the shardings over at most `most` GPUs of one node with room for `room_tokens` tokens.
 
-    They use only tensor parallelism, as Fleet's workers on one node do.
+    The shardings use only tensor parallelism, as Fleet's workers on one node do.
     """
     for each in feasible(sized.model, gpu, most, room_tokens=room_tokens):
         way = each.parallelism
@@ -371,7 +372,7 @@ def _running_at(
 
 
 def _capacity(sharding: _SizedSharding, demand: Demand, gpus: int) -> float:
-    """Return the requests per second, or the number of clients, that the given number of GPUs can serve."""
+    """Return the requests per second, or the number of clients, that `gpus` GPUs can serve; at most those of the demand."""
 
     def enough(load: float) -> bool:
         changed = structs.replace(demand, **{"clients" if demand.clients else "rate": load})

@@ -2,9 +2,9 @@
 
 Rules:
 
-1. All GPUs of a replica send their parts of the KV at the same time, each through its own link. The GPU that sends or
-   receives the most bytes determines the duration of the transfer. With MLA, every GPU holds the whole latent KV, so
-   each GPU sends only a part of it.
+1. All GPUs of a replica that hold KV of a sequence send their parts of it at the same time, each through its own link.
+   The GPU that sends or receives the most bytes determines the duration of the transfer. With MLA, every one of these
+   GPUs in a pipeline stage holds the whole latent KV of the stage, so each sends only a part of it.
 2. Large contiguous transfers reach the share `REACHED` of the bandwidth in a link's data sheet.
 3. Transfers on one link share its bandwidth evenly. `fleet.sim.cluster.network` simulates how these shares change when
    transfers begin and end.

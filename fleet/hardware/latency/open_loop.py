@@ -5,11 +5,11 @@ Rules:
 1. An engine prefills and decodes (aggregated), or only prefills, or only decodes. Its load is the mean number of
    running requests (`running`); for an engine that only prefills, it is the number of prompts per second.
 2. While an aggregated engine decodes one whole answer, it computes one prompt for each running request. So it serves
-   `running / (answer × step + running × prompt)` requests per second, where `step` and `prompt` are times. The TPOT is
-   the time of a step, plus the prefills that fall on one token.
+   `running / (answer × step + running × prompt)` requests per second, where `step` and `prompt` are times. Its TPOT is
+   the time of a step, plus the time of the prefills that fall on one token.
 3. If requests arrive at a rate, the number of other requests that run at the same time is Poisson-distributed (as in
    M/G/inf; percentiles are taken from the normal distribution with the same mean and variance). If clients wait for
-   their answers, this number is at most the number of other clients. A percentile of the TPOT is the TPOT with the same
+   their answers, this number is `running` - 1 at every percentile. A percentile of the TPOT is the TPOT with the same
    percentile of this number.
 4. Prompts wait for earlier prompts, as in an M/D/1 queue with the utilisation `u` and the service time `s`. The share
    `u` of all prompts has to wait. The waiting times have an exponential tail of rate 2 (1 - u) / s (Kingman's
@@ -38,7 +38,7 @@ from fleet.hardware.latency.step_model import StepModel, pairs
 
 IMBALANCE = 0.25
 """Share of the variance of random spreading that remains although a router balances the load (rule 5). This value is an
-assumption, which measured latencies correct."""
+assumption. The planner corrects its predictions by measured latencies (`fleet.planner.sizing.capacity`)."""
 
 
 class RequestShape(Struct, frozen=True, kw_only=True):
@@ -86,7 +86,10 @@ class BatchOccupancy(Struct, frozen=True, kw_only=True):
     spread: float = 0.0
 
     def others(self, running: float) -> float:
-        """Return the percentile of the number of other requests that run beside one request; `running` is the mean."""
+        """Return the number of other requests that run beside one request, at `percentile` (rule 3).
+
+        `running` is the mean number of running requests of the engine.
+        """
         if self.waiting_clients:
             return max(0.0, running - 1.0)
         shared = 1.0 / self.replicas + IMBALANCE * (1.0 - 1.0 / self.replicas)
@@ -95,14 +98,16 @@ class BatchOccupancy(Struct, frozen=True, kw_only=True):
         return running + max(0.0, NormalDist().inv_cdf(self.percentile)) * sqrt(variance)
 
     def wait(self, rate: float, busy: float, share: float, beside: float, longest: float) -> float:
-        """Return the percentile of the seconds that a prompt waits for other prompts.
+        """Return the percentile of the seconds that a prompt waits for other prompts (rule 4).
+
+        The result is infinite if prompts arrive faster than full steps can compute them.
 
         Args:
             rate: Prompts per second that arrive at one engine.
             busy: Seconds of a step that computes this prompt and no other one.
             share: Seconds that one prompt adds to a full step.
             beside: Number of further prompts for which a step has room.
-            longest: Upper limit of the result in seconds.
+            longest: Upper limit of a finite result in seconds.
         """
         used = rate * share
         if used >= 1.0:

@@ -4,10 +4,11 @@ Processes can share a TCP port, but no Unix socket. So each router process has a
 supervisor listens at the socket whose address others know. Rules:
 
 1. The relay gives new connections to the processes in turn. It skips a process that does not accept connections, so the
-   address works while any process lives.
+   address works while any process lives. If no process accepts, the connection is closed.
 2. Bytes are passed on unchanged, and no faster than the receiver reads them. When one side closes its connection, the
-   other side has `CLOSE_SECONDS` to read the last bytes. Then the relay also closes the connection to the other side.
-3. At most `MOST_CONNECTIONS` connections are open at a time; one more is closed at once.
+   other side has at most `CLOSE_SECONDS` to read the last bytes. Then the relay also closes the connection to the other
+   side.
+3. At most `MOST_CONNECTIONS` connections are open at a time. A further connection is closed at once.
 """
 
 import asyncio
@@ -139,7 +140,7 @@ async def _joined(
 
 
 async def _closed(*writers: asyncio.StreamWriter) -> None:
-    """Close connections after their last bytes have left, or at the deadline."""
+    """Close connections, and wait until their last bytes have left, but at most `CLOSE_SECONDS`."""
     for writer in writers:
         writer.close()
     with suppress(TimeoutError):

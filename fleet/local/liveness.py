@@ -4,8 +4,8 @@ Rules:
 
 1. A ready child sends a heartbeat from its event loop every `HEARTBEAT_INTERVAL`. A child hangs if it was stopped
    (SIGSTOP) for `LivenessLimits.stopped`, or sent no heartbeat for `LivenessLimits.silent`.
-2. Only time in which the child could run counts. Time in which it waited for a core does not count: where other
-   processes use all cores, the machine is slow, not the child.
+2. Time in which the child waited for a core does not count as silence: where other processes use all cores, the machine
+   is slow, not the child.
 3. Time in which no sample was taken does not count, because the supervisor or the whole machine was stopped in it.
    Afterwards all time limits of the child begin again.
 4. A child that a debugger traces never counts as hung.
@@ -25,7 +25,7 @@ SUPERVISOR_PAUSE = 4 * SAMPLE_INTERVAL
 
 
 class LivenessLimits(Struct, frozen=True, kw_only=True):
-    """Limits after which an unresponsive child is killed; only time in which it could run counts."""
+    """Limits after which an unresponsive child is killed (rules 1 to 3)."""
 
     stopped: Nanos = Nanos(3 * SECOND)
     silent: Nanos | None = None  # None: the child sends no heartbeats, so only `stopped` applies
@@ -36,7 +36,7 @@ class ProcessSample(Struct, frozen=True, kw_only=True):
 
     stopped: bool = False  # True if a signal such as SIGSTOP has stopped the process
     traced: bool = False  # True if a debugger traces the process
-    runnable: bool = False  # True if the process runs, or waits for a core
+    runnable: bool = False  # True if the process runs or waits for a core; False on a kernel that does not report `ran`
     ran: Nanos = Nanos(0)  # time on a core since its start
     waited: Nanos = Nanos(0)  # time spent waiting for a core since its start, without the current wait
 
@@ -59,7 +59,7 @@ class Liveness:
         self._silent = Nanos(0)
 
     def observe(self, look: ProcessSample, *, heartbeat: bool, now: Nanos) -> HangDetected | None:
-        """Record one sample of the child.
+        """Record one sample of the child, and return whether it hangs: the reason, or None if it does not hang.
 
         Args:
             look: The state that the kernel reports now.

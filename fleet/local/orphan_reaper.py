@@ -85,7 +85,7 @@ class SupervisorWatch:
 
 
 def lines(watch: SupervisorWatch) -> Iterator[bytes]:
-    """Yield the lines of standard input until its end."""
+    """Yield the lines of standard input until its end, and tell `watch` when lines arrive and when none do."""
     source = sys.stdin.fileno()
     unfinished = b""
     while True:

@@ -36,13 +36,14 @@ def planner_settings(
     Args:
         topology: The topology of the cluster.
         section: The topology's section about the planner.
-        names: Names of the pools.
+        names: Names of the pools, in the order of the topology.
         folder: The runtime folder.
         model: Name under which the model is served.
         control: The router's control address.
 
     Raises:
-        ConfigurationRefused: The section names a pool that does not exist, or its values contradict each other.
+        ConfigurationRefused: The section names a pool that does not exist, its values contradict each other, or its price
+            book cannot be used.
     """
     for name in (*section.pools, *section.engines):
         if name not in names:

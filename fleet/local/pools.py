@@ -2,12 +2,13 @@
 
 Rules:
 
-1. A plan is carried out completely. If `fleet up` would refuse a topology with the planned pools, such as prefill
-   without decode workers, no part of the plan is carried out.
+1. If `fleet up` would refuse a topology with the planned pools, such as prefill without decode workers, no part of the
+   plan is carried out. If only the settings of a new worker are refused, its pool does not grow, and the other pools
+   follow the plan.
 2. A pool that shrinks first loses workers that do not serve yet, and then workers whose cache is worth least. The worth
    of a cache is the time to compute again those of its blocks that no other worker has; the router reports it. If the
-   router does not answer, the newest workers are removed. Removed workers drain: they take no new requests, finish the
-   running ones, and end.
+   router does not answer, the workers with the highest numbers in their names are removed. Removed workers drain: they
+   take no new requests, finish the running ones, and end.
 3. Draining workers keep their devices. New workers for which there is no room wait until draining ones have ended.
 4. A worker whose start fails is started again as long as it is wanted. The rest of the cluster goes on meanwhile.
 5. A plan is carried out even if the program that wrote it does not wait for it any more.
@@ -45,13 +46,12 @@ DRAIN = Nanos(300 * SECOND)
 GRACE_SECONDS = 10.0  # seconds after the time limit of a drain within which the worker must answer that it has drained
 
 
-# Time limit in seconds for the router to report what the caches are worth. If it does not answer in time, the newest
-# workers are removed (rule 2).
+# Time limit in seconds for the router to report what the caches are worth (rule 2).
 WORTH_SECONDS = 1.0
 
 AskWorth = Callable[[], Awaitable[Mapping[WorkerId, float]]]
-"""Function that returns, for each worker, the seconds to compute its cache again. Workers that the router does not
-know are left out."""
+"""Function that returns the worth of each worker's cache in seconds (rule 2). Workers that the router does not know are
+left out."""
 
 
 class LocalPools:
@@ -59,7 +59,7 @@ class LocalPools:
 
     Args:
         topology: The topology of the cluster.
-        planned: The plan with which the cluster was started; its pools are the ones that are scaled.
+        planned: The processes with which the cluster was started; its pools are the ones that are scaled.
         processes: Runs the child processes; workers are added to it and removed from it.
         folder: The runtime folder.
         say: Shows one line to a person.
@@ -92,7 +92,7 @@ class LocalPools:
         self._reported: PlanReport | None = None
 
     async def follow(self) -> None:
-        """Carry out plans until cancelled. If a plan cannot be carried out, report the problem once and try again."""
+        """Carry out plans until cancelled. If a plan cannot be carried out, show the problem once and try again."""
         trouble = ""
         with ExitStack() as stack:
             try:
@@ -231,9 +231,9 @@ class _PoolWorkers:
 
 
 async def router_cache_worth(address: str, access: ControlAccess) -> Mapping[WorkerId, float]:
-    """Ask the router how many seconds it would take to compute each worker's cache again.
+    """Ask the router for the worth of each worker's cache in seconds (`AskWorth`).
 
-    Return the seconds by worker. If the router does not answer, the result is empty.
+    If the router does not answer, the result is empty.
     """
     try:
         async with access.aio_channel(address, separate=True) as channel:

@@ -4,8 +4,9 @@ An engine is several processes: vLLM's worker process starts an engine core, whi
 process is killed, the others continue to run, with their memory and ports. All of them are in one process group, whose
 leader is a direct child of the supervisor. So the supervisor can end the whole group.
 
-One kind of process is not killed: the resource tracker of `multiprocessing`. It waits until every process that uses it
-has ended, removes the shared memory that they left behind, and ends. Killing it would leak shared memory.
+One kind of process is killed only after `TRACKERS_WITHIN`: the resource tracker of `multiprocessing`. It waits until
+every process that uses it has ended, removes the shared memory that they left behind, and ends. Killing it earlier would
+leak shared memory.
 
 Only the standard library is imported, so that the orphan reaper stays small.
 """
@@ -25,7 +26,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def kill_group(group: int) -> Iterator[float]:
-    """Kill all processes of a group except for resource trackers, wait for these, and return when no process is left.
+    """Kill all processes of a group, and return when none is left. Resource trackers first get `TRACKERS_WITHIN` to end.
 
     This takes at most `TRACKERS_WITHIN` seconds, plus the kernel's time to end processes.
 

@@ -63,7 +63,8 @@ from fleet.local.supervision import (
 )
 
 LOG_TAIL_LINES = 20
-# number of first deaths in a row after which the end of a child's log is shown; later deaths rarely have another cause
+# The end of a child's log is shown after each of its first deaths in a row, up to this number. Later deaths rarely have
+# another cause.
 SHOWN_DEATHS = 3
 FIRST_PROGRESS = 5.0  # seconds after which the first message about the start of the children is shown
 PHASE_CHECK = 0.5  # seconds between two checks of the phases; a message follows if one has changed
@@ -89,14 +90,14 @@ class LocalProcess(Struct, frozen=True, kw_only=True):
 
 
 class ClusterFailed(Exception):
-    """The cluster ended although nobody requested it.
+    """The cluster ended although nobody requested it, because a child failed.
 
-    The message is for a person, and the end of the log has been shown already.
+    The message is for a person, and the end of the child's log has been shown already.
     """
 
 
 class LocalProcesses:
-    """Runs the child processes of a cluster while `hold` is called.
+    """Runs the child processes of a cluster while `hold` runs.
 
     Args:
         processes: The processes to run.
@@ -161,7 +162,7 @@ class LocalProcesses:
         return self._machine.child_states()
 
     def failing(self) -> frozenset[str]:
-        """Return the children that repeatedly fail to become ready."""
+        """Return the children that have died and have not become ready again; none while the cluster stops."""
         return self._machine.failing()
 
     def add(self, process: LocalProcess) -> None:
@@ -331,7 +332,7 @@ class LocalProcesses:
             self._send(name, signal.SIGTERM)
 
     async def _listen(self, name: str, read_fd: int, heartbeat: asyncio.Event) -> None:
-        """Read what a child writes: the phases of its start (lines after #), its readiness line, and then its heartbeats.
+        """Read what a child writes: the phases of its start (lines with `PHASE_MARK`), its readiness line, then heartbeats.
 
         Return without a readiness line if the child has ended, or was killed because its start took too long.
         """
@@ -393,7 +394,7 @@ class LocalProcesses:
                 self._noted = parts
 
     async def _show_progress(self) -> None:
-        """Show the phases of the children that are starting: whenever they have changed, and at least every `PROGRESS_EVERY`."""
+        """Show the phases of the starting children when they have changed, and every `PROGRESS_EVERY`, until all are ready."""
         said, said_at = "", self._clock.now()
         await asyncio.sleep(FIRST_PROGRESS)
         while True:

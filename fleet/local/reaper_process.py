@@ -18,7 +18,9 @@ from fleet.local.liveness import Liveness, LivenessLimits
 from fleet.local.orphan_reaper import BEAT_SECONDS
 from fleet.local.runs import note_group
 
-END_SECONDS = 10.0  # seconds in which the reaper has to end; usually it ends at once, because no child is left
+# Seconds in which the reaper has to end; usually it ends at once, because no child is left. Also the pause before a
+# reaper that could not be started is tried again.
+END_SECONDS = 10.0
 
 
 class ReaperProcess:
@@ -55,7 +57,10 @@ class ReaperProcess:
             self._write(f"-{group}\n")
 
     def tell(self, change: str, group: int) -> None:
-        """Report to the reaper that a process group has started (``+``) or ended (``-``)."""
+        """Report to the reaper that a process group has started (``+``) or ended (``-``).
+
+        Record it in the runtime folder too (`fleet.local.runs`, rule 2).
+        """
         if change == "+":
             self._groups[group] = None
         else:

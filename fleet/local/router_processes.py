@@ -1,4 +1,4 @@
-"""Router processes: plans several processes of a router on one machine that share their ports."""
+"""Router processes: plans the processes of a router that runs as several processes, which share its ports, on one machine."""
 
 import secrets
 import sys
@@ -35,16 +35,16 @@ class RouterProcesses(Struct, frozen=True, kw_only=True):
 
 
 def plan_routers(settings: RouterSettings, count: int, folder: Path) -> RouterProcesses:
-    """Plan `count` routers that share ports and peer with each other, and write their settings files.
+    """Plan `count` router processes that share ports and are peers of each other, and write their settings files.
 
     Args:
-        settings: Settings of each process. Routers on other machines that these name are peers of all processes.
+        settings: Settings of each process. The routers that its field `replicas` names are peers of all processes.
         count: Number of processes.
         folder: Private folder for settings, some of which are secret, and for sockets.
 
     Raises:
-        ConfigurationRefused: A public address is in use or invalid, or routers on other machines could not address
-            the processes separately.
+        ConfigurationRefused: A public address is in use or invalid. Or the settings have `replicas_name`, and the
+            processes have no addresses of their own behind that name.
     """
     if settings.replicas_name:
         raise ConfigurationRefused(

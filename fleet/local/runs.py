@@ -6,11 +6,11 @@ Rules:
    locks show other runs that they must not clean up the folder yet.
 2. The file `groups` in the runtime folder lists the process groups of the run, with the lines that the orphan reaper
    gets. The next run reads the file if both the supervisor and the reaper were killed. By then, the system may have
-   given the number of a group to another program. So a
-   process in such a group belongs to the run only if its environment names the run. An engine that renames itself
-   overwrites its environment. Such a process belongs to the run if it writes to a log of the run.
+   given the number of a group to another program. So a process in one of these groups belongs to the run only if its
+   environment names the run. An engine that renames itself overwrites its environment. It belongs to the run if it
+   writes to a log of the run.
 3. Only folders of the same user are read. A folder without the file `alive` is just being made, or belongs to another
-   program, so it is not touched.
+   program, so it is not cleaned up.
 """
 
 import os
@@ -84,7 +84,7 @@ class ProcessReport(Struct, frozen=True, kw_only=True):
     pid: int | None  # process id; None: the process does not run
     deaths: int  # number of deaths in a row
     last_end: str  # how the process ended last, in words; empty: it has not ended
-    pause_seconds: float | None  # time from the last change of this report to the restart; None: no restart is due
+    pause_seconds: float | None  # time from the writing of this report to the restart; None: no restart is due
 
     @property
     def failing(self) -> bool:
@@ -130,7 +130,7 @@ class LocalRun(Struct, frozen=True):
         return is_abandoned(self.folder / ALIVE_FILE)
 
     def answers_at(self, address: str) -> bool:
-        """Return True if the router of the run listens at this address."""
+        """Return True if the router of the run has its gRPC port or its control port at this address."""
         addresses = self.addresses()
         return addresses is not None and any(
             _same(listen, address) for listen in (addresses.grpc_listen, addresses.control_listen)
@@ -146,7 +146,7 @@ class LocalRun(Struct, frozen=True):
     def supervisor(self) -> SupervisorRecord | None:
         """Return the process of `fleet up` that runs the cluster.
 
-        Return None if that process has ended, or if its record is missing, as in runs that another program has made.
+        Return None if that process has ended, or if its record cannot be read, as in runs that another program has made.
         """
         try:
             found = msgspec.json.decode((self.folder / SUPERVISOR).read_bytes(), type=SupervisorRecord)
@@ -160,7 +160,7 @@ class LocalRun(Struct, frozen=True):
         return self.folder / LOGS if (self.folder / LOGS).exists() else self.folder
 
     def clear(self) -> int | None:
-        """End the remaining processes of a killed run, and remove its folder. This blocks for a few seconds at most.
+        """End the remaining processes of a killed run, and remove its folder. This may block for some seconds.
 
         Returns:
             Number of processes that were ended. None if nothing was done, because the run is alive or another process
@@ -208,7 +208,7 @@ def local_runs() -> Sequence[LocalRun]:
 
 
 def local_plans() -> list[Path]:
-    """Return the plan folders of the clusters that run on this machine."""
+    """Return the plan folders of the clusters that run on this machine and have written a report there."""
     return [run.plans for run in local_runs() if not run.killed and (run.plans / REPORT).exists()]
 
 
@@ -249,7 +249,7 @@ def note_parts(folder: Path, parts: Mapping[str, ProcessReport]) -> None:
 
 
 def note_group(folder: Path, change: str, group: int) -> None:
-    """Append a line for the orphan reaper to the file `groups` (rule 2). Skip it if the disk is full."""
+    """Append a line for the orphan reaper to the file `groups` (rule 2). Do nothing if the file cannot be written."""
     with suppress(OSError), (folder / GROUPS).open("a") as file:
         file.write(f"{change}{group}\n")
 

@@ -370,7 +370,9 @@ def model_folder(cluster: ClusterSection, tiny: Path, relative_to: Path) -> Path
 
 
 def for_task(topology: Topology, model_dir: Path) -> Topology:
-    """Return the topology for the task of its model: a model that does not generate has one pool, and no KV paths.
+    """Return the topology for the task of its model.
+
+    A model that does not generate has only workers of role both, and no KV paths.
 
     Raises:
         ConfigurationRefused: The topology has settings of its own that do not fit the task.
@@ -394,7 +396,9 @@ def for_task(topology: Topology, model_dir: Path) -> Topology:
 
 
 def with_chat_template(folder: Path, template: str, relative_to: Path, runtime: Path) -> Path:
-    """Return the model's folder, or one beside it in `runtime` that has the same files and another chat template.
+    """Return a folder of the model that has the chat template in the file `template`.
+
+    It is a new folder in `runtime` with links to the model's files. If `template` is empty, it is `folder` itself.
 
     Raises:
         ConfigurationRefused: The template cannot be read.

@@ -7,19 +7,20 @@ Rules:
 2. Until all children have been ready once, the death of one child, or a readiness timeout, ends the whole cluster. So
    no part of a cluster stays after a failed start, and wrong settings are not tried again. Later, only a stop request
    ends the cluster.
-3. After all children have been ready once, a child that dies is restarted alone, after a pause. The pause doubles with every death in a row, from
-   `FIRST_BACKOFF` up to `Supervision.longest_pause`. The pause is shortened by a random share of at most `JITTER`, so
-   that children that died together do not always restart together. A dying child never stops the others. If a child
-   stays ready for `HEALTHY_AFTER`, its deaths are counted from zero again.
+3. After all children have been ready once, a child that dies is restarted alone, after a pause. The pause doubles with
+   every death in a row, from `FIRST_BACKOFF` up to `Supervision.longest_pause`. The pause is shortened by a random share
+   of at most `JITTER`, so that children that died together do not always restart together. A dying child never stops the
+   others. If a child stays ready for `HEALTHY_AFTER`, its deaths are counted from zero again.
 4. A child that exits with `CONFIGURATION_REFUSED` after the cluster was ready is restarted after the longest pause. Its
    settings have not changed, but the reason for the refusal may have gone: a port may be free again, or a file may
    exist again.
 5. To stop a child, the machine asks it to end, waits for the grace period, and then kills it. A second stop request
    kills all children at once. The cluster has ended when no child is left.
 6. After the cluster was ready, children can be added and removed. An added child starts without regard to stages. A
-   removed child drains within a time limit. If it has not ended by then, or was not ready, it is stopped as in rule 5.
-   When it has ended, the machine forgets it.
-7. A child that runs but does not respond is killed, which counts as a death. `fleet.local.liveness` decides that.
+   removed child drains within a time limit. If it has not ended by then, or was still starting, it is stopped as in
+   rule 5. When it has ended, the machine forgets it.
+7. A child that runs but does not respond is killed, which counts as a death. `fleet.local.liveness` decides when a child
+   does not respond.
 """
 
 from collections.abc import Sequence
@@ -250,7 +251,7 @@ class Supervision:
         return {name: track.condition for name, track in self._tracks.items()}
 
     def failing(self) -> frozenset[str]:
-        """Return the children that have died since they were last ready."""
+        """Return the children that have died and have not become ready again; none while the cluster stops."""
         return frozenset(
             name
             for name, track in self._tracks.items()

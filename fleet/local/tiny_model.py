@@ -7,8 +7,8 @@ Rules:
 2. The weights are random with a large standard deviation (0.08), so that greedy answers use the whole vocabulary. If
    answers repeated one token, equal tokens would not prove equal KV.
 3. A model folder is built under a temporary name and renamed when it is complete, so that two processes may build it at
-   the same time. Its name contains a digest of everything that it is made from. So if this code changes, another folder
-   is built.
+   the same time. Its name contains `FORMAT_VERSION` and a digest of the configuration, the seed and the training text. So
+   if one of them changes, another folder is built.
 4. `CHECKSUMS` in a folder holds the digests of its files. A folder that was damaged (a full disk, a crash, a bad
    sector), or that an earlier version built without checksums, is built again.
 """
@@ -121,7 +121,8 @@ def build_tiny_model(cache_dir: Path, *, tokenizer_only: bool = False) -> Path:
 
     Args:
         cache_dir: Folder in which built models are kept; it is made if it does not exist.
-        tokenizer_only: If true, leave the weights out. This suffices for the router and the simulated engine.
+        tokenizer_only: If true, the folder need not have the weights. This suffices for the router and the simulated
+            engine.
 
     Raises:
         OSError: `cache_dir` cannot be written.

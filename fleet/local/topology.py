@@ -2,10 +2,10 @@
 
 Rules:
 
-1. The processes connect to each other over Unix sockets in the runtime folder. Only the router's public addresses use
-   TCP.
-2. A public port 0 is replaced by a free port here, not in the router. So a restarted router keeps its address, and
-   workers can get the address before the router runs.
+1. The processes connect to each other over Unix sockets in the runtime folder, or over TCP to the router's control port
+   if the topology sets `router.control_listen`. Other TCP ports are the router's public ports and the ports for metrics.
+2. A port 0 of the router is replaced by a free port here, not in the router. So a restarted router keeps its address,
+   and workers can get the address before the router runs.
 3. Every fault in the topology that can be found without starting a process is reported here.
 """
 
@@ -47,11 +47,11 @@ from kvstore.service.settings import StoreSettings
 from workers.settings import VllmSettings, WorkerSettings
 
 ENGINE_READY_WITHIN = Nanos(1800 * SECOND)
-"""Time limit for the start of a vLLM worker. The start takes 20 s on two idle cores, and more than ten minutes for a large
-model on a slow disk."""
+"""Time limit for the start of a worker, unless its engine is the simulated one. vLLM starts in 20 s on two idle cores, and
+takes more than ten minutes for a large model on a slow disk."""
 
 SIMULATED_READY_WITHIN = Nanos(30 * SECOND)
-# time limit for the start of routers and stores, which take a second unless the machine is very busy
+# time limit for the start of router, store and planner, which take a second unless the machine is very busy
 READY_WITHIN = Nanos(30 * SECOND)
 # time limit of a worker's last drain: short, because a person waits and the router has drained already
 WORKER_DRAIN = Nanos(5 * SECOND)
@@ -63,7 +63,7 @@ START_STORE, START_ROUTER, START_WORKERS, START_PLANNER = range(4)
 STOP_ROUTER, STOP_WORKERS, STOP_STORE = range(3)
 
 ANY_PORT = "127.0.0.1:0"
-"""Default address of health and metrics: a free port that only this machine reaches."""
+"""Default address of the router's health port: a free port that only this machine reaches."""
 
 ALL_INTERFACES = ("0.0.0.0", "[::]")  # noqa: S104 - compared, not bound
 MOST_PORT = 65_535
@@ -125,8 +125,8 @@ def plan(topology: Topology, *, folder: Path, model_dir: Path, model: ModelName)
         model: Name under which the model is served.
 
     Raises:
-        ConfigurationRefused: The engine is not installed, a public address is in use or invalid, or the model folder
-            has no readable configuration.
+        ConfigurationRefused: The engine is not installed, a public address is in use or invalid, the model folder has no
+            readable configuration, or sections of the topology contradict each other.
     """
     _check_engine(topology.cluster.engine)
     _check_images(topology.router.images)
@@ -243,11 +243,10 @@ def _check_images(settings: ImageSettings) -> None:
 
 
 def _prompt_secret(router: RouterSettings) -> str:
-    """Return the router's secret for resume tokens.
+    """Return the value of the router's setting `prompt_secret`, the secret for resume tokens.
 
-    If clients have keys and the settings have no secret, return a new one.
-
-    Without a secret, a router whose clients have keys gives no resume tokens.
+    It is a new secret if clients have keys and the settings have neither `prompt_secret` nor `tenant_secret`. Without a
+    secret, a router whose clients have keys gives no resume tokens.
     """
     if router.prompt_secret or router.tenant_secret or not any(each.api_key_sha256 for each in router.tenants.values()):
         return router.prompt_secret
@@ -350,7 +349,7 @@ def worker_number(name: WorkerId) -> int:
 
 
 def _claim_metrics(topology: Topology, held: ExitStack) -> None:
-    """Reserve the ports for metrics of the store node, the planner and the first workers, as `claim_address` does.
+    """Reserve the ports for metrics of the store node, the planner and the workers that the cluster starts with.
 
     Raises:
         ConfigurationRefused: An address cannot be listened on or does not name its port, an address is for a store that
@@ -446,7 +445,7 @@ def _exact_settings(settings: VllmSettings) -> VllmSettings:
 
 
 def liveness_limits(settings: SupervisionSettings, name: str) -> LivenessLimits:
-    """Return the liveness limits of a process by its name; any name except router and store is a worker's."""
+    """Return the liveness limits of a process by its name; all except `ROUTER` and `STORE` have the limits of a worker."""
     silences = {ROUTER: settings.router_silence_seconds, STORE: settings.store_silence_seconds}
     silence = silences.get(name, settings.worker_silence_seconds)
     return LivenessLimits(stopped=nanos(settings.stopped_seconds), silent=nanos(silence))
@@ -480,9 +479,9 @@ def claim_address(
 ) -> str:
     """Return the address with a free port, which stays reserved while `held` is open.
 
-    When `held` is closed, another process may take the port before the router starts; the router then refuses its
-    settings. For port 0, a port outside the ephemeral range is chosen where possible. The system never uses such a port
-    for outgoing connections of other processes, not even while the router is restarted.
+    When `held` is closed, another process may take the port before its owner starts; the owner then refuses its settings.
+    For port 0, a port outside the ephemeral range is chosen where possible. The system never uses such a port for
+    outgoing connections of other processes, not even while the owner is restarted.
 
     Args:
         field: The path of the setting, for errors.
@@ -538,9 +537,9 @@ def _first_ephemeral_port() -> int:
 
 
 def _picker(settings: EndpointPickerSettings | None, http: str) -> EndpointPickerSettings | None:
-    """Return the settings of the endpoint picker. By default the picker lets gateways send requests to the router.
+    """Return the settings of the endpoint picker; None if it is off.
 
-    The workers of a local cluster speak no HTTP.
+    By default the picker lets gateways send requests to the router, because the workers of a local cluster speak no HTTP.
 
     Raises:
         ConfigurationRefused: The settings name no endpoint, and gateways could not connect to the address `http`.

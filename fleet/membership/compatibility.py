@@ -16,7 +16,7 @@ Peers try again every few seconds, so the entry of a running peer is renewed.
 """
 
 LOG_AGAIN_AFTER = REFUSED_FOR
-"""Pause between two log lines about one refused peer, which tries again every few seconds."""
+"""Pause between two log lines about one refused peer and one cause. Peers try again every few seconds."""
 
 MOST_REFUSED = 1000  # maximum number of refused peers that are remembered; a further peer replaces the oldest
 
@@ -61,9 +61,9 @@ class IncompatiblePeers:
         """Remember that the peer `name` was refused, and why.
 
         Returns:
-            The number of refusals that the caller reports in one log line: this one, and all earlier refusals of this peer that were not
-            logged, whatever their causes. 0 if there is nothing to log, because a line with the same cause is younger than
-            `LOG_AGAIN_AFTER`.
+            The number of refusals that the caller reports in one log line: this one, and all earlier refusals of this
+            peer that were not logged. 0 if the caller logs nothing, because the latest line about this peer had the same
+            cause and is younger than `LOG_AGAIN_AFTER`.
         """
         now, peer = self._clock.now(), IncompatiblePeer(link=link, name=name, cause=cause)
         before = self._refused.pop((link, name), None)

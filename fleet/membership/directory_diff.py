@@ -4,9 +4,9 @@ Rules:
 
 1. A listing is complete: a worker that was known before and is missing in it has been withdrawn.
 2. A lease starts when this process sees its renewal, by the clock of this process. If a record is seen again without a
-   change, in a listing or elsewhere, its lease has not been renewed. So the worker of a record that nobody renews is a
-   member for one lease at most.
-3. If the directory itself removes records whose lease has ended, every record that it still contains counts as renewed.
+   change, its lease has not been renewed. So the worker of a record that nobody renews is a member for one lease at most.
+3. If the directory itself removes records whose lease has ended (`RecordSeen.renewal` is None), every record that it
+   still contains counts as renewed.
 """
 
 from typing import assert_never

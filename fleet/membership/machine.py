@@ -13,18 +13,20 @@ Rules:
    everything that was known of the member becomes invalid. So the change is announced as a departure and an arrival.
 4. A replaced incarnation stays replaced. If it registers again, it gets `RegistrationSuperseded`. Neither this attempt
    nor its deregistration changes anything. Otherwise two processes that have the same name by mistake would replace
-   each other again and again. The last `REMEMBERED_INCARNATIONS` replaced incarnations of each worker are remembered.
+   each other again and again. The last `REMEMBERED_INCARNATIONS` replaced incarnations of each worker are remembered,
+   until the worker is no member any more.
 5. A worker in a directory is a member as if it had registered, for the lease that the directory states. A worker that
    has registered here counts as alive until its lease ends: a record of another incarnation in the directory is ignored
-   until then, and a missing record is no departure. If a member was only found in the directory, changes of the
-   directory count at once. But while this router has a stream to the member, they do not count, because directories
-   show renewals with a delay.
-6. A worker that another router announces becomes a member for the rest of the lease that it has at that router. If
-   another incarnation is already a member of this router, the announcement does not replace it, because the other
-   router may not know of a restart. The incarnation that is alive will renew its registration.
-7. A directory or another router repeats its announcements only rarely. Therefore an announcement for a name that
-   belongs to another incarnation is kept as a claim until the claim's own lease ends. When the name becomes free, the
-   incarnation with the latest claim becomes a member.
+   until then, and a missing record is no departure. If a member was only found in the directory, it leaves as soon as
+   its record is missing. A record of another incarnation replaces it at once, but not while this router has a stream to
+   it, because directories show renewals with a delay.
+6. A worker that has registered with another router (`Registration`) becomes a member for the rest of its lease there, but
+   at most for the lease of this router. If another incarnation is already a member of this router, it is not replaced,
+   because the other router may not know of a restart. The incarnation that is alive will renew its registration.
+7. Directories repeat a record only rarely, and other routers repeat a registration that they pass on
+   (`Register.forwarded`) only rarely. Therefore, if the name in it belongs to another incarnation, it is kept as a claim
+   to the name until the claim's own lease ends. When the name becomes free, the incarnation with the latest claim becomes
+   a member.
 """
 
 from collections import deque
@@ -77,7 +79,7 @@ class Member(Struct, kw_only=True):
     """End of the lease that the member got by registering with this router; None: it has not registered here."""
 
     unreachable: bool = False
-    """True if the last attempt of this router to reach the member failed."""
+    """True if this router last failed to reach the member, or reached another incarnation in its place."""
 
     def registered(self, now: Nanos) -> bool:
         return self.registered_until is not None and now < self.registered_until

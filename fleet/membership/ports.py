@@ -47,7 +47,7 @@ class Registry(Protocol):
 
 
 class RegistryUnreachable(Exception):
-    """Error: the registry did not answer in time."""
+    """Error: the registry could not be reached, or answered with an error."""
 
 
 class RegistrationRefused(RegistryUnreachable):

@@ -122,7 +122,7 @@ class GrpcRegistry:
 
 
 def _name_occupied_text(occupied: NameOccupied) -> str:
-    """Return an error text that names the process with this name, and the time until which its lease lasts."""
+    """Return an error text that names the process with the worker's name, and says how long it keeps the name."""
     holder = f"the process at {occupied.holder[:200]}" if occupied.holder else "another process"
     if occupied.lease is None:
         until = "to which this router has a stream"
@@ -218,7 +218,8 @@ class GrpcRegistries:
 
     Implements `fleet.membership.ports.Registry`. The name is resolved at each renewal, so a new router gets the
     registration within a third of a lease. A worker counts as registered when one router has accepted it, because other
-    routers may be starting or stopping at this time.
+    routers may be starting or stopping at this time. But if any router answers that another process has the worker's id,
+    the registration fails.
     """
 
     def __init__(

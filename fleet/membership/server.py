@@ -39,7 +39,8 @@ class RegistryServer:
 
     There are no queues of changes. For each consumer of `membership`, the members that it knows are compared with the
     present members. So memory depends only on the number of members, even if a consumer is slow. If a worker leaves and
-    returns between two comparisons, the consumer gets one change or none.
+    returns between two comparisons, the consumer gets no change. If it returns with another incarnation or address, the
+    consumer gets one departure and one arrival.
     """
 
     def __init__(self, settings: MembershipSettings, clock: Clock) -> None:

@@ -139,7 +139,7 @@ class FileDirectory(StatelessDirectory):
 
 
 def _entry(path: Path) -> DiscoveryFileEntry | None:
-    """Return the content of a worker's file, or None if the file does not exist or has no valid content.
+    """Return the content of a worker's file; None if it does not exist, must not be read, or has no valid content.
 
     Pipes and other special files are not opened, because opening a pipe would block.
     """

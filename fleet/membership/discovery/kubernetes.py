@@ -3,8 +3,9 @@
 Rules:
 
 1. A worker's Lease contains the worker's record in an annotation. Its holder is the worker's id, which is the name of
-   the pod. The incarnation that started last takes the Lease over. If an incarnation renews and finds another record,
-   it has been replaced. Every write names the version that it is based on, so one of two concurrent writers fails.
+   the pod. The incarnation that started last takes the Lease over. If an incarnation renews and does not find its own
+   record, it has been replaced. Every write names the version that it is based on, so one of two concurrent writers
+   fails.
 2. A renewal changes `renewTime`. Routers only compare it with the previous value and never with a clock, because the
    clocks of nodes may differ.
 3. A router lists the Leases and then watches them. When the watch ends, expires (410) or brings nothing for
@@ -57,7 +58,7 @@ WARM = f"{GROUP}/warm-blocks"
 AGENT = MANAGER = "fleet-worker"
 NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,200}[a-z0-9])?")
 
-SILENCE_SECONDS = 30.0  # a watch without events for this time is broken, because workers renew their Leases more often
+SILENCE_SECONDS = 30.0  # a watch without events for this time counts as broken: workers renew their Leases more often
 SWEEP_SECONDS = 1.0  # time between two checks for ended Leases
 EXPIRED = 410
 LONGEST_EVENT = 2 << 20  # maximum length of a line of a watch in bytes; with etcd, an object has at most 1.5 MiB
@@ -232,10 +233,13 @@ class KubernetesDirectory:
             log.warning("leases of dead workers stay, the service account lacks the verb delete")
 
     async def _renew(self, record: WorkerRecord) -> bool:
-        """Renew the Lease of a worker and return True. Return False if the worker has no Lease.
+        """Renew the Lease that this process holds for a worker, and return True.
+
+        Return False if this process does not hold it yet, or if it was deleted.
 
         Raises:
             WorkerSuperseded: Another process owns the Lease.
+            RegistryUnreachable: Other processes changed the Lease during `TRIES` attempts.
         """
         me = (record.worker_id, record.incarnation)
         if (held := self._held.get(me)) is None:
@@ -358,7 +362,7 @@ async def connect(settings: KubernetesDiscovery) -> client.ApiClient:
     """Build the client of the API server.
 
     Raises:
-        ConfigurationRefused: The settings name no usable kubeconfig, and there is no service account.
+        ConfigurationRefused: The kubeconfig is unusable. Or the settings name none, and there is no service account.
     """
     try:
         configuration = await api_configuration(settings.kubeconfig)

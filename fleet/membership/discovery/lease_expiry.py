@@ -50,7 +50,7 @@ class LeaseExpiry:
             del self._held[name]
 
     def ended(self, now: Nanos) -> list[ExpiredLease]:
-        """Return the Leases that have ended. A Lease is returned only once, unless a new version of it is seen later."""
+        """Return the Leases that have ended. A Lease is returned only once, unless `saw` reports it again."""
         over = [ExpiredLease(name, held.version) for name, held in self._held.items() if held.ends <= now]
         for each in over:
             del self._held[each.name]

@@ -1,4 +1,4 @@
-"""Opens the directory of workers that the settings name. The packages of each kind are imported only if it is used."""
+"""Opens the directory of workers that the settings name. The packages for a kind of directory are imported only if it is used."""
 
 from collections.abc import Callable
 from types import TracebackType

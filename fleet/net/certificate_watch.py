@@ -14,7 +14,9 @@ from kvstore.service.metrics_server import metrics_certificates
 
 
 def certificate_watch(sections: Mapping[str, Credentials], *further: CertificateFiles | None) -> CertificateWatch:
-    """Return the watch of certificate files: those of settings `sections`, by the section's name, and `further` files.
+    """Return the watch of the certificate files that the settings `sections` name, and of the files in `further`.
+
+    The keys of `sections` are the names of the sections. Values of `further` that are None are left out.
 
     Raises:
         ConfigurationRefused: A file cannot be used; the message names its field.

@@ -6,8 +6,8 @@ Rules:
    cannot be used, this is logged once, and the old certificate stays in use. So a failed renewal does not end the
    service.
 2. A connection has a slot in its port's connection table before its handshake begins. Until the handshake has ended, it
-   counts as a silent connection (`fleet.net.connection_limits`), and is closed first when the table is full. Clients that
-   never finish a handshake therefore take no slot from others.
+   counts as a silent connection, so it is among the first that are closed when the table is full
+   (`fleet.net.connection_limits`, rule 2). Clients that never finish a handshake therefore take no slot from others.
 3. A handshake must end within `first_byte_timeout_seconds`, like the first byte on a port without TLS.
 4. The causes of failed handshakes are logged, at most once a minute. The client gets the alert that TLS has for the
    cause.

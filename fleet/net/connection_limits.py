@@ -12,8 +12,9 @@ Rules:
    no connection waits, the new connection is refused.
 3. One client address has a limited share of the connections. At that limit, a new connection displaces only connections
    of its own address, so one address can never shut out the clients of other addresses.
-4. Every operation takes constant time. The start of a request only sets a flag (`ConnectionSlot.served`). The search for
-   a connection to displace removes connections with this flag from their groups, once per request.
+4. Every operation takes constant time on average. The start of a request only sets a flag (`ConnectionSlot.served`). The
+   search for a connection to displace removes the connections with this flag from their groups, each at most once per
+   request.
 5. In each period a client must read all bytes that waited at the beginning of the period, or at least a minimum number
    of bytes (`SlowReader`). A client that reads one byte now and then is therefore disconnected like one that reads
    nothing. A client that reads a long answer over a slow network is not.
@@ -135,8 +136,8 @@ class ConnectionTable(Generic[Client]):
     def mark_waiting(self, slot: ConnectionSlot[Client], group: WaitingFor, now: float) -> None:
         """Record that a connection waits from now on. A connection that has left the table is ignored.
 
-        A connection that has waited in the same group all the time keeps its position; one that was served meanwhile moves
-        to the end of the group.
+        A connection that has waited in the same group all the time keeps its position. One that was served meanwhile
+        moves to the end of the group, unless it has been in the group for less than `ORDER_SECONDS`.
         """
         if slot.left:
             return

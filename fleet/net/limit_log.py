@@ -92,7 +92,7 @@ class ClientLog:
 
 
 class _LoggedCount:
-    """Counts the clients with one problem, and allows a log message once in `LOG_INTERVAL_SECONDS`."""
+    """Remembers how many clients with one problem were logged, and allows a log message once in `LOG_INTERVAL_SECONDS`."""
 
     def __init__(self) -> None:
         self.client = ""  # the client that was counted last

@@ -46,7 +46,7 @@ def bind_tcp(address: str, *, setting: str, shared: bool = False) -> tuple[socke
 
 
 def configure_client_socket(sock: socket.socket) -> None:
-    """Make a client socket send immediately and report promptly how much the client reads.
+    """Make a client's TCP socket send immediately and report promptly how much the client reads; leave a Unix socket as it is.
 
     By default, the kernel buffers some MB for a slow reader, and then accepts no more bytes until a third of them is read.
     At 40 kB/s this takes half a minute, in which the client seems to read nothing.

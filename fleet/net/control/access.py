@@ -6,7 +6,8 @@ Rules:
 2. Over TCP a caller shows a certificate, or its calls carry proofs of a secret (`kvstore.security.call_proofs`). Routers and
    workers refuse to listen without a certificate and without a secret (`RouterSettings`, `WorkerSettings`), unless
    their settings declare the network as trusted.
-3. Health checks and reflection need no proof. They reveal only whether the process serves and the public .proto files.
+3. Health checks and reflection need no proof of the secret. They reveal only whether the process serves, and the public
+   .proto files.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -55,7 +56,7 @@ class ControlAccess:
         """Return a server that requires proofs from its callers.
 
         Args:
-            guard: Limits the connections of its TCP port; `open_port` runs it.
+            guard: Limits the connections of the server's TCP port; `fleet.net.grpc.port.open_port` runs it.
             shared: True if other processes may listen on the same port.
         """
         key = self._access.control_key
@@ -69,8 +70,8 @@ class ControlAccess:
         A Unix socket is for this user alone. It replaces a socket that a killed process left behind. When `held` ends, the
         socket is removed, unless another process has replaced it by then.
 
-        The function raises RuntimeError if the address cannot be bound, and ConfigurationRefused if a process listens
-        at the path.
+        The function raises RuntimeError if the address cannot be bound, and ConfigurationRefused if the path of a Unix
+        socket cannot be used, for example because a process listens at it.
         """
 
         def bind(server: Any, address: str) -> int:

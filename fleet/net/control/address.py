@@ -27,7 +27,8 @@ from kvstore.errors import StoreNotStarted
 from kvstore.net import unix_sockets as sockets
 from kvstore.net.addresses import unix_path
 
-# Maximum number of characters of the parent folder, so that socket paths stay within Unix's limit of 107.
+# Maximum number of characters of the parent folder, and also of a socket's name before `.sock`, so that socket paths stay
+# within Unix's limit of 107.
 LONGEST_PARENT = 40
 DEFAULT_PARENT = "/tmp"  # noqa: S108 - `private_folder` checks owner and mode of the folder in it
 ALTERNATIVES = "set control_listen to a unix:/path of your own, or to host:port with control_credentials"

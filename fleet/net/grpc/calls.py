@@ -34,7 +34,12 @@ class CallerDisconnected(Exception):
 
 
 async def answer_call(call: Awaitable[Answer], context: Context) -> Answer:
-    """Return the answer of a call; report a rejection or an error to the caller."""
+    """Return the answer of a call; report a rejection or an error to the caller.
+
+    Raises:
+        AbortError: The call failed, and the caller gets the status of the failure.
+        CancelledError: The caller has disconnected.
+    """
     try:
         return await call
     except RequestRejected as refused:

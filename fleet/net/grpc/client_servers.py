@@ -55,7 +55,7 @@ class GrpcioServer:
         self._server.add_generic_rpc_handlers(handlers)
 
     def add_insecure_port(self, listen: str) -> int:
-        """Bind ``host:port`` or ``unix:/path``; return the port.
+        """Bind ``host:port`` or ``unix:/path``; return the port. If the server has certificates, a TCP port speaks TLS.
 
         Raises:
             RuntimeError: The address is malformed or in use.

@@ -1,7 +1,8 @@
 """Decompression of messages from gRPC clients.
 
 Messages are decompressed before their caller is authenticated, and a kilobyte can expand to a megabyte of zeros. A
-message may therefore expand only by a limited ratio, so it costs about as much as an uncompressed message of that size.
+message of more than `ALWAYS_ALLOWED_BYTES` may therefore expand only by a limited ratio, so that a caller who wants to
+cause much work has to send much.
 """
 
 import zlib

@@ -58,8 +58,8 @@ FINAL_FLUSH_SECONDS = 1.0  # time limit for cancelled calls to end, and then aga
 
 CONFIGURATION = ngh2.Configuration(
     auto_window_update=False,
-    # Beyond these two limits the whole connection ends, and with it all calls of a gateway. Therefore a call with a lower limit
-    # (`LONGEST_HEAD_BYTES`) is refused before.
+    # Beyond these two limits the whole connection ends, and with it all calls of a gateway. Therefore a single call is
+    # refused at a lower limit (`fleet.net.grpc.http2_call.LONGEST_HEAD_BYTES`).
     max_inbound_header_list_size=64 << 10,
     max_inbound_header_count=1024,
     # Maximum number of stream resets in a burst, and per second. The limit is high, because a gateway resets calls of
@@ -128,7 +128,7 @@ class Http2Server:
         """Do nothing. Generated code calls this method too, but its handlers are also added as generic handlers."""
 
     def add_insecure_port(self, listen: str) -> int:
-        """Bind ``host:port``, all addresses of that host, or ``unix:/path``; return the port.
+        """Bind ``host:port`` (at all addresses of the host) or ``unix:/path``; return the port, or 1 for a Unix socket.
 
         Raises:
             RuntimeError: The address is malformed or in use.
@@ -158,7 +158,7 @@ class Http2Server:
         self._sweep = loop.create_task(self._sweep_forever())
 
     async def stop(self, grace: float | None) -> None:
-        """Accept no more calls, let running calls finish for `grace` seconds, then cancel the others."""
+        """Accept no more calls, let running calls finish for `grace` seconds (None or 0: not at all), then cancel the others."""
         self.closing = True
         for stop in self._stop_listening:
             stop()
@@ -259,7 +259,8 @@ class Http2Connection(asyncio.Protocol):
         self.loop = asyncio.get_running_loop()
         self.http = ngh2.Connection(ngh2.Role.SERVER, CONFIGURATION)
         self.calls: dict[int, CallContext] = {}
-        self.slot: ConnectionSlot[Http2Connection] | None = None  # the slot in the table; None: the table was full
+        # The slot in the table. None: the table was full, or the connection has ended.
+        self.slot: ConnectionSlot[Http2Connection] | None = None
         self._waiting: dict[CallContext, None] = {}  # calls whose writers wait for their callers to read
         self._ending: dict[CallContext, None] = {}  # answered calls whose callers have not ended their requests
         self.transport: asyncio.Transport

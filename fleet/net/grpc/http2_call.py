@@ -2,9 +2,10 @@
 
 Rules:
 
-1. A call is a task. It is cancelled when its client resets it, when its connection ends, and at its deadline.
-2. `CallContext.write` waits while the caller does not read. A caller that reads too slowly (`SlowReader`), or that
-   leaves the final status unread, is reset.
+1. A call is a task. It is cancelled when its caller resets it, when its connection ends, at its deadline, and when the
+   server stops.
+2. `CallContext.write` waits while the caller does not read. If a caller reads too slowly (`SlowReader`), or leaves the
+   final status unread, its call is reset.
 3. The caller's flow-control window (HTTP/2) is opened only as its messages are read. A caller that sends faster than its
    handler reads must therefore wait.
 4. A message above the size limit is refused by its length prefix, before it arrives. An incomplete message is refused
@@ -174,7 +175,7 @@ class CallContext:
         await self.abort(status.code, status.details, status.trailing_metadata or ())
 
     async def write(self, message: Any) -> None:
-        """Send one message after the caller has read enough earlier ones; one write runs at a time.
+        """Send one message, and return when the caller has read enough for another one; one write runs at a time.
 
         Raises:
             grpc.aio.UsageError: The call has ended.
@@ -215,7 +216,10 @@ class CallContext:
             self._writer.set_result(None)
 
     def begin(self, rejection: str) -> None:
-        """Start to serve the call, or end it with UNAVAILABLE if `rejection` gives a reason."""
+        """Start to serve the call.
+
+        End it at once with UNAVAILABLE if `rejection` is not empty, or with RESOURCE_EXHAUSTED if its head is too long.
+        """
         if rejection:
             self._finish(grpc.StatusCode.UNAVAILABLE, rejection)
             return
@@ -309,7 +313,7 @@ class CallContext:
             self._reader.set_result(None)
 
     def _split_messages(self) -> None:
-        """Split the received bytes into messages."""
+        """Split the received bytes into messages. Reject a message that is malformed, too long, or without memory for it."""
         while len(self._incoming) >= PREFIX.size:
             compressed, size = PREFIX.unpack_from(self._incoming)
             if compressed > (self._encoding != IDENTITY):

@@ -55,7 +55,9 @@ async def open_port(
     bind: Callable[[Any, str], int] | None = None,
     guard: SocketGuard | None = None,
 ) -> AsyncIterator[str]:
-    """Serve until the context ends, then cancel running calls. Yield the address with the port that was taken.
+    """Serve until the context ends, and yield the address with the port that was taken.
+
+    At the end, running calls get `STOP_SECONDS` to send their last messages, and are then cancelled.
 
     Args:
         server: The server with its services, not started.

@@ -6,18 +6,19 @@ Rules:
    meanwhile. One iteration of the event loop serves only a few requests of a connection, then other connections.
 2. A malformed message is answered with an error, after the requests before it. Then the connection closes, because
    client and server may no longer agree where the next message begins.
-3. A client that closes its sending side while an engine works on its request counts as disconnected. TCP does not show
+3. A client that closes its sending side while its POST request is being served counts as disconnected. TCP does not show
    whether the client has closed the receiving side too, and an engine must not compute an answer that no client reads.
 4. Every buffer is bounded. A writer waits (`Exchange.drained`) while the client does not read, and a client that reads
    too slowly is disconnected (`SlowReader`). Meanwhile, no bytes are read from the source of a relayed answer
    (`Exchange.relay`).
-5. Every stage has a deadline, which the server's sweep checks. A timer for each connection would cost more than a
-   request.
-6. An offer of another protocol (``Upgrade``, which Java's client sends for HTTP/2) is declined, and the request is
-   served.
+5. Every stage of a connection has a deadline, except while a request is being served. The server's sweep checks it. A
+   timer for each connection would cost more than a request.
+6. An offer of another protocol (``Upgrade``, which Java's client sends for HTTP/2) is declined, except for a WebSocket by
+   rule 7. The request is then served, or refused if its method is CONNECT, its body is chunked, or an earlier request is
+   being served.
 7. The server may read the body of a request while it arrives (`StreamsBody`), and may let a WebSocket begin. Such a
-   request is served as soon as its head is complete. Its body has no limit of size, but must arrive at the minimum rate
-   of rule 4.
+   request is served as soon as its head is complete. Its body has no limit of size, but `min_read_bytes` of it must
+   arrive in each `body_timeout_seconds`.
 8. A head that equals an earlier one, apart from the content length, is not parsed again.
 9. A connection that waits for its client may be closed at any time for a new connection (`ConnectionTable`).
 10. The server may take no bodies from some clients (`IsStranger`), such as those without a key. If the body of their request has
@@ -198,7 +199,8 @@ class HttpConnection(asyncio.Protocol):
         self._explain = explain
         self._connections = connections
         self._table = table
-        self._slot: ConnectionSlot[HttpConnection] | None = None  # the slot in the table; None if the table was full
+        # The slot in the table. None: the table was full, or the connection has ended.
+        self._slot: ConnectionSlot[HttpConnection] | None = None
         self._heads = heads
         self._held = held
         self._client_log = client_log
@@ -559,7 +561,8 @@ class HttpConnection(asyncio.Protocol):
     def _begin_body_stream(self, streams: StreamsBody) -> bool:
         """Serve the request whose head is complete, if the server reads its body while it arrives (rule 7).
 
-        The body of a request that waits for an earlier request is collected as usual, because it cannot be served yet.
+        Return whether the request is being served. The body of a request that waits for an earlier request is collected as
+        usual, because it cannot be served yet.
         """
         headers = self._headers
         if self.exchange is not None or self.waiting or b"upgrade" in headers:
@@ -882,7 +885,10 @@ class HttpConnection(asyncio.Protocol):
         )
 
     def _linger(self) -> None:
-        """Close after the client had time to read the answer; drop the remaining bytes of its request meanwhile."""
+        """Close after the client had time to read the answer; drop the remaining bytes of its request meanwhile.
+
+        Close at once if the client has closed its sending side, and with TLS, which has no half-closed connections.
+        """
         self._stage = _CLOSING
         if self._slot is not None:
             self._table.mark_waiting(self._slot, WaitingFor.CLOSING, self._clock.now() / SECOND)

@@ -67,19 +67,22 @@ def send_http_error(exchange: Exchange, status: HTTPStatus, message: str, *, all
 
 
 def http_error_body(malformed: MalformedRequest) -> bytes:
-    """Return the body that explains an invalid request."""
+    """Return the body of the answer to a malformed request, in the form of the OpenAI API."""
     kind = "server_error" if malformed.status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error"
     code = malformed.status.name.lower()
     return msgspec.json.encode({"error": {"message": malformed.message, "type": kind, "param": None, "code": code}})
 
 
 def error_body(refused: RequestRejected) -> bytes:
-    """Return the body of a rejection."""
+    """Return the body of a rejection, in the form of completions and chat."""
     return msgspec.json.encode({"error": _error(refused)})
 
 
 def error_event(refused: RequestRejected, _events: int | None = None) -> bytes:
-    """Return the last event of a failed stream. It contains the retry hint, which otherwise is in a header."""
+    """Return the last event of a failed stream of completions or chat.
+
+    It contains the retry hint, which is in a header if the answer has not started yet.
+    """
     error = _error(refused)
     if refused.retry_after_ms:
         error["retry_after_ms"] = refused.retry_after_ms

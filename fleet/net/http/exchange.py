@@ -210,7 +210,7 @@ def split_target(target: bytes) -> tuple[str, bytes]:
 
 
 class MalformedRequest(Struct, frozen=True):
-    """The error with which a malformed request is answered."""
+    """The error with which a malformed request, or the request on a refused connection, is answered."""
 
     status: HTTPStatus
     message: str
@@ -429,8 +429,8 @@ class Exchange:
     def end_events(self, events: bytes, headers: Sequence[tuple[str, str]]) -> None:
         """Send the last server-sent events of an answer.
 
-        If the whole answer has no events, because the client has them all, send status 204 instead. An EventSource connects again after the
-        end of each answer, and this status is what ends that (HTML standard, "Server-sent events").
+        If the whole answer has no events, because the client has them all, send status 204 instead. An EventSource connects
+        again after the end of each answer, and stops only after this status (HTML standard, "Server-sent events").
 
         Raises:
             ClientDisconnected: The connection is closed.

@@ -99,7 +99,8 @@ class HttpServer:
         self.draining = False
         self.streams_body: StreamsBody | None = None  # None: every body is collected before its request is served
         self.is_stranger: IsStranger | None = None  # None: bodies are taken from every client
-        self.open_paths: Container[str] = ()  # paths that are served to strangers too, whose bodies are not read
+        # Paths whose requests are served to strangers too. Their handlers need no body.
+        self.open_paths: Container[str] = ()
         self._settings = settings
         self._clock = clock
         self._routes = routes

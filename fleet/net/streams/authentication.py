@@ -187,7 +187,7 @@ class _UnprovenCaller:
         `on_proven` is called after the proof. The other arguments are those of `StreamAuthenticator`; `accept` returns the
         receiver that takes the connection over after the proof.
         """
-        self.started = False  # True if the event loop closes the socket; False if `end` has to close it
+        self.started = False  # True if the event loop closes the socket; False if `StreamAuthenticator` has to close it
         self.proven = asyncio.Event()  # set after the proof or after a refusal
         self.cause = ""  # why the caller was refused; empty if it was not refused
         self._verifier = ProofVerifier(identity, kind) if identity.key is not None else None
@@ -253,9 +253,11 @@ async def dial(
 ) -> FrameConnection:
     """Open a connection on which both peers have proven their identity. Callers set a deadline.
 
+    There is no handshake on a Unix socket, or if the identity is open (`StreamIdentity.is_open`).
+
     Args:
-        address: ``unix:/path``, where no proof is needed, or ``host:port``.
-        accept: Called once with the connection after the handshake; it may send from then on.
+        address: ``unix:/path`` or ``host:port``.
+        accept: Called once with the connection after the handshake, when data may be sent on it.
         identity: The identity of this caller.
         kind: The kind of the stream.
         limit: Maximum length of a payload that may be received, as in `kvstore.net.frames.connect`.

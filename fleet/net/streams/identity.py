@@ -103,7 +103,7 @@ OPEN_IDENTITY = StreamIdentity(field="")
 
 
 def worker_identity(field: str, credentials: Credentials) -> StreamIdentity:
-    """Return the identity of a listener. With an authority, callers must show a certificate of it.
+    """Return the identity of a listener. With an authority, callers must show a certificate that it has signed.
 
     Raises:
         ConfigurationRefused: A file cannot be used, or fields contradict each other.

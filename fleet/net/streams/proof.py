@@ -28,7 +28,8 @@ class ProofFailed(ConnectionError):
     """The peer did not prove the secret.
 
     Attributes:
-        answer: Payload that reports this to the peer; empty if the peer does not take part in a handshake.
+        answer: Payload that reports the failure to the peer. Empty: the peer takes part in no handshake, or is the
+            listener, which gets no report.
     """
 
     def __init__(self, message: str, answer: bytes = b"") -> None:

@@ -202,8 +202,8 @@ def decode_instant(instant: int) -> int:
     """Decode a time that another router sent, in nanoseconds of Unix time.
 
     Raises:
-        ConnectionError: The time is after `LATEST`. A router that accepted it would advance its clock for session bindings to this time,
-            and give all later bindings still later stamps.
+        ConnectionError: The time is after `LATEST`. A router that accepted it would advance its clock for session
+            bindings to this time, and give all later bindings still later stamps.
     """
     if instant > LATEST:
         raise ConnectionError(f"another router's clock says {instant} ns")
@@ -227,7 +227,7 @@ def decode_booked(message: pb.ReplicaBookings) -> dict[WorkerId, ReservationTota
     """Decode the reservations of another router, by worker.
 
     Raises:
-        ConnectionError: A number of blocks is negative, too large or not finite, so it could not be compared.
+        ConnectionError: A number of blocks is negative, not finite, or larger than `MOST_BLOCKS`.
     """
     booked = {}
     for each in message.workers:

@@ -6,7 +6,7 @@ Rules:
    at which it listens itself.
 2. A router that is no longer behind the name is not dialled again. But an open connection to it stays open until one
    side closes it, because the router may still finish its requests.
-3. A name that cannot be resolved changes nothing. The cause is logged once.
+3. While the name cannot be resolved, nothing changes. A cause is logged only once in a row.
 """
 
 import asyncio
@@ -80,8 +80,8 @@ def _own_address(listen: str) -> tuple[str, int]:
     """Return the host and the port at which this router is found behind the name.
 
     Raises:
-        ConfigurationRefused: The address is a Unix socket, a host name, or an unspecified address such as 0.0.0.0. So it cannot be compared
-            with the addresses behind the name.
+        ConfigurationRefused: The address is a Unix socket, malformed, a host name, or an unspecified address such as
+            0.0.0.0. So it cannot be compared with the addresses behind the name.
     """
     if unix_path(listen):
         raise ConfigurationRefused(f"replicas_listen: {listen} cannot be reached by the routers of replicas_name")

@@ -1,13 +1,13 @@
-"""Aggregation of demand: sums the demand reports of all routers of a model into demand windows. Pure.
+"""Aggregation of demand: sums the demand reports of all routers of a model into demand windows, without I/O.
 
 Rules:
 
 1. `fleet.planner.sources` reads the reports. Their counters belong to one incarnation of a router process. If an
-   incarnation began within the window, all of its counts belong to the window. If it is older and reports for the first
-   time, only counts after its first report belong to the window, because it is unknown when its earlier requests
-   arrived.
-2. A source is stale until its first report, and again when it has been silent for longer than the limit. The counts of
-   such a silent time are dropped, because they would look like a burst in the next window. The window in which the
+   incarnation began within the window, or at most `stale_after` before it, all of its counts belong to the window. If it
+   is older and reports for the first time, only counts after its first report belong to the window, because it is
+   unknown when its earlier requests arrived.
+2. A source is stale until its first report, and again when it has been silent for longer than `stale_after`. The counts
+   of such a silent time are dropped, because they would look like a burst in the next window. The window in which the
    source reports again still names the source as stale.
 3. Abandoned and invalid requests are subtracted from the arrivals. Such a request may have arrived in an earlier
    window. So if more such requests are reported than have arrived in this window, the excess is subtracted from later
@@ -49,11 +49,11 @@ _HISTOGRAMS = ("ttft", "tpot", "queue_wait")
 
 
 class _Process(Struct):
-    """Holds the latest report of one router incarnation, and the counters at the end of the last window."""
+    """Holds the latest report of one router incarnation, and what earlier windows have counted."""
 
     source: str
     reported_at: Nanos
-    base: ModelDemand  # counters at the end of the last window
+    base: ModelDemand  # counters from which the present window counts (rules 1 and 2)
     latest: ModelDemand
     workers: tuple[WorkerLoad, ...]
 
@@ -140,7 +140,7 @@ class DemandAggregator:
         self._report_times.setdefault(source, None)
 
     def forget(self, source: str) -> None:
-        """Remove a source that has ended. Its last report still counts in the next window."""
+        """Remove a source that has ended. Its last report still counts in the present window."""
         self._report_times.pop(source, None)
         self._troubles.pop(source, None)
 

@@ -6,9 +6,10 @@ Rules:
    Python objects of each, and its watch would pass a broken line on as an event.
 2. The server ends a watch after WATCH_SECONDS. If it does not, the client ends the watch a little later, so that a silent
    connection is noticed.
-3. An object is created by an apply with a resourceVersion that no object ever has. The server creates a missing object
-   whatever the version is, and refuses to change an existing one. A POST would do the same, but leave the fields to a
-   second manager (`Update` beside `Apply`), so that fields which a later manifest leaves out would never be removed.
+3. `ApiServerClient.make` creates an object that is applied again later, by an apply with a resourceVersion that no object
+   ever has. The server creates a missing object whatever the version is, and refuses to change an existing one. A POST
+   (`ApiServerClient.create`) would do the same, but leave the fields to a second manager (`Update` beside `Apply`). Fields
+   that a later manifest leaves out would then never be removed.
    (API servers before Kubernetes 1.24 refuse to create a Service in this way. `tests/support/kube/README.md` has the
    sources, and says that this was not recorded from a real server.)
 4. A server's error message passes `fleet.net.kubernetes.status_errors` before it is shown or logged.
@@ -255,7 +256,7 @@ class ApiServerClient:
         """Send one request and yield its answer; release the connection in every case.
 
         Raises:
-            KubernetesError: The server answered with an error, or not in time.
+            KubernetesError: The server cannot be reached, or answered with an error or not in time.
         """
         client = self._client
         headers = {"Accept": accept, "Content-Type": media, "User-Agent": client.user_agent}

@@ -1,7 +1,8 @@
 """Leases and EndpointSlices of one namespace in the Kubernetes API, for the discovery directory.
 
-Every call except a watch ends after `CALL_SECONDS`. Errors are raised as the client raises them (`ApiException`,
-`aiohttp.ClientError`, `TimeoutError`); only a missing or changed object is a normal result.
+Every call except a watch ends after at most `CALL_SECONDS`. Errors are raised as the client raises them
+(`ApiException`, `aiohttp.ClientError`, `TimeoutError`). Only for reading and deleting a single object, a missing or
+changed object is a normal result.
 """
 
 from typing import Any
@@ -108,7 +109,7 @@ class DiscoveryObjects:
         return applied
 
     async def delete_slice(self, name: str, version: str) -> bool:
-        """Delete an EndpointSlice; return False if its version has changed."""
+        """Delete an EndpointSlice; return False if its version has changed. A missing EndpointSlice is no error."""
         return await self._delete(SLICES, endpoint_slices.PLURAL, name, version)
 
     async def _delete(self, kind: tuple[str, str], plural: str, name: str, version: str) -> bool:

@@ -2,12 +2,12 @@
 
 Rules:
 
-1. The leader renews the Lease every `retry`. A candidate takes the Lease if it is free, or if the candidate has seen no
+1. The leader renews the Lease regularly. A candidate takes the Lease if it is free, or if the candidate has seen no
    change of the Lease for the Lease's duration. The candidate measures this time by its own clock: the clocks of two
    machines are never compared.
 2. A leader that could not renew for `renew_within`, counted from the start of its last successful renewal, stops
-   acting. That is earlier than any candidate may take the Lease. Its last requests may still arrive late; all writes
-   are harmless then (`operators.controller.applier`, rule 3).
+   acting. That is earlier than any candidate may take the Lease. The last writes of this leader may still arrive late;
+   they are harmless then (`operators.controller.applier`, rule 3).
 3. A leader that ends gives the Lease back, so that the next one need not wait.
 4. Processes with the same identity lead together. If one of them finds the Lease renewed, it cannot know which process
    renewed it, or whether its own renewal arrived and only the answer was lost. This makes no difference, because both

@@ -1,7 +1,7 @@
 """Kubernetes events, which `kubectl describe` and `kubectl get events` show: makes their manifests, without I/O.
 
-An event is recorded once: its name is derived from its content and its generation. A process that was killed, and tries
-to record the same event again, therefore finds that it exists.
+An event is recorded at most once an hour: its name is derived from the object's uid, the event's content and generation,
+and the hour. A process that was killed, and tries to record the same event again, therefore finds that it exists.
 """
 
 import hashlib
@@ -49,7 +49,7 @@ def event_manifest(
         action: The action that was taken.
     """
     said = f"{about.uid} {happening.generation} {happening.reason} {happening.note}"
-    # The hour is a part of the name, so that the same change in a later hour is recorded as a second event.
+    # The name depends on the hour, so that the same change in a later hour is recorded as a second event.
     name = f"{about.name[:200]}.{hashlib.sha256(f'{said} {now:%Y%m%d%H}'.encode()).hexdigest()[:16]}"
     regarding: dict[str, Any] = {
         "apiVersion": kind.api_version,

@@ -4,10 +4,10 @@ Rules:
 
 1. A watch that ends, breaks or falls silent continues from the last version, bookmarks included. Everything is listed
    again only if the server does not remember that version any more.
-2. After a failure there is a pause, which doubles each time up to LONGEST_SECONDS, or is as long as the server demands.
-   After a watch that received something, the next pause is short again.
-3. A difference from an earlier version is news; the content of the first list is not. The callback `convert` receives
-   whether an object is news, because the age of a Lease is counted from its last news.
+2. After a failure, or a watch without any event, there is a pause. It doubles each time up to `LONGEST_SECONDS`, and is
+   longer if the server demands it. After a watch that received an event, the next pause is short again.
+3. An object in an event of a watch is news. An object in a list is news only if the cache has another version of it. The
+   callback `convert` receives whether an object is news, because the age of a Lease is counted from its last news.
 4. A failure of an informer never ends the operator, and no change is lost. No decision uses the cache before it has been
    filled once.
 """
@@ -53,7 +53,7 @@ class Informer(Generic[View]):
         """
         self.filled = asyncio.Event()
         self.restarts = 0
-        """Number of watches that have ended or failed since the start."""
+        """Number of times since the start that a watch has ended, or that a list or a watch has failed."""
 
         self._cluster = cluster
         self._kind = kind
@@ -69,7 +69,7 @@ class Informer(Generic[View]):
 
     @property
     def lost(self) -> bool:
-        """True if nothing was read yet, or if the server or the kind is missing now."""
+        """True if nothing was read yet, or if the last `MOST_FAILURES` calls of the API server have failed."""
         return not self.filled.is_set() or self._failures >= MOST_FAILURES
 
     async def run(self) -> Never:

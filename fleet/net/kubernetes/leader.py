@@ -5,7 +5,8 @@ Rules:
 1. The Lease is owned by the candidate's Deployment, if the settings name one. Kubernetes' garbage collection then removes
    the Lease with the Deployment, even if a terminating pod has just created the Lease again. Every write repeats the
    owner, so that a Lease of an older operator, or of a Deployment that was created again, gets the right owner too.
-2. If that Deployment does not exist, no candidate leads, because objects that are written then would stay for ever.
+2. If that Deployment does not exist, no candidate takes the Lease, because objects that are written then would stay for
+   ever.
 3. A change of the leader is recorded as an Event of the Lease, if a controller name is given. An Event that cannot be
    written has no other consequence.
 4. `renewTime` is only information for people. No clock is compared with it (`fleet.net.kubernetes.election`, rule 1).
@@ -98,7 +99,7 @@ class LeaseLeader:
         removes the objects that the former Lease owned. The task that waits for the event clears it."""
 
         self.waits = False
-        """True if a different candidate held the Lease when it was last read."""
+        """True if, when the Lease was last read, a different candidate held it and it had not ended."""
 
         self._cluster = cluster
         self._settings = settings
@@ -173,7 +174,11 @@ class LeaseLeader:
             return None
 
     async def _owner(self) -> str:
-        """Return the uid of the owner; empty if the settings name no owner, or if the API server forbids reading it."""
+        """Return the uid of the owner; empty if the settings name no owner, or if the API server forbids reading it.
+
+        Raises:
+            KubernetesError: The owner does not exist, or the API server did not answer.
+        """
         if not (name := self._settings.owner):
             return ""
         try:

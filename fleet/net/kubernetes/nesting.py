@@ -19,7 +19,7 @@ _TOKEN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[{]|[\]}]', re.DOTALL)
 
 
 def shallow(content: bytes) -> bytes:
-    """Return the JSON with null for every object and list below DEEPEST; invalid JSON stays invalid."""
+    """Return the JSON with null for every object and list deeper than `DEEPEST`; invalid JSON stays invalid."""
     kept, begin, depth = bytearray(), 0, 0
     for token in _TOKEN.finditer(content):
         sign = token[0]

@@ -24,7 +24,7 @@ class ApiServerUnreachable(KubernetesError):
 
 
 class ApiServerBusy(KubernetesError):
-    """The server is busy (HTTP 429 or 503); retry after the time that the server states (`after_seconds`)."""
+    """The server is busy (HTTP 429 or 503); retry after the time that it states (`after_seconds`; None: it states none)."""
 
     def __init__(self, message: str, after_seconds: float | None = None) -> None:
         super().__init__(message)
@@ -114,7 +114,7 @@ class KubernetesApi(Protocol):
     async def replace(self, kind: ApiKind, of: type[View], namespace: str, name: str, manifest: Manifest) -> View: ...
 
     async def apply(self, kind: ApiKind, of: type[View], manifest: Manifest, part: str = "") -> View:
-        """Apply a manifest on the server's side, as the operator, whose fields override those of other managers.
+        """Apply a manifest on the server's side. The fields of the client's field manager override those of other managers.
 
         `part` is `status` to apply the status instead of the object.
         """

@@ -256,7 +256,7 @@ class KubernetesLease(NamedObject, frozen=True):
     def with_renewal_time(self, now: datetime, before: Self | None, *, news: bool) -> Self:
         """Return the Lease with another renewal time: the instant at which this process learned of the Lease, by this process's clock.
 
-        If the Lease is not news (it is in the informer's first list), its own renewal time is used, or `now` if that
+        If the Lease is not news (`fleet.net.kubernetes.informer`, rule 3), its own renewal time is used, or `now` if that
         time is in the future. If the known version (`before`) had ended, the renewal is counted in `lapses`, so it
         counts as a change.
         """

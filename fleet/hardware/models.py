@@ -144,7 +144,7 @@ class ModelSizes(Struct, frozen=True, kw_only=True):
 
 
 def stored_bytes(number: Number) -> float:
-    """Return the bytes of one stored weight, including its share of a scale."""
+    """Return the bytes of one stored weight, including its share of the scale that quantised weights have in common."""
     return number.num_bytes * SCALES[number]
 
 
@@ -310,7 +310,7 @@ def _state_numbers(fields: _Fields) -> int:
 
 
 def _shared_parameters(fields: _Fields, hidden: int, expert_width: int, experts: int) -> int:
-    """Return the number of parameters of one MoE layer that every token uses: those of shared experts and the gate."""
+    """Return the number of parameters of one MoE layer that every token uses: shared experts, and the gate that chooses experts."""
     shared = fields.count("shared_expert_intermediate_size", "shared_intermediate_size", default=0)
     if not shared:
         shared = fields.count("n_shared_experts", default=0) * expert_width

@@ -384,7 +384,7 @@ def _capacity(sharding: _SizedSharding, demand: Demand, gpus: int) -> float:
 
 
 def _missed_goal(shardings: list[_SizedSharding], goals: LatencyGoals) -> Shortfall:
-    """Return the latency goal that a lone request misses by most, on the sharding that comes nearest to both goals."""
+    """Return the latency goal that a lone request misses by the larger factor, on the sharding that misses least."""
 
     def missed(sharding: _SizedSharding) -> tuple[float, float, float, float]:
         ways = (

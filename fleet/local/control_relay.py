@@ -25,7 +25,7 @@ from kvstore.net.unix_sockets import BACKLOG, identity, remove
 
 MOST_CONNECTIONS = 1024  # maximum number of open connections; each worker and each running command needs one
 CONNECT_SECONDS = 1.0
-CLOSE_SECONDS = 5.0  # time limit for a process to read the last bytes of a closed connection
+CLOSE_SECONDS = 5.0  # time limit for one side to read the last bytes after the other side has closed its connection
 CHUNK_BYTES = 64 << 10
 
 

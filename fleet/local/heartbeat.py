@@ -16,7 +16,7 @@ from fleet.local.liveness import HEARTBEAT_INTERVAL, ProcessSample
 
 
 def send_heartbeats(descriptor: int) -> None:
-    """Send a heartbeat at each interval while the event loop runs.
+    """Send a heartbeat every `HEARTBEAT_INTERVAL` while the event loop runs.
 
     Skip a heartbeat if the supervisor does not read the pipe, so that it is full, or has closed it.
     """
@@ -37,8 +37,8 @@ def sample_process(pid: int) -> ProcessSample | None:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
         return None
-    # A kernel without these counters has no such file. With zeros, time in which the process waits for a core counts as
-    # silence, too.
+    # A kernel without counters of `ran` and `waited` has no such file. With zeros, time in which the process waits for a
+    # core counts as silence, too.
     scheduled = "0 0 0"
     with suppress(OSError):
         scheduled = Path(f"/proc/{pid}/schedstat").read_text()

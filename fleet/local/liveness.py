@@ -10,8 +10,8 @@ Rules:
    Afterwards all time limits of the child begin again.
 4. A child that a debugger traces never counts as hung.
 5. Before its first heartbeat a child may be silent for any time, because loading may block its event loop for minutes.
-   `ChildProcess.ready_within` limits the loading time. The limit for a stopped child also holds before its first
-   heartbeat.
+   `fleet.local.supervision.ChildProcess.ready_within` limits the loading time. The limit for a stopped child also holds
+   before its first heartbeat.
 """
 
 from msgspec import Struct

@@ -7,8 +7,8 @@ reaper's standard input: ``+GROUP`` when it has started a group, ``-GROUP`` when
 `BEAT_SECONDS`. The end of the input means that the supervisor has ended. Then the reaper ends the remaining groups and
 removes the runtime folder. If the supervisor ended in an orderly way, there are no groups left.
 
-The kernel kills direct children with their parent (`die_with_parent`). The reaper ends the processes that these
-children had started.
+The kernel kills the supervisor's direct children together with it (`fleet.local.process_group.die_with_parent`). The
+reaper ends the processes that these children had started.
 
 A supervisor that hangs or is stopped does not replace processes that die. But its processes still serve, so the reaper
 does not end the supervisor. It reports the hang on standard error, and in the file `SILENT_FILE` of the runtime folder,

@@ -77,7 +77,7 @@ ChildEndpoints = Mapping[str, str]
 """Addresses of a child, by protocol."""
 
 Drain = Callable[[ChildEndpoints, Nanos], Awaitable[bool]]
-"""Requests from a child process to drain within a time and to end; returns False if the child cannot be reached."""
+"""Function that asks a child process to drain within a time limit and then to end. It returns False if the call failed."""
 
 
 class LocalProcess(Struct, frozen=True, kw_only=True):

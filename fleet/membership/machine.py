@@ -14,19 +14,18 @@ Rules:
 4. A replaced incarnation stays replaced. If it registers again, it gets `RegistrationSuperseded`. Neither this attempt
    nor its deregistration changes anything. Otherwise two processes that have the same name by mistake would replace
    each other again and again. The last `REMEMBERED_INCARNATIONS` replaced incarnations of each worker are remembered,
-   until the worker is no member any more.
+   until no incarnation of the worker is a member any more.
 5. A worker in a directory is a member as if it had registered, for the lease that the directory states. A worker that
    has registered here counts as alive until its lease ends: a record of another incarnation in the directory is ignored
-   until then, and a missing record is no departure. If a member was only found in the directory, it leaves as soon as
-   its record is missing. A record of another incarnation replaces it at once, but not while this router has a stream to
-   it, because directories show renewals with a delay.
+   until then, and a missing record is no departure. A member that was only found in the directory leaves as soon as its
+   record is missing. A record of another incarnation replaces such a member at once, but not while this router has a
+   stream to the member, because directories show renewals with a delay.
 6. A worker that has registered with another router (`Registration`) becomes a member for the rest of its lease there, but
    at most for the lease of this router. If another incarnation is already a member of this router, it is not replaced,
    because the other router may not know of a restart. The incarnation that is alive will renew its registration.
-7. Directories repeat a record only rarely, and other routers repeat a registration that they pass on
-   (`Register.forwarded`) only rarely. Therefore, if the name in it belongs to another incarnation, it is kept as a claim
-   to the name until the claim's own lease ends. When the name becomes free, the incarnation with the latest claim becomes
-   a member.
+7. A record in a directory, or a registration that another router passes on (`Register.forwarded`), is repeated only
+   rarely. Therefore, if its name belongs to another incarnation, it is kept as a claim to the name until the claim's own
+   lease ends. When the name becomes free, the incarnation with the latest claim becomes a member.
 """
 
 from collections import deque

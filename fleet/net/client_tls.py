@@ -1,4 +1,4 @@
-"""TLS of the ports for clients: certificates that are renewed while they serve, and handshakes that count as connections.
+"""TLS of the ports for clients: certificates that are renewed while the ports serve, and handshakes that count as connections.
 
 Rules:
 

@@ -9,9 +9,9 @@ Rules:
    of its usage that the buckets have not refilled meanwhile. If Redis refuses the key of one tenant, for example
    because another program has written it, only this tenant is affected.
 3. The script uses Redis' clock, so the routers' clocks need not agree.
-4. If Redis has no data of a tenant, for example after a restart, it learns them from the routers: each router reports
-   how full it believes the buckets to be, and for `LEARNING_SECONDS` the lowest value counts. A key expires when its
-   buckets are full; routers also assume full buckets if there is no key.
+4. If Redis has no key of a tenant, for example after a restart, it learns the levels of the tenant's buckets from the
+   routers: each router reports how full it believes the buckets to be, and for `LEARNING_SECONDS` the lowest value
+   counts. A key expires when its buckets are full; routers also assume full buckets if there is no key.
 
 Without Redis, routers that are peers share the limits by themselves (`fleet.router.tenants`, rule 4).
 """
@@ -36,7 +36,7 @@ ANSWER_SECONDS = 1.0
 # number of exchanges in which Redis is still asked about a tenant after the last usage of the tenant
 REMEMBERED = 10 * MINUTE_SECONDS
 
-LEARNING_SECONDS = 1.0  # duration of rule 4; ten exchanges happen in this time, so every router has reported
+LEARNING_SECONDS = 1.0  # see rule 4; ten exchanges happen in this time, so every router has reported
 
 # The script keeps one hash per tenant: the level of each bucket, and the time of the levels. Buckets fill as in the
 # router's tenant limits. Numbers are returned as text, because Redis would round them to integers.

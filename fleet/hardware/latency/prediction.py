@@ -24,7 +24,7 @@ TensorRT-LLM."""
 
 MEAN_LENGTHS = {"inferencex": 0.9, "authors": 1.0}
 """For each benchmark, the mean length of its prompts and answers, divided by the stated length. InferenceX draws
-lengths evenly from 0.8 to 1 of the stated length; the other benchmark uses the stated length.
+lengths evenly from 0.8 to 1 of the stated length; the benchmark of aiconfigurator's authors uses the stated length.
 """
 
 MEMORY_SHARE = 0.95

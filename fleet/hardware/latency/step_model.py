@@ -30,9 +30,9 @@ MICROSECOND = 1e-6
 
 
 class StepWork(Struct, frozen=True, kw_only=True):
-    """Holds the durations in seconds of the parts of a step at the full speeds of the GPU's data sheet.
+    """Holds the durations in seconds of the parts of a step at the full speeds of the GPU's data sheet, and some counts.
 
-    The durations are those of the busiest GPU of one attention group.
+    The durations are those of the busiest GPU of one attention group (`fleet.hardware.sharding`, rule 1).
     """
 
     dense_read: float  # reading all dense weights

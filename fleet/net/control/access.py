@@ -4,8 +4,8 @@ Rules:
 
 1. A Unix socket requires no proof: the modes of its file and folder keep other users out.
 2. Over TCP a caller shows a certificate, or its calls carry proofs of a secret (`kvstore.security.call_proofs`). Routers and
-   workers refuse to listen without a certificate and without a secret (`RouterSettings`, `WorkerSettings`), unless
-   their settings declare the network as trusted.
+   workers refuse to listen if their settings (`RouterSettings`, `WorkerSettings`) have neither a certificate nor a
+   secret, unless the settings declare the network as trusted.
 3. Health checks and reflection need no proof of the secret. They reveal only whether the process serves, and the public
    .proto files.
 """
@@ -38,7 +38,7 @@ from kvstore.security.tls_diagnosis import diagnose_address
 
 REFLECTION = "/grpc.reflection."
 DIAGNOSIS_SECONDS = 0.5
-"""The limit for each step of a TLS diagnosis after a failed call."""
+"""Time limit for each step of a TLS diagnosis after a failed call."""
 
 
 class ControlAccess:

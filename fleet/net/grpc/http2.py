@@ -98,7 +98,8 @@ class Http2Server:
             connection_seconds: The time, varied by up to a tenth, after which a client is asked to reconnect; 0 sets no
                 limit.
             limits: Limits of connections.
-            max_held_bytes: The limit for messages that arrive or are being served; beyond it long messages are refused.
+            max_held_bytes: Number of bytes of the messages that arrive or are being served, beyond which long messages
+                are refused.
             certificates: The certificates of a TCP port that speaks TLS; None if it does not.
         """
         self.limits = limits

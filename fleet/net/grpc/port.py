@@ -67,7 +67,8 @@ async def open_port(
         setting: The settings field that holds the address; errors name it.
         alive: Further health services by name, as functions that return whether the process works at all, independent of
             what it can serve.
-        bind: Binds the server and returns the port, or raises RuntimeError. None binds without TLS.
+        bind: Binds the server and returns the port, or raises RuntimeError. None: `add_insecure_port` of the server does
+            this.
         guard: Limits the connections of a TCP port; the server has it as an interceptor.
 
     Raises:

@@ -95,7 +95,7 @@ class HeadCache:
         self._latest: tuple[bytes, bytes, HttpHead] | None = None
 
     def find(self, content: bytes) -> tuple[HttpHead, int] | None:
-        """Return the cached head of these bytes, and their content length; None if the head is unknown.
+        """Return the cached head for these bytes, and the content length in them; None if the head is unknown.
 
         `content` is a whole head with the empty line at its end.
         """

@@ -4,8 +4,8 @@ Rules:
 
 1. A replica has `pp` pipeline stages with `tp` × `dp` GPUs each. The GPUs of a stage form `dp` attention groups, each
    with its own sequences (data-parallel attention). The `tp` GPUs of a group split the attention heads and the dense
-   layers. Experts are split over all `tp` × `dp` GPUs: each GPU has whole experts if `ep` is more than 1 (then `ep`
-   equals `tp` × `dp`), and otherwise a slice of every expert.
+   layers. Experts are split over all `tp` × `dp` GPUs. If `ep` is 1, each GPU has a slice of every expert. Otherwise `ep`
+   equals `tp` × `dp`, and each GPU has whole experts.
 2. If a model has fewer KV heads than `tp`, several GPUs hold the same KV head. With MLA, every GPU of a group holds all
    latent vectors.
 3. An engine uses the share `MEMORY_SHARE` of a GPU's memory, unless the caller states another share. The KV cache gets

@@ -5,7 +5,7 @@ Rules:
 1. A model is sharded by tensor parallelism over GPUs of one node. For each sharding, the limit of one engine is the
    highest rate of requests that keeps both latency goals (`open_loop`) and uses at most the share `HEADROOM` of the
    engine's throughput. The number of replicas is the demanded rate divided by this limit, rounded up. If the load is a
-   number of clients that wait for their answers, the limit is a number of running requests instead of a rate, and
+   number of clients that wait for their answers, the limit is a number of running requests instead of a rate. Then
    `HEADROOM` only applies to prefill engines.
 2. Aggregated and disaggregated serving are both computed. In disaggregated serving, prefill engines and decode engines
    have limits of their own.

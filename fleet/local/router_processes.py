@@ -1,4 +1,4 @@
-"""Router processes: plans the processes of a router that runs as several processes, which share its ports, on one machine."""
+"""Router processes: plans a router that runs as several processes on one machine, with the same ports for all of them."""
 
 import secrets
 import sys

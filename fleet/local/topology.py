@@ -352,7 +352,7 @@ def _claim_metrics(topology: Topology, held: ExitStack) -> None:
     """Reserve the ports for metrics of the store node, the planner and the workers that the cluster starts with.
 
     Raises:
-        ConfigurationRefused: An address cannot be listened on or does not name its port, an address is for a store that
+        ConfigurationRefused: An address cannot be listened on or does not name its port. Or an address is for a store that
             the cluster does not have, or a pool has too few ports for all workers that it may get.
     """
     if topology.store.metrics_listen and KvPath.STORE not in topology.cluster.kv_paths:

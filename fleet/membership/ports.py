@@ -35,8 +35,8 @@ class Registry(Protocol):
         """Register a worker, or renew its registration; return the duration of its lease.
 
         Raises:
-            RegistryUnreachable: No registry answered. Try again, and go on serving. `RegistrationRefused` is a
-                subclass.
+            RegistryUnreachable: No registry has accepted the worker. Try again, and go on serving. `RegistrationRefused`
+                is a subclass.
             NameHeld: Another live process has this worker's id. If this process never had the id, it should try again
                 for a while, because the other process may be about to end.
             WorkerSuperseded: A newer process has this worker's id. Do not try again.

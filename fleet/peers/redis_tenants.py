@@ -10,7 +10,7 @@ Rules:
    because another program has written it, only this tenant is affected.
 3. The script uses Redis' clock, so the routers' clocks need not agree.
 4. If Redis has no key of a tenant, for example after a restart, it learns the levels of the tenant's buckets from the
-   routers: each router reports how full it believes the buckets to be, and for `LEARNING_SECONDS` the lowest value
+   routers. Each router reports how full it believes the buckets to be, and for `LEARNING_SECONDS` the lowest value
    counts. A key expires when its buckets are full; routers also assume full buckets if there is no key.
 
 Without Redis, routers that are peers share the limits by themselves (`fleet.router.tenants`, rule 4).

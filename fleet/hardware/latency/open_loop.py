@@ -7,8 +7,8 @@ Rules:
 2. While an aggregated engine decodes one whole answer, it computes one prompt for each running request. So it serves
    `running / (answer × step + running × prompt)` requests per second, where `step` and `prompt` are times. Its TPOT is
    the time of a step, plus the time of the prefills that fall on one token.
-3. If requests arrive at a rate, the number of other requests that run at the same time is Poisson-distributed (as in
-   M/G/inf; percentiles are taken from the normal distribution with the same mean and variance). If clients wait for
+3. If requests arrive at a rate, the number of other requests that run at the same time is Poisson-distributed, as in
+   M/G/inf. Its percentiles are taken from the normal distribution with the same mean and variance. If clients wait for
    their answers, this number is `running` - 1 at every percentile. A percentile of the TPOT is the TPOT with the same
    percentile of this number.
 4. Prompts wait for earlier prompts, as in an M/D/1 queue with the utilisation `u` and the service time `s`. The share

@@ -7,8 +7,8 @@ Rules:
    (`coefficients`). A `StepModel` contains the times of `work`, divided by the efficiencies. It has only a dozen
    numbers and simple formulas, because simulators call it a hundred thousand times per second.
 2. Reading weights overlaps with multiplying them; the times of attention and of exchanges between GPUs are added. The
-   time of two overlapping parts is the square root of the sum of their squares: about the larger time if they differ
-   much, and 1.4 times one of them if they are equal.
+   time of two overlapping parts is the square root of the sum of their squares. This is about the larger time if they
+   differ much, and 1.4 times one of them if they are equal.
 3. A step reads those experts to which its tokens are sent. If each token is sent to k of E experts, independently of
    other tokens, the share of experts that is read is 1 - (1 - k/E)^tokens.
 4. With sparse attention, each token attends to a limited number of tokens. Window layers and linear layers cost the

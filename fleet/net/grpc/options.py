@@ -15,7 +15,7 @@ PING_TIMEOUT: Final = (
     ("grpc.http2.ping_timeout_ms", PING_TIMEOUT_MS),
     ("grpc.keepalive_timeout_ms", PING_TIMEOUT_MS),
 )
-"""Milliseconds for which a peer may leave a ping unanswered before the connection is closed."""
+"""Options that close a connection whose peer leaves a ping unanswered for `PING_TIMEOUT_MS`."""
 
 _KEEPALIVE: Final = (
     # A hung peer (SIGSTOP, pulled cable) is noticed within eight seconds, if no heartbeat notices it sooner:

@@ -58,7 +58,7 @@ def send_rejection(
 
 
 def send_http_error(exchange: Exchange, status: HTTPStatus, message: str, *, allow: str = "") -> None:
-    """Answer a request that no handler can take, in the form of the API that its path belongs to."""
+    """Answer a request that no handler can take, in the form of the API to which its path or its headers belong."""
     if exchange.request.path.startswith(ANTHROPIC_PATHS) or ANTHROPIC_VERSION in exchange.request.headers:
         content = _anthropic_body(status, message)
     else:

@@ -243,7 +243,10 @@ def rate_limit_headers(allowance: RateLimitStatus | None) -> tuple[tuple[str, st
 
 
 def answer_id(headers: Mapping[bytes, bytes]) -> str:
-    """Return the id for an answer to a request that has got no id from the router: the one that the client sent, if usable, or a random one."""
+    """Return the id for the answer to a request that has got no id from the router.
+
+    It is the id that the client sent, if that is usable, or else a random one.
+    """
     if REQUEST_ID_HEADER in headers and REQUEST_ID.fullmatch(sent := headers[REQUEST_ID_HEADER].decode("latin-1")):
         return sent
     return uuid.uuid4().hex
@@ -345,7 +348,7 @@ class Exchange:
         self._keep_alive = request.head.keep_alive and not connection.is_expired
         self._began = False
         self._complete = False
-        # Headers that are added to every answer that is not relayed.
+        # Headers that are added to the answer, unless it is relayed or passed on.
         self.more_headers: tuple[tuple[str, str], ...] = ()
 
     @property

@@ -254,7 +254,7 @@ class KubernetesLease(NamedObject, frozen=True):
         return msgspec.structs.replace(self, metadata=metadata, spec=spec)
 
     def with_renewal_time(self, now: datetime, before: Self | None, *, news: bool) -> Self:
-        """Return the Lease with another renewal time: the instant at which this process learned of the Lease, by this process's clock.
+        """Return the Lease with another renewal time: the instant at which this process learned of its version, by its own clock.
 
         If the Lease is not news (`fleet.net.kubernetes.informer`, rule 3), its own renewal time is used, or `now` if that
         time is in the future. If the known version (`before`) had ended, the renewal is counted in `lapses`, so it

@@ -27,7 +27,7 @@ COUNTED = (
     *("arrivals", "refused", "abandoned", "prompt_tokens", "cached_tokens", "prompt_squares", "finished"),
     *("answer_tokens", "answer_squares", "queued", "oldest_seconds", "overflowed", "overflow_dollars"),
 )
-"""Names of those fields of a demand window that must be finite and at least 0."""
+"""Names of the fields of a demand window that are single numbers; each must be finite and at least 0."""
 
 
 class PlanGoals(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -68,8 +68,8 @@ class PlannedPool(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Price of one GPU, or of one replica without a GPU."""
 
     start_seconds: Seconds = 120.0
-    """Time from the request for a replica until it serves. As soon as a start was observed, the observed time is used
-    instead."""
+    """Time from the request for a replica until it serves. The rule `fleet` begins with this value, and each observed
+    start moves its own estimate halfway to the observed time."""
 
     drain_seconds: Seconds = 60.0
     """Time from the order to end a replica until it has drained and ended."""
@@ -86,13 +86,13 @@ class PlannedPool(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class PlanBudget(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Limits that hold at every instant, including replicas that start or drain. None: there is no limit."""
+    """States the limits for all pools together. The limits also count replicas that start. None means no limit."""
 
     gpus: Annotated[int, Meta(ge=0)] | None = None
-    """Maximum number of GPUs."""
+    """Maximum number of GPUs, including those of replicas that drain."""
 
     dollars_per_hour: Annotated[float, Meta(ge=0)] | None = None
-    """Maximum price of all replicas together, in dollars per hour."""
+    """Maximum price of all replicas together, including those that drain, in dollars per hour."""
 
     least_ratio: Annotated[float, Meta(ge=0)] | None = None
     """Minimum number of prefill replicas for each decode replica; it may be a fraction."""
@@ -141,8 +141,8 @@ class PlanDecision(Struct, frozen=True, kw_only=True):
 
     at: Nanos
     replicas: dict[PoolName, int]
-    """Number of replicas of every pool that the rule sizes, also if it is unchanged. Pinned pools keep their present
-    number."""
+    """Number of replicas of each pool that the rule sizes, also if it is unchanged. A pool that is not reported is
+    missing."""
 
     reason: DecisionReason
     message: str = ""
@@ -174,7 +174,10 @@ def no_signal(field: str, message: str) -> PlanCondition:
 
 
 def demand_doubts(demand: DemandWindow) -> Iterator[PlanCondition]:
-    """Yield a condition for each reason why a demand window is not reliable: stale sources and impossible numbers."""
+    """Yield a condition for each reason why a demand window is not reliable.
+
+    The reasons are stale sources, impossible numbers, and an end of the window before its beginning.
+    """
     for source in demand.stale:
         yield no_signal(source.partition(": ")[0], f"no demand from {source}")
     for field, value in _numbers(demand):
@@ -206,10 +209,10 @@ def pool_doubts(names: Iterable[PoolName], seen: Observation) -> Iterator[PlanCo
 
 
 def check_limits(pools: Sequence[PlannedPool], budget: PlanBudget) -> None:
-    """Check that the bounds of the pools and the budget do not contradict each other.
+    """Check that each pool has its own name and valid numbers, and that the bounds and the budget are compatible.
 
     Raises:
-        ValueError: Two limits contradict each other; the message names the field.
+        ValueError: A check failed; the message names the field.
     """
     names = [each.name for each in pools]
     for each in pools:

@@ -107,10 +107,10 @@ class DemandWindow(Struct, frozen=True, kw_only=True):
 
     @property
     def rate(self) -> float:
-        """Arrivals per second."""
+        """Arrivals per second, or 0 if the window has no duration."""
         return self.arrivals / self.seconds if self.ended > self.began else 0.0
 
     @property
     def overflow_dollars_per_hour(self) -> float:
-        """Cost of the overflowed requests in this window, converted to dollars per hour."""
+        """Cost of the overflowed requests in this window, in dollars per hour, or 0 if the window has no duration."""
         return 3600 * self.overflow_dollars / self.seconds if self.ended > self.began else 0.0

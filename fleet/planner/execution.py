@@ -1,6 +1,7 @@
-"""Execution of a plan: decides whether a plan is settled, and what is rolled back at its deadline.
+"""Execution of a plan: decides which numbers are written, whether the plan is settled, and what is rolled back.
 
-Pure. `fleet.planner.server` calls these functions while it carries out a plan, and decides the outcome.
+Pure. Connectors call `to_write` when they write a plan. `fleet.planner.server` calls the other functions while it
+carries out a plan.
 
 Rules:
 
@@ -55,7 +56,7 @@ def forbidden(plan: Plan, seen: Observation) -> Plan | None:
 
 
 def rollback(plan: Plan, before: Observation, seen: Observation) -> Plan | None:
-    """Return the plan that rolls back the unfinished part of another plan, or None if there is nothing to roll back.
+    """Return a new plan that rolls back the unfinished part of `plan`, or None if there is nothing to roll back.
 
     `before` is the observation from which the plan was made, and `seen` is the present observation.
     """

@@ -7,8 +7,8 @@ Rules:
    and `both`). They are divided among the prefill pools as well, because each request needs both phases.
 2. A pool grows at once. It shrinks only to its highest need during the last cool-down, so that a short pause of the
    load changes nothing.
-3. Bounds of pools, the GPU budget and the price limit always hold. If the budget is too small for all needs, pools get
-   replicas in the order of their names.
+3. The numbers stay within the bounds of the pools, the GPU budget and the price limit. If the budget is too small for
+   all needs, each pool gets its minimum, and further replicas are given to the pools in the order of their names.
 4. All numbers stay as they are if demand is stale, a number is impossible, the clock went back, or a pool is not
    reported.
 """
@@ -108,7 +108,10 @@ class LoadRule:
     def _within_budget(
         self, needs: dict[PoolName, int], observed: dict[PoolName, PoolObservation], conditions: list[PlanCondition]
     ) -> dict[PoolName, int]:
-        """Return the numbers of replicas that the budget allows; draining replicas use up a part of the budget."""
+        """Return the numbers of replicas that the budget allows; draining replicas use up a part of the budget.
+
+        A pool gets its minimum number of replicas even if the budget is used up.
+        """
         budget = self._budget
         gpus = sum(pool.gpus * observed[pool.name].draining for pool in self._pools if pool.gpu)
         dollars = sum(pool.replica_dollars * observed[pool.name].draining for pool in self._pools)

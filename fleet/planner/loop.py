@@ -2,12 +2,12 @@
 
 Rules:
 
-1. Every planner asks its rule for decisions, also if it does not lead, so that the rule knows the past demand when the
-   planner begins to lead. Only the leader applies plans, and only in active mode.
+1. Unless its mode is `off`, every planner asks its rule for decisions, also if it does not lead. So the rule knows the
+   past demand when the planner begins to lead. Only the leader applies plans, and only in active mode.
 2. Only one plan is carried out at a time. A decision that requests more replicas of some pool than this plan supersedes
-   the plan; every other decision waits until the plan has ended. The new plan also contains the replicas of the
-   superseded plan that do not serve yet. So these are rolled back too if they do not serve in time.
-3. A new leader continues an unfinished plan of the former leader: it waits for the replicas, and rolls back those that
+   the plan; every other decision has no effect while the plan is carried out. The new plan also contains the replicas
+   of the superseded plan that do not serve yet. So these are rolled back too if they do not serve in time.
+3. A new leader continues an unfinished plan of an earlier leader: it waits for the replicas, and rolls back those that
    do not serve in time.
 4. The loop limits the numbers of each decision to the bounds of the pools, because a rule may have a fault. Plans do
    not contain pinned pools.
@@ -64,15 +64,16 @@ EXTRA_SECONDS = 30.0
 drain."""
 
 STARTING_SECONDS = 30.0
-"""Seconds after the start of the planner in which an orchestrator that does not answer is not reported as a condition,
-because it may still be starting too."""
+"""Seconds after the start of the planner in which an orchestrator that has not answered yet is not reported as a
+condition, because it may still be starting too."""
 
 OBSERVE_SECONDS = 2 * CALL_SECONDS
 """Time limit in seconds for an observation. A connector has a shorter time limit of its own; this limit is for a
 connector that exceeds it."""
 
 RETRY_SECONDS = 10.0
-"""Seconds to wait after a plan that could not be carried out, before the next plan begins."""
+"""Seconds to wait before the next plan begins, if the last plan was held back or was carried out without being
+settled."""
 
 _ENDED = {
     PlanOutcome.SETTLED: PlanState.SETTLED,
@@ -134,7 +135,7 @@ class DecisionRecorder(Protocol):
         ...
 
     def planned(self, plan: PlanRecord) -> None:
-        """Record a plan in its present state; called at each change of the state."""
+        """Record a plan as it is now; called each time that its record changes."""
         ...
 
 
@@ -167,7 +168,7 @@ class PlannerLoop:
             election: Says whether this planner leads. The caller has to run it.
             history: Keeps the records of plans.
             clock: Clock for intervals and deadlines.
-            wall_ms: Returns the wall-clock time in milliseconds, for ids of plans and for texts.
+            wall_ms: Returns the wall-clock time in milliseconds since 1970, for ids of plans, records and the status.
             identity: Name of this planner.
             rehearsal: Tries plans before they are applied, or None if plans are not rehearsed.
             recorder: Records decisions and plans, or None if nothing is recorded.
@@ -296,8 +297,8 @@ class PlannerLoop:
     def _not_observed(self, cause: str) -> None:
         """Report in a condition that the orchestrator does not answer.
 
-        In the first STARTING_SECONDS of the planner, report no condition, because the orchestrator may still be
-        starting too.
+        If the pools were never observed, report no condition in the first STARTING_SECONDS of the planner, because the
+        orchestrator may still be starting too.
         """
         if self._seen is None and self._clock.now() < self._began + round(STARTING_SECONDS * SECOND):
             self._waiting_for = cause
@@ -319,7 +320,7 @@ class PlannerLoop:
         return decision if replicas == decision.replicas else structs.replace(decision, replicas=replicas)
 
     def _changes(self, decision: PlanDecision, seen: Observation) -> dict[PoolName, int]:
-        """Return the new number of replicas of each pool that a decision changes.
+        """Return the new number of replicas of each pool that a decision changes, without pinned pools.
 
         If the reason of the decision is `NO_SIGNAL`, return nothing, even if the number of a pool is out of its bounds.
         """

@@ -17,8 +17,9 @@ Rules, in the order in which `PlannerMachine.decide` applies them:
    the forecast for the time at which a replica that is started now would serve. From that rate, the capacity model and
    the solver compute the replicas for prefill, decode and all GPU types at once.
 4. **Growth** happens at once, if the replicas that serve or start are too few for the rate. Replicas that are starting
-   count as existing, so no plan requests them twice. Only a higher need supersedes a plan that is under way. As long as
-   the rate exceeds the capacity by less than `TOLERATED` and hardly any request is late, growth waits.
+   count as existing, so no plan requests them twice. Only a higher need supersedes a plan that is under way. Growth
+   waits as long as the rate is at most `TOLERATED` times the capacity, hardly any request is late, and no change is
+   under way.
 5. **Latency.** If more requests are late than the goals allow (`fleet.planner.forecasting.attainment`), although the
    capacity model says that the replicas suffice, one replica is added to the phase that causes the delay. This happens
    only if no change is under way, and at most once in a start-up time (at least a minute). For some hours after that,
@@ -34,9 +35,9 @@ Rules, in the order in which `PlannerMachine.decide` applies them:
 8. **Limits** (minimum and maximum numbers of replicas, budgets, ratio) are kept at every instant, and also count
    replicas that start or drain. If no budget is free, a replica that replaces another one starts only when the other
    one has drained.
-9. **Pinned** pools keep their number, and the sizes of the other pools are computed with this number. Pools that find
-   no room, whose replicas fail, or whose numbers were rolled back, do not grow for `retry_seconds`; the other pools
-   grow instead.
+9. **Pinned** pools keep their number, and the sizes of the other pools are computed with this number. A pool does not
+   grow for `retry_seconds` if its replicas find no room or fail, or if its number is forbidden or was rolled back; the
+   other pools grow instead.
 10. **Goals out of reach.** If no pool can reach a goal, the planner sizes pools for nearly the best latency that can be
     reached, and reports a condition. It then does not shrink pools unless the load ends.
 
@@ -117,7 +118,7 @@ class PlannerMachine:
         """Create the machine.
 
         Raises:
-            ValueError: Bounds contradict each other, or no pool serves a phase; the message names the field.
+            ValueError: The pools or the budget are invalid, or no pool serves a phase; the message names the field.
         """
         budget = budget or PlanBudget()
         check_roles(pools)
@@ -241,6 +242,8 @@ class PlannerMachine:
     def _trusts_forecast(self, horizon: float) -> bool:
         """Return whether the forecast of the rate is used.
 
+        It is not used if the settings turn it off, or if it has too few samples.
+
         After a fall of the rate, forecasts by means and trends are too high for a while. In this time, only a seasonal
         forecast is used.
         """
@@ -251,7 +254,8 @@ class PlannerMachine:
     def _learn(self, view: "_PlanningView") -> None:
         """Learn from the measured latencies how to correct the predicted ones.
 
-        Do nothing while pools change and shortly afterwards, because queues distort the latencies in this time.
+        Do nothing while pools change and shortly afterwards, because queues distort the latencies in this time. After
+        each time of learning, wait for the time `_PlanningView.horizon` (at least `RECENT_SECONDS`).
         """
         rested = self._elapsed - max(self._learned, self._pool_history.last_change)
         if view.under_way or rested < max(view.horizon, RECENT_SECONDS):
@@ -330,7 +334,10 @@ class PlannerMachine:
         )
 
     def _more(self, view: "_PlanningView") -> tuple[dict[PoolName, int], DecisionReason]:
-        """Return numbers of replicas that serve the rate, if possible without shrinking a pool, and the reason."""
+        """Return numbers of replicas that serve the rate, or as much of it as the limits allow, and the reason.
+
+        If possible, no pool shrinks.
+        """
         rate = view.rate * (1.0 + self._settings.margin)
         wanted = view.wanted
         changed = self._demand.shape_changes != self._shape_changes and not view.under_way
@@ -373,7 +380,8 @@ class PlannerMachine:
     def _late(self, view: "_PlanningView") -> Role | None:
         """Return the phase that misses its latency goal, although its replicas suffice by the capacity model.
 
-        Return None if there is no such phase, or if a change of the pools is too recent to judge.
+        Return None if there is no such phase, or if a change of the pools is too recent to judge. Also return None if
+        the load has ended, or is less than `LATE_SHARE` of the phase's capacity.
         """
         rested = self._elapsed - max(self._latency_growth, self._pool_history.last_change)
         if view.under_way or view.quiet or rested < max(view.horizon, FAST_SECONDS):
@@ -387,7 +395,10 @@ class PlannerMachine:
         return phase if self._load_share(view, phase) >= LATE_SHARE else None
 
     def _one_more(self, view: "_PlanningView", phase: Role) -> dict[PoolName, int]:
-        """Return the numbers with one more replica in the cheapest pool that serves the phase and may grow."""
+        """Return the numbers with one more replica in the pool that serves the phase at the lowest price per request.
+
+        Only pools that have replicas and may grow are considered. If there is none, return the present numbers.
+        """
         replicas = dict(view.wanted)
         able = [
             each
@@ -476,7 +487,9 @@ class PlannerMachine:
         *,
         drained: bool = False,
     ) -> Mix | None:
-        """Return the cheapest mix that serves a rate within all limits, or None if the limits contradict each other.
+        """Return the cheapest mix that serves a rate, or as much of it as the limits allow.
+
+        Return None if the limits contradict each other.
 
         `least` and `most` may narrow the bounds of the pools. If `drained` is true, draining and removed replicas do
         not count in the budget.
@@ -565,7 +578,7 @@ class _PlanningView(Struct, frozen=True, kw_only=True):
     pools: tuple[_SeenPool, ...]
     load: OfferedLoad
     level: float
-    """Present requests per second, as the mean since the last change (the level)."""
+    """Arrivals per second, on average since the rate last changed (the level)."""
 
     forecast: float
     rate: float
@@ -573,7 +586,7 @@ class _PlanningView(Struct, frozen=True, kw_only=True):
     ended."""
 
     highest: float
-    """Highest `rate` during the last cool-down."""
+    """Highest `rate` during the last cool-down, or 0 if the load has ended."""
 
     horizon: float
     """Seconds from the end of the demand window until replicas that are requested now would serve."""

@@ -4,9 +4,9 @@ The records are kept in memory and in a file of JSON lines.
 
 Rules:
 
-1. A record is written when its plan begins, when it ends, and when it has its score (`PlanScore`: what was measured after
-   it, and the errors of its predictions). Each time the record is a new line with the same id; the last line with an id is
-   the valid one.
+1. A record is written when its plan begins, when the plan's rehearsal has ended, when the plan ends, and when the plan has
+   its score (`PlanScore`: what was measured after it, and the errors of its predictions). Each time the record is a new
+   line with the same id; the last line with an id is the valid one.
 2. The file is rotated at `MOST_BYTES`; one older file remains, with the suffix `.1`. If the file cannot be written, a
    warning is logged once, and plans are still carried out.
 3. Several planners may append to one file, each record by one write.
@@ -49,7 +49,7 @@ class PlanState(StrEnum):
     HELD_BACK = "held_back"  # the rehearsal predicts that the plan misses a goal that the present pools keep
     CONFLICT = "conflict"  # another writer changed a pool at the same time
     REFUSED = "refused"
-    FAILED = "failed"  # the orchestrator did not answer
+    FAILED = "failed"  # the orchestrator did not answer, or has ended
     HANDED_OVER = "handed_over"  # this planner ended or lost the leadership; the next leader continues the plan
 
 
@@ -132,7 +132,7 @@ class PlannerStatus(Struct, frozen=True, kw_only=True):
     (`dollars`)."""
 
     error: float | None = None
-    """The larger one of the values in `errors`, or None if no plan was scored yet."""
+    """The largest value in `errors`, or None if `errors` is empty."""
 
     errors: dict[str, float] = {}
     """Running means of the relative errors of the predicted latencies, by name: `ttft` and `tpot`."""

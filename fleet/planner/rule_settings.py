@@ -42,7 +42,8 @@ class PlannerRuleSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Time between two samples of the forecast."""
 
     threshold: Annotated[float, Meta(ge=1, le=10)] = 4.0
-    """Number of standard errors by which a rate or a length must differ from its mean to count as changed."""
+    """Number of standard errors by which the latest rates or lengths must differ from their earlier mean to count as
+    changed."""
 
     mix_saving: Annotated[float, Meta(ge=0, le=1)] = 0.1
     """Share of the cost that another mix of pools must save, so that the planner changes to it."""

@@ -294,7 +294,7 @@ class LoadRuleSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Settings of the simple rule, which sizes pools by numbers of requests, as KEDA does, without engine models."""
 
     requests_per_replica: Annotated[float, Meta(gt=0, le=1e6)]
-    """Running and waiting requests that one replica should have."""
+    """Number of running and waiting requests for which one replica suffices."""
 
     interval_seconds: IntervalSeconds = 5.0
     """Time between two decisions."""

@@ -1,4 +1,4 @@
-"""Access records: writes a JSON object for each request that ended or was refused to a rotated file.
+"""Access records: writes a rotated file with a JSON object for each request that ended or was refused.
 
 `fleet.frontend.access_log` builds the records. `SCHEMA` names the format. A record names the request, its model, tenant and session, and the
 workers. It contains the text of the prompt and of the answer only if the settings demand it. `fleet.recording.traces` reads the records as a trace, for simulations of the same traffic.

@@ -8,9 +8,10 @@ A request has `t` (seconds from the start of its agent), `in` and `out` (tokens)
 blocks of 512 tokens; the last block may be partly filled.
 
 If a trace is read as requests, a fixed number of sessions runs concurrently, each at its recorded pace. When a session has ended, the next
-one starts. If a trace is read as sessions, each turn waits for the answers for which it waited in the recording: the previous answer to
-its own agent, and the last answers to the sub-agents that had ended before the turn. After the last of these answers the recorded time
-passes, in which a tool or a person worked, and then the turn is sent.
+one starts. If a trace is read as sessions, each turn waits for the answers for which it waited in the recording. These are the previous
+answer to its own agent, and the last answers to those sub-agents that had ended before the turn. The first turn of a sub-agent waits for
+the previous answer to the agent that started it. After the last of these answers the recorded time passes, in which a tool or a person
+worked, and then the turn is sent.
 """
 
 import heapq

@@ -27,7 +27,7 @@ def azure_requests(
     """Yield a request for each row. Arrivals are times since the first row. `chain` makes names for the blocks of prompts.
 
     Raises:
-        TraceError: A row is malformed, or `ordered` is set and a row is earlier than the row before it.
+        TraceError: A column is missing, a row is malformed, or `ordered` is set and a row is earlier than the row before it.
     """
     columns = [name.strip() for name in header[1].decode("utf-8-sig", "replace").split(",")]
     for name in (TIME, PROMPT, ANSWER):

@@ -47,7 +47,7 @@ class RotatedFile:
         Args:
             path: The file; its folder must exist.
             most_bytes: Size from which on the file is renamed.
-            kept: Number of renamed files that are kept.
+            kept: Number of renamed files that are kept; 0: a full file is removed.
             field: The name of the settings field with the path, for error messages.
             clock: The clock that measures the time between two log messages.
 

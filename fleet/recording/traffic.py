@@ -1,7 +1,7 @@
 """Traffic from recordings: reads the requests in a router's recording (`fleet serve router --record`), for a simulation.
 
-The answer of a request has the recorded length. If the request was rejected, cancelled or not finished, its answer gets the maximum length
-that the client asked for. Requests are yielded in the order of their arrival. So while the end of a request has not been read, all later
+The answer of a request has the recorded length. If the request was rejected, not finished, or cancelled before its first token, its answer
+gets the maximum length that the client asked for. Requests are yielded in the order of their arrival. So while the end of a request has not been read, all later
 requests are held in memory. The models of the recording are treated as one model.
 """
 
@@ -38,7 +38,7 @@ def recorded_block_tokens(path: Path) -> int | None:
     """Return the block size of the first worker that joined; None if no worker joined.
 
     Raises:
-        TraceError: The file is no recording.
+        TraceError: The file is no recording, or a line is malformed.
     """
     for entry in _entries(path):
         if isinstance(entry.event, WorkerJoined):

@@ -265,7 +265,7 @@ class PrefillQueues:
         """Remove a prompt that is computed or whose attempt has ended. Do nothing if the prompt is unknown.
 
         Returns:
-            The number of tokens that the worker has to compute of this prompt; 0 if the prompt was not sent.
+            The number of prompt tokens that the worker had to compute; 0 if the prompt was not sent, or is unknown.
         """
         if (prompt := self._prompts.pop(request_id, None)) is None:
             return 0

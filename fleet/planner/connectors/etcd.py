@@ -69,10 +69,10 @@ class EtcdRecords:
 
 @asynccontextmanager
 async def etcd_records(target: EtcdTarget) -> AsyncIterator[EtcdRecords]:
-    """Open the connection to etcd, and yield the records of a target.
+    """Open the connection to etcd, and yield the plan records under the target's prefix.
 
     Raises:
-        ConfigurationRefused: A file of `credentials` cannot be read.
+        ConfigurationRefused: A file that `target.credentials` names cannot be read.
     """
     channels = EtcdChannels(target.endpoints, target.credentials, "connector")
     try:

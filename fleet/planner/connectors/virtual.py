@@ -5,8 +5,9 @@ Rules:
 1. There are two records. Connectors write the plan record: a revision that grows by one with every write, and for each
    pool the number of replicas with its plan, revision and writer. The orchestrator writes the plan report: the revision
    of the plan that it has read, and the state of each pool.
-2. One write contains a whole plan, and it fails if the plan record has changed since it was read. So if two planners
-   write at the same time, one of them gets a conflict.
+2. One write contains a whole plan, and it fails if the plan record has changed since it was read. The connector then
+   reads the record again. If another writer has changed a pool of the plan, the plan ends with a conflict; otherwise the
+   connector tries the write again, at most `TRIES` times.
 3. If a pool's revision is newer than the report's, the orchestrator has not read it yet. The records do not show
    whether an orchestrator runs. So the planner waits for the replicas of a plan only for a limited time. Then it writes
    another revision without the replicas that are still missing. If the planner ends earlier, nothing is rolled back,
@@ -91,7 +92,7 @@ class PlanReport(Struct, frozen=True, kw_only=True):
 
 
 class RecordsSnapshot(Struct, frozen=True, kw_only=True):
-    """Holds both records as they were at one instant."""
+    """Holds both records as they were read."""
 
     intent: Intent
     report: PlanReport | None

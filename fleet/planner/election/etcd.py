@@ -105,7 +105,7 @@ async def open_etcd_election(
     """Open a candidate for the key in the settings; when the context ends, the candidate resigns as leader.
 
     Raises:
-        ConfigurationRefused: A file of `credentials` cannot be read.
+        ConfigurationRefused: A file that `settings.credentials` names cannot be read.
     """
     channels = EtcdChannels(settings.endpoints, settings.credentials, "election")
     candidate = EtcdElection(settings, channels, identity, clock)

@@ -2,8 +2,9 @@
 
 The kernel releases the lock when the process of its holder ends, also if the process was killed.
 
-If somebody deletes the folder and creates it again, the path leads to a new file, which another candidate could lock.
-So a candidate then closes its old file, which ends its leadership, and tries to lock the new file.
+If somebody deletes the file or its folder, another candidate could create a new file at the path, and lock it. So a
+candidate whose file is no longer at the path closes this file, which ends its leadership. It then tries to lock the
+file that is at the path.
 """
 
 import asyncio
@@ -92,7 +93,7 @@ def open_file_election(path: Path, identity: str, *, may_come_later: bool = Fals
         may_come_later: If true, the folder of the file does not have to exist yet; nobody leads until it exists.
 
     Raises:
-        ConfigurationRefused: The file cannot be created.
+        ConfigurationRefused: The file cannot be opened or created.
     """
     election = FileElection(path, identity)
     try:

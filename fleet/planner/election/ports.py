@@ -17,7 +17,7 @@ class PlanElection(Protocol):
 
 
 class AlwaysLeads:
-    """Says that this planner always leads, because it is the only candidate. Implements `PlanElection`."""
+    """Replaces an election where none takes place: this planner always leads. Implements `PlanElection`."""
 
     def leads(self) -> bool:
         return True

@@ -6,8 +6,9 @@ Rules:
    chance, some minutes have more late requests than others, so a single bad minute is no reason to add replicas.
 2. A goal is missed if two conditions hold. First, the last `FAST_SECONDS` have so many more late requests than the
    budget that chance does not explain the excess. Second, the last `SLOW_SECONDS` also have more late requests than the
-   budget, or the last `FAST_SECONDS` have at least `FAST_BURN` times the budget. Alerts on burn rates use the same two
-   windows (Beyer et al., The Site Reliability Workbook, 2018, chapter 5).
+   budget, or the last `FAST_SECONDS` have at least `FAST_BURN` times the budget. With fewer than `FEWEST_LATE` late
+   requests in the last `FAST_SECONDS`, no goal is missed. Alerts on burn rates use the same two windows (Beyer et al.,
+   The Site Reliability Workbook, 2018, chapter 5).
 3. Requests that still wait in routers, longer than the TTFT goal, count as late too. Their number is estimated: the
    ages of waiting requests are assumed to be evenly spread between 0 and the age of the oldest one.
 """
@@ -76,7 +77,10 @@ class Attainment:
 
     @property
     def overspent(self) -> bool:
-        """Return whether more requests than allowed were late, in both the last `FAST_SECONDS` and `SLOW_SECONDS`."""
+        """Return whether more requests than one of the goals allows were late.
+
+        It has to be so in the last `FAST_SECONDS` and also in the last `SLOW_SECONDS`.
+        """
         return any(
             all(
                 (burn := self._burn(field, seconds, waiting)) is not None and burn[0] > burn[1]

@@ -28,7 +28,7 @@ MEMORY = 240
 """Number of steps after which the weight of an old sample in a mean has fallen to 1/e."""
 
 UNSEASONAL = 4
-"""Until the first season is complete, the mean of this number of last values is the forecast."""
+"""Number of latest values whose mean is the seasonal forecast until the first season is complete."""
 
 NORMAL = 1.2533
 """Standard deviation of a normal distribution, divided by its mean absolute deviation. Forecast errors are measured by
@@ -136,7 +136,7 @@ class LocalTrend:
 class Seasonal:
     """Forecasts by the additive seasons of Holt and Winters, without a trend.
 
-    Until the first season is complete, it forecasts the mean of the last values.
+    Until the first season is complete, it forecasts the mean of the last `UNSEASONAL` values.
     """
 
     def __init__(
@@ -203,7 +203,11 @@ class ChosenForecaster:
         self.aim(horizon_seconds)
 
     def aim(self, horizon_seconds: float) -> None:
-        """Set the horizon of the back-test; keep past errors, and drop forecasts that were not compared yet."""
+        """Set the horizon of the back-test.
+
+        If the number of steps in the horizon changes, forecasts that were not compared yet are dropped; past errors
+        are kept. Otherwise nothing changes.
+        """
         steps = max(1, round(horizon_seconds / self._step))
         if steps == self._steps and self._made:
             return

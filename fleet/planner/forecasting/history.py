@@ -80,10 +80,10 @@ class DemandHistory:
         self._step_arrivals = self._step_seconds = 0.0
         self._steps = 0
         self.since_shape_change = inf
-        """Seconds of observed demand since the mean length of prompts or answers last changed."""
+        """Seconds of observed demand since the mean length of prompts or answers last changed; infinite before that."""
 
         self.since_fall = inf
-        """Seconds of observed demand since the rate last fell by more than chance explains."""
+        """Seconds of observed demand since the rate last fell by more than chance explains; infinite before that."""
 
         self.ended: Nanos | None = None
         """Instant at which the last window ended; None before the first window."""
@@ -219,7 +219,7 @@ class PoolHistory:
         """Instant at which the number of ready replicas of any pool last changed."""
 
     def start_seconds(self, pool: PlannedPool) -> float:
-        """Return the observed start-up time of a replica, or before the first observation the one in the settings."""
+        """Return the expected start-up time of a replica: the one in the settings, corrected by each observed start."""
         return self._start[pool.name]
 
     def blocked(self, name: PoolName, now: float) -> bool:
@@ -232,8 +232,12 @@ class PoolHistory:
     def absorb(self, now: float, seen: Observation) -> None:
         """Learn from an observation of the pools.
 
-        If the number of replicas that the planner decided was written, and the requested number is lower now although
-        nobody has pinned the pool, then the plan was rolled back. The pool then counts as unable to grow for a while.
+        A pool counts as unable to grow for a while in three cases:
+
+        - Its missing replicas have found no room, or have failed, for at least the start-up time in the settings.
+        - The orchestrator's bounds forbid the requested number.
+        - A plan was rolled back: the number that the planner decided was written, and the requested number is lower
+          now, although nobody has pinned the pool.
         """
         for each in seen.pools:
             if (pool := self._pools.get(each.name)) is None:

@@ -5,9 +5,10 @@ Rules:
 1. Each sample has a weight (such as seconds) and an amount (such as arrivals in these seconds). The level is the sum of
    the amounts divided by the sum of the weights, over all samples since the last change, but at most the last `LONGEST`
    samples.
-2. After each sample, the means of the last 1, 2, 3, 6, 12, ... samples are compared with the mean of the earlier
-   samples. If they differ by more than `threshold` standard errors, chance is an unlikely explanation: the measure has
-   changed, and the earlier samples are dropped. The caller gives a function that returns, for a mean, the variance of
+2. After each sample, the means of the last 1, 2, 3, 6, 12, 24 and 48 samples are compared, each with the mean of all
+   earlier samples. If they differ by more than `threshold` standard errors, chance is an unlikely explanation: the
+   measure has changed, and the earlier samples are dropped. If several of these means differ that much, the one with
+   the largest difference counts. The caller gives a function that returns, for a mean, the variance of
    the amount in one unit of weight. For a fall, the variance at the earlier mean is used. For a rise, the standard
    deviation is the average of two: at the earlier mean, and at the new mean. The reason is that the variance of counts
    grows with their mean (Anscombe's transformation, 1948, has the same effect).
@@ -50,7 +51,7 @@ class Level:
         return self._amount / self.weight if self.weight else 0.0
 
     def add(self, weight: float, amount: float) -> bool:
-        """Add a sample; return True if the measure has changed."""
+        """Add a sample; return True if the measure has changed. A sample whose weight is not above 0 is ignored."""
         if weight <= 0.0:
             return False
         self._samples.append((weight, amount))

@@ -89,7 +89,10 @@ def propose_pools(
     headroom: float,
     backend: str = "vllm",
 ) -> PoolProposal:
-    """Return the cheapest pools that serve `rate` requests per second within the goals, or as many as possible."""
+    """Return the cheapest pools that serve `rate` requests per second within the goals.
+
+    If the budget does not allow this rate, the pools serve as much of it as the budget allows.
+    """
     tokens = ceil(load.shape.prompt_tokens + load.shape.answer_tokens)
     if sized.context and tokens > sized.context:
         return _nothing(

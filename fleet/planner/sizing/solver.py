@@ -12,7 +12,7 @@ Rules:
    GPUs until they have drained. So new replicas may use only GPUs that are free already.
 4. An integer program needs a fixed rate for each replica, but this rate grows with the number of replicas in the pool.
    So the solver is called again with the rates for the numbers that it has found, until these replicas really serve the
-   computed rate. The rates only fall from one round to the next one, so the rounds end.
+   computed rate, at most `ROUNDS` times. The rates only fall from one round to the next one.
 """
 
 from collections.abc import Sequence
@@ -35,8 +35,8 @@ HORIZON_SECONDS = 1800.0
 
 ROUNDS = 8
 SERVED_FIRST = 100.0
-"""Cost of an unserved request in the program, as a multiple of the cost of the most expensive replica that could serve
-it."""
+"""Cost of an unserved request in the program, as a multiple of the cost of serving it on the most expensive replicas, one
+for each phase."""
 
 GAP = 1e-6
 """Relative distance to the optimal value at which the solver may stop."""
@@ -233,7 +233,8 @@ def fewest(candidate: Candidate, rate: float, rates: Rates) -> int:
 def _alone(candidate: Candidate, rate: float, rates: Rates) -> float:
     """Return the rate per replica if the pool has enough replicas to serve the whole rate alone.
 
-    If the bounds of the pool allow fewer replicas than that, return the rate per replica at the maximum number.
+    The number of replicas is limited to the maximum of the pool, and is at least its minimum and its present number.
+    Return 0 if the maximum is 0.
     """
     if candidate.most == 0:
         return 0.0

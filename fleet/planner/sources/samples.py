@@ -6,8 +6,8 @@ Rules:
 
 1. The labels in `PROCESS_LABELS` identify the router process to which a sample belongs. Prometheus adds the label
    `instance`; a page with the metrics of several router processes has the label `router`.
-2. Each router process has the metric `fleet_demand_uptime_seconds`. If some counters of a model exist, all of them must
-   exist, because a missing series would look like missing demand.
+2. Each router process has the metric `fleet_demand_uptime_seconds`. If a process has any metric of a model's demand, all
+   counters in `REQUIRED` must exist for this model, because a missing series would look like missing demand.
 3. A report is refused if one of its values is negative or not a finite number.
 """
 
@@ -65,11 +65,10 @@ def process_name(key: ProcessKey) -> str:
 
 
 def demand_reports(samples: Iterable[MetricSample], now: Nanos) -> dict[ProcessKey, DemandReport]:
-    """Return the demand report of each router process.
+    """Return the demand report of each router process; processes without the metric `UPTIME` are left out.
 
     Raises:
-        BadDemandReport: A series is missing or has an impossible value, or no sample comes from a router that reports
-            its demand.
+        BadDemandReport: A series or a label is missing, a value is impossible, or no process has the metric `UPTIME`.
     """
     processes: dict[ProcessKey, _ProcessSamples] = {}
     for sample in samples:

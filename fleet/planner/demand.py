@@ -3,8 +3,8 @@
 Rules:
 
 1. A demand window is the difference between two values of cumulative counters, summed over all routers of the model. A
-   request counts as demand when it arrives, unless its client left before the answer began. Refused requests also
-   count, as demand that was not served.
+   request counts as demand when it arrives, unless its client left before the answer began, or no amount of capacity
+   could have served it. Refused requests also count, as demand that was not served.
 2. Durations are stored as histograms with fixed buckets. So the windows of several routers can be added, and also
    successive windows of one router.
 3. A source that has not reported within its limit is named in `stale`; a planner then keeps all numbers of replicas as
@@ -54,10 +54,11 @@ class DemandWindow(Struct, frozen=True, kw_only=True):
     began: Nanos
     ended: Nanos
     arrivals: int = 0
-    """Number of requests that arrived, without those whose clients left before an answer began."""
+    """Number of requests that arrived, without those whose clients left before an answer began, and without those that
+    no amount of capacity could have served."""
 
     refused: int = 0
-    """Number of those arrivals that routers refused because of too much load."""
+    """Number of requests that routers refused in this window because of too little capacity."""
 
     abandoned: int = 0
     """Number of requests whose clients left before an answer began. They are not part of `arrivals`."""

@@ -7,8 +7,8 @@ Rules:
    and `both`). They are divided among the prefill pools as well, because each request needs both phases.
 2. A pool grows at once. It shrinks only to its highest need during the last cool-down, so that a short pause of the
    load changes nothing.
-3. The numbers stay within the bounds of the pools, the GPU budget and the price limit. If the budget is too small for
-   all needs, each pool gets its minimum, and further replicas are given to the pools in the order of their names.
+3. A pool that is not pinned stays within its bounds. If the GPU budget or the price limit is too small for all needs,
+   each pool gets its minimum, and further replicas are given to the pools in the order of their names.
 4. All numbers stay as they are if demand is stale, a number is impossible, the clock went back, or a pool is not
    reported.
 """

@@ -32,9 +32,9 @@ Rules, in the order in which `PlannerMachine.decide` applies them:
    If one phase grows because lengths have changed, the other phase shrinks in the same plan.
 7. **Cheaper mix.** Another mix of pools is used only if it saves at least the share `mix_saving` of the cost. Its new
    replicas start before old ones end.
-8. **Limits** (minimum and maximum numbers of replicas, budgets, ratio) are kept at every instant, and also count
-   replicas that start or drain. If no budget is free, a replica that replaces another one starts only when the other
-   one has drained.
+8. **Limits.** The requested numbers keep the bounds of the pools and the ratio. Budgets are kept at every instant, and
+   also count replicas that start or drain. If no budget is free, a replica that replaces another one starts only when
+   the other one has drained.
 9. **Pinned** pools keep their number, and the sizes of the other pools are computed with this number. A pool does not
    grow for `retry_seconds` if its replicas find no room or fail, or if its number is forbidden or was rolled back; the
    other pools grow instead.

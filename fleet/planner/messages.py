@@ -11,7 +11,7 @@ Rules:
    number.
 4. A written number stays valid after its writer has ended. The number before the plan is stored as well, so that
    anybody can restore it. If a plan supersedes an unfinished plan, the number before the first of these plans stays
-   stored.
+   stored, unless more replicas than this serve by then (`PoolObservation.fallback`).
 """
 
 from enum import StrEnum
@@ -71,7 +71,8 @@ class PoolObservation(Struct, frozen=True, kw_only=True):
     """Id of the plan that wrote the requested number, or an empty text if no plan wrote it."""
 
     before: int | None = None
-    """Number of replicas that was requested before the plan `plan`, or None if it is unknown."""
+    """Number of replicas before the plan `plan`, without those that an earlier plan had added and that did not serve;
+    None if it is unknown."""
 
     version: str = ""
     """Version of the requested number, which changes each time that somebody writes the number."""

@@ -149,6 +149,7 @@ class Rehearsal(Protocol):
             planned: Number of replicas of each pool after the plan.
 
         Raises:
-            RehearsalSkipped: The rehearsal took too long or failed, or the sample has too few requests.
+            RehearsalSkipped: The rehearsal failed, the sample has too few requests, or `rate` is 0. The caller limits the
+                time.
         """
         ...

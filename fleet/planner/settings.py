@@ -314,10 +314,11 @@ class RehearsalSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Rehearsal of plans in the simulator."""
 
     enabled: bool = True
-    """Rehearse each plan before it is applied. If off, plans are applied without a rehearsal."""
+    """Rehearse each new plan before it is applied. If off, plans are applied without a rehearsal."""
 
     limit_seconds: Annotated[float, Meta(gt=0, le=60)] = 10.0
-    """Time limit of a rehearsal. A longer rehearsal is skipped, and the record of the plan says so."""
+    """Time limit of a rehearsal. A rehearsal that takes longer is aborted, the plan is applied without its result, and
+    the record of the plan says so."""
 
 
 class PlannerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

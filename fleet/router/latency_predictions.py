@@ -6,8 +6,8 @@ Rules:
    many tokens of each prompt are to be computed, and when tokens came. They need no other reports from the engines.
 2. A worker computes prompts in the order in which they were sent. When a prompt is sent, its time to the first token is predicted: the
    remaining time of the earlier prompts on the worker, plus the time of the prompt itself. Prompts whose first tokens come in one message
-   are counted as computed together. Nothing is predicted for a prompt that has to wait for answers to end, because the batch or the KV
-   cache is full.
+   are counted as computed together. The prediction is not compared with the measurement if the prompt has to wait for answers to end,
+   because the batch or the KV cache is full.
 3. The gap between two tokens is predicted from the requests that decode at that time. Gaps in which a prompt was computed are left
    out, because they last as long as that prompt's steps.
 4. Each prediction is made twice: by the profile alone, and corrected by what was learned about this worker
@@ -224,8 +224,8 @@ class _PredictedWorker:
         self._most_tokens = description.kv_blocks * description.block_tokens
         self._prompts: dict[RequestId, _PredictedPrompt] = {}  # prompts in the order in which they were sent
         self._streams: dict[RequestId, _PredictedStream] = {}
-        self._since = Nanos(0)  # instant from which the worker could compute the first of these prompts
-        self._computed = Nanos(-1)  # instant at which the last prompt was computed
+        self._since = Nanos(0)  # instant from which the worker could compute the first prompt in `_prompts`
+        self._computed = Nanos(-1)  # instant at which the last prompt was computed or dropped
 
     def send(self, now: Nanos, work_id: RequestId, tokens: int, to_compute: int) -> None:
         if not self._prompts:
@@ -352,7 +352,10 @@ class _PredictionErrors:
             self._by_profile.append(abs(by_profile - seconds) / seconds)
 
     def learn(self, profile: float, seconds: float) -> bool:
-        """Learn from one measurement, and return True if an alarm begins. Values above `LONGEST`, as after a clock change, are ignored."""
+        """Learn from one measurement, and return True if an alarm begins.
+
+        Values that are not between 0 and `LONGEST`, as after a clock change, are ignored.
+        """
         return 0 < seconds < LONGEST and 0 < profile < LONGEST and self.correction.observe(profile, seconds)
 
     def expected(self, worker: WorkerDescription, kind: PredictionKind) -> PredictionAccuracy:

@@ -4,13 +4,13 @@ Rules:
 
 1. A request that arrives is placed at once, waits in the admission queue (`fleet.router.queueing.admission`), or is rejected. It is
    rejected at once if its predicted wait is above the limit. Every request ends exactly once: by `Complete`, by `Reject`, or without a command
-   when its client has cancelled it.
+   to its client when the client has cancelled it.
 2. Placement and reservation happen in one step, on both workers of a pair. The prefill worker's reservation ends with its attempt. The
    worker that answers releases the prefill share of its reservation at the first token, and the rest at the end of the request.
 3. After a prefill attempt the request is over if the one token of this attempt ends the answer. Otherwise the decode worker gets the handoff.
    `LiveRequest.ends_with_prefill_token` and `emits_prefill_token` decide what happens with that token.
-4. A failed attempt (the worker left, could not be reached, or rejected it for a reason that is not the request's fault) is placed again on
-   another worker, up to `max_attempts` placements in all. The tokens that were already sent to the client are appended to the prompt, and
+4. A failed attempt (the worker left, could not be reached, cancelled it, sent no usable handoff, or rejected it for a reason that is not the
+   request's fault) is placed again on another worker, up to `max_attempts` placements in all. The tokens that were already sent to the client are appended to the prompt, and
    the attempt states their number (`Start.generated_tokens`). If no other worker can continue the answer (`_hindrance`), the answer starts
    over, provided that the client has seen nothing of it (`Arrived.whole`). If the client has seen a part, the request is rejected with
    WORKER_LOST. An answer that another router has begun (`Arrived.answered`) is continued by the same rule.
@@ -242,7 +242,7 @@ class RouterMachine:
         return out
 
     def next_deadline(self) -> Nanos | None:
-        """Return the instant at which the next `RouterTicked` is due."""
+        """Return the instant at which the next `RouterTicked` is due; None if no live request has a deadline."""
         lowest = self._deadlines.lowest
         return None if lowest is None else Nanos(lowest)
 
@@ -296,9 +296,10 @@ class RouterMachine:
     def _place(
         self, live: LiveRequest, now: Nanos, out: list[Command], *, new: bool = False
     ) -> Decision | WaitForRoom | Rejection:
-        """Choose the workers of a new or queued request, and dispatch or reject it. If the result is `WaitForRoom`, nothing was done.
+        """Choose the workers of a request, and dispatch or reject it. If the result is `WaitForRoom`, nothing was done.
 
-        A new request is also rejected if its predicted wait in a prefill queue or an engine is too long.
+        A new request is also rejected if its predicted wait in a prefill queue or an engine is too long, and no other workers with a short
+        wait are found.
         """
         outcome = self.placer.choose(live, self.registry.candidate_table(live), now)
         if (
@@ -354,7 +355,7 @@ class RouterMachine:
         Args:
             live: The request.
             placed: The decision with the wait that is too long.
-            wait: The wait.
+            wait: The wait that is too long, with its worker.
             now: The present instant.
         """
         arrived = live.arrived
@@ -497,7 +498,10 @@ class RouterMachine:
     def _decode_worker(
         self, live: LiveRequest, prefill: RegisteredWorker, handoff: Handoff, now: Nanos
     ) -> WorkerId | None:
-        """Return the decode worker that was chosen with the prefill worker. If it is draining or gone, return another one, or None."""
+        """Return the decode worker that was chosen with the prefill worker.
+
+        If it is draining or gone, choose another one, reserve the request on it, and return it; None if there is none.
+        """
         for worker_id in live.reserved_on:
             worker = self.registry[worker_id]
             if worker is not prefill and not worker.draining:
@@ -511,7 +515,10 @@ class RouterMachine:
         return chosen
 
     def _emit(self, live: LiveRequest, worker_id: WorkerId, progress: Progress, now: Nanos, out: list[Command]) -> None:
-        """Send tokens to the client, and add their blocks to the reservation on the worker."""
+        """Send new tokens to the client, and add their blocks to the reservation on the worker.
+
+        If the listener wants only the end of the answer (`Arrived.only_end`), the tokens are counted and not sent.
+        """
         if not progress.token_ids and progress.parsed is None and not progress.vector:
             return
         if not live.first_token_at:
@@ -833,7 +840,7 @@ class RouterMachine:
         return self.registry.cache_seconds()
 
     def _models(self) -> tuple[ModelSnapshot, ...]:
-        """Return the requests of each model that has, or had, a worker or a request."""
+        """Return the counts of requests for each model that has, or had, a worker or a request."""
         active: dict[ModelName, int] = {}
         queued: dict[ModelName, int] = {}
         for live in self.live_requests.values():

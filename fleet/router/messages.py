@@ -289,7 +289,7 @@ class Reject(Struct, frozen=True, kw_only=True):
     message: str
     field: str = ""
     retry_after_ms: int = 0
-    cause: str = ""  # a `RejectionCause`, if the request was rejected because no worker could be chosen
+    cause: str = ""  # a `RejectionCause`, if no worker can serve the request or continue its answer
 
 
 class CacheDriftChanged(Struct, frozen=True, kw_only=True):

@@ -4,8 +4,8 @@ Rules:
 
 1. A policy gets the request and a table of candidates. The table has a row for each quantity and a column for each worker, in the order
    in which the workers joined. A sum over workers is therefore one numpy operation, and one copied array keeps the data of a decision.
-2. A policy consists of filters, then scorers, then a picker. Each of them may come from an entry point of the groups `fleet.policies`,
-   `fleet.filters`, `fleet.scorers` and `fleet.pickers`. A plug-in is a `msgspec.Struct` whose fields are its
+2. Most policies consist of filters, then scorers, then a picker. A whole policy or one of its parts may come from an entry point of the
+   groups `fleet.policies`, `fleet.filters`, `fleet.scorers` and `fleet.pickers`. A plug-in is a `msgspec.Struct` whose fields are its
    parameters; the settings set them by name.
 3. Costs add up: the cost of a candidate is the sum of weight × cost over the scorers, and lower is better.
 4. A filter names the candidates to keep; if it would keep none, it is skipped. Workers that *cannot* serve a request are not among the
@@ -262,7 +262,7 @@ class PlacementPolicy(Protocol):
     def costs(self, request: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Mapping[str, Floats]:
         """Return the parts of the candidates' costs by name.
 
-        The router calls this only when an explanation is requested.
+        The router calls this only for an explanation, or when a gateway needs further workers to fall back on.
         """
         ...
 

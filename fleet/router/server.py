@@ -244,7 +244,7 @@ class RouterServer:
         self._machine.demand.turned_away(model)
 
     async def run(self) -> Never:
-        """Serve until the task is cancelled. Then reject all requests that have not ended."""
+        """Serve until the task is cancelled, or until a bug interrupts the processing of an event. Then reject all requests that have not ended."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._keep_time(), name="deadlines")
@@ -313,7 +313,7 @@ class RouterServer:
         """Let the machine process an event, and perform its commands. If a command cannot be performed, this causes another event.
 
         An exception from a bug is raised here and also ends `run`: the decisions of the machine can no longer be trusted, and the caller
-        (the reader of a socket, or a client's call) cannot repair that.
+        (the reader of a socket, or a client's call) cannot repair that. All later events are ignored.
         """
         if self._bug is not None:
             return

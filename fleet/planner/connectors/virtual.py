@@ -53,7 +53,8 @@ class PoolIntent(Struct, frozen=True, kw_only=True):
     """Revision of the plan record with which the number was written."""
 
     before: Replicas | None = None
-    """Number of replicas that was requested before the plan, or null if it is unknown."""
+    """Number of replicas before the plan, without those that an earlier plan had added and that did not serve; null if
+    it is unknown."""
 
 
 class Intent(Struct, frozen=True, kw_only=True):

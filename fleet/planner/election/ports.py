@@ -1,4 +1,4 @@
-"""Port of the leader election among planners, of which only the leader applies plans."""
+"""Port of the leader election among planners. Only the leader applies plans."""
 
 import asyncio
 from typing import Never, Protocol

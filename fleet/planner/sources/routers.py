@@ -5,8 +5,8 @@ Rules:
 1. Each connection counts as one demand source, and has its own gRPC channel. If a connection fails, the failure is
    reported, and the connection is opened again after a pause.
 2. If several router processes listen at one address, each of them needs its own connection. If two connections reach
-   the same process, one of them is opened again to reach another process: the relay at the address passes each new
-   connection to the next router process.
+   the same process, one of them is opened again to reach another process: the program that listens at the address
+   (`fleet.local.control_relay`) passes each new connection to the next router process.
 """
 
 import asyncio

@@ -164,12 +164,12 @@ def marks(keys: Keys) -> tuple[int, ...]:
 
 
 def with_peer_prompts(booked: list[tuple[int, int]], peer_prompts: RadixTree, keys: Keys) -> list[tuple[int, int]]:
-    """Add the prompts that peer routers have announced to a list of the leading blocks on each worker.
+    """Return the leading blocks on each worker, including those of the prompts that peer routers have announced.
 
-    The list and the result have the form of `fleet.router.kv_index.prefix_index.runs`.
+    The argument `booked` and the result have the form of `fleet.router.kv_index.prefix_index.runs`.
 
     Args:
-        booked: The leading blocks without the announced prompts.
+        booked: The leading blocks on each worker, without the announced prompts.
         peer_prompts: The radix tree with the marks of the announced prompts.
         keys: Block keys of all full blocks of the prompt.
     """

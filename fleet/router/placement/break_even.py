@@ -11,8 +11,8 @@ Rules:
    prompt token on the decode worker. If this worker has computed no prompt, s is taken from the workers of its pool that have computed one.
 3. Until `MIN_SAMPLES` handoffs have been measured, every prompt of `MIN_TOKENS` or more uncached tokens is handed over. Otherwise, if the
    constant were too high, no handoff would ever be measured. The timing of external requests (`Arrived.external`) is not measured, so
-   during that time the constant applies to them. While s is unknown the constant applies to all requests. The learned number is always
-   between `MIN_TOKENS` and `MAX_TOKENS`, so that prompts go both ways and both delays can be measured.
+   during that time the constant applies to them. After that time, the constant applies to a request only while s is unknown. The learned
+   number is always between `MIN_TOKENS` and `MAX_TOKENS`, so that prompts go both ways and both delays can be measured.
 """
 
 from fleet.core.clock import SECOND, Nanos

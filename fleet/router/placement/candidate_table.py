@@ -279,7 +279,7 @@ class IneligibleReason(StrEnum):
 
 
 def eligible(request: PlacementRequest, table: CandidateTable) -> Rows:
-    """Return the rows of the workers that could answer a request now."""
+    """Return the rows of the workers that could answer a request now; for a LoRA adapter, only those that serve it best."""
     fits = table.topology.all_fit(request.prompt_tokens, request.answer_tokens)
     if fits and table.failed is None and all_have_room(table.columns) and _has_no_demands(request):
         return table.serving.rows  # the most frequent case
@@ -317,7 +317,10 @@ def _able_workers(request: PlacementRequest, table: CandidateTable) -> Flags:
 
 
 def capable(request: PlacementRequest, topology: PoolTopology, flags: Flags, answer_tokens: int) -> Flags:
-    """Return `flags` without the workers that could not serve the request even if they were idle."""
+    """Return `flags` without the workers that could not serve the request even if they were idle.
+
+    The pin, the labels and the session of the request are not considered here.
+    """
     if not topology.all_fit(request.prompt_tokens, answer_tokens):
         flags = flags & topology.fit(request.prompt_tokens, answer_tokens)
     if request.adapter is not None:
@@ -336,7 +339,10 @@ def capable(request: PlacementRequest, topology: PoolTopology, flags: Flags, ans
 
 
 def prefer_lora_workers(table: CandidateTable, rows: Rows) -> Rows:
-    """Return those of the rows on which the request's LoRA adapter is served best; all rows if the request has no adapter."""
+    """Return those of the rows that are in the best group for the request's LoRA adapter (`CandidateTable.lora_groups`).
+
+    If no group contains one of the rows, or the request has no adapter, return all rows.
+    """
     for group in table.lora_groups:
         if len(there := rows[group[rows]]):
             return there

@@ -4,9 +4,9 @@ Rules:
 
 1. The decode worker is chosen first, as if it also had to compute the prompt: the policy chooses among the eligible workers
    (`fleet.router.placement.candidate_table`). The default policy's cost is counted in blocks of prefill (`policies.fleet`).
-2. The function `split` alone decides whether another worker computes the prompt. Unless the client demands one worker or a pair, another worker
+2. The function `split` defines whether another worker computes the prompt. Unless the client demands one worker or a pair, another worker
    computes a prompt if it has at least `remote_prefill_min_tokens` uncached tokens, or at least the number that the router has learned
-   (`fleet.router.placement.break_even`).
+   (`fleet.router.placement.break_even`), and if a compatible prefill worker has room.
 3. The same policy chooses the prefill worker among those that pair with the decode worker, without the decode part of the cost, because a
    prefill worker holds blocks only while it computes. A prefill pool consists of workers with the role PREFILL. A worker with the role BOTH
    computes prompts for a worker with the role DECODE. It does so for another worker with the role BOTH only when the client demands it,
@@ -16,8 +16,8 @@ Rules:
    store comes first unless the settings prefer the direct path.
 5. A decision keeps the data that it was made on. When an explanation is requested, the same functions compute the cost terms of all
    candidates from this data.
-6. If the client's demand can be satisfied by no worker, the request is rejected with a field and a cause. If the workers that can satisfy
-   it are at their limits, the request waits (`fleet.router.placement.wait_or_reject`).
+6. If no worker can serve the request, it is rejected with a cause. If the workers that can serve it are at their limits, it waits
+   (`fleet.router.placement.wait_or_reject`).
 """
 
 from collections.abc import Mapping
@@ -312,7 +312,7 @@ def _pool(candidate_table: CandidateTable, rows: Rows) -> PrefillPoolState:
 
 
 def _uncached(request: PlacementRequest, candidate_table: CandidateTable, row: int) -> tuple[int, int]:
-    """Return the number of prompt tokens that a worker does not hold, and the number that it would have to compute.
+    """Return the number of prompt tokens that neither a worker nor its store holds, and the number that it would have to compute.
 
     Both numbers are at least one, because engines always compute the last prompt token. Blocks that live requests will soon compute on the
     worker are not held yet, but need not be computed again. So the first number includes their tokens, and the second one does not.

@@ -6,8 +6,8 @@ Rules:
    can still reject it, if the queue is full or the predicted wait too long (`fleet.router.queueing.admission`). The order of the waiting
    requests is decided in `fleet.router.queueing.admission_queue`. After a request was placed, its prompt may wait once more in the prefill
    queue of its worker (`fleet.router.attempts`, rule 2).
-2. Otherwise the request is rejected. If there are several causes, a demand of the client (a worker, structured output, a session, a pair, a
-   length) is named before the state of the workers.
+2. Otherwise the request is rejected. If there are several causes, most demands of the client (a worker, structured output, a session, a
+   pair, a length) are named before the state of the workers.
 """
 
 from enum import StrEnum

@@ -8,11 +8,13 @@ Rules:
    the settings, a margin for errors of the prediction is added to it (`prediction_errors`).
 2. If more requests wait than allowed, the last request of the tenant with the largest backlog is rejected. A request that was admitted
    before and lost its worker stays.
-3. A request that is rejected for want of room gets a retry hint: about the time in which all queued requests will have left.
+3. A request that is rejected for want of room gets a retry hint: the predicted wait of a request that its tenant would add to the queue, or
+   the predicted wait on the chosen worker if it was rejected for this wait.
 4. The queue is notified of everything that may end a wait: released room, workers that come and go, changed limits, and
    sessions that have moved. After the whole event was processed, queued requests are placed until no more can be
-   placed.
-5. A request that can be served only by a worker that has gone is rejected. So when a worker has gone, all queued requests are tried.
+   placed, or until `MAX_FAILED_TRIES` tries have failed.
+5. A request that can be served only by a worker that has gone is rejected. So when a worker has gone, all requests that wait for it are
+   tried.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,8 +33,8 @@ from fleet.router.state.worker_table import RegisteredWorker
 
 # Maximum retry hint in milliseconds; the present load says little about the load more than a minute later.
 MAX_RETRY_AFTER_MS = 60_000
-# Maximum margin for errors of a predicted wait, as a share of the limit. However wrong the predictions are, a request that would
-# wait less than half the limit is admitted.
+# Maximum margin for errors of a predicted wait, as a share of the limit. However wrong the predictions were, a predicted wait below half
+# the limit is never too long for the limit.
 MAX_MARGIN = 0.5
 # Maximum number of tries that may fail after an event; each try is a placement, which takes 35 us with 64 workers.
 MAX_FAILED_TRIES = 32
@@ -99,7 +101,10 @@ class QueueAdmission:
         errors.note((now - live.expected_at) / SECOND - own, now)
 
     def too_long(self, live: LiveRequest, seconds: float | None, now: Nanos) -> str | None:
-        """Return the reason why a request with this predicted wait is rejected at once (rule 1); None if it may wait."""
+        """Return the reason why a request with this predicted wait is rejected at once (rule 1); None if it may wait.
+
+        If it may wait, and a wait was predicted, record in `LiveRequest.expected_at` when its first token is expected.
+        """
         if seconds is None:
             return None
         arrived, most = live.arrived, self.settings.max_queue_seconds
@@ -122,12 +127,15 @@ class QueueAdmission:
         return self.queue.request_to_drop() if len(self.queue) > self.settings.max_queued else None
 
     def retry_after_ms(self, arrived: Arrived, now: Nanos) -> int:
-        """Return the retry hint for a request (rule 3)."""
+        """Return the retry hint in milliseconds for a request that cannot enter the queue (rule 3)."""
         seconds = self.queue.seconds_to_wait(arrived.model, arrived.tenant, now)
         return self.settings.retry_after_ms if seconds is None else self.hint_ms(seconds)
 
     def hint_ms(self, seconds: float) -> int:
-        """Return the retry hint for a predicted wait."""
+        """Return the retry hint in milliseconds for a predicted wait in seconds.
+
+        It is at least the setting `retry_after_ms`, and at most `MAX_RETRY_AFTER_MS`.
+        """
         return round(min(max(self.settings.retry_after_ms, seconds * 1000), MAX_RETRY_AFTER_MS))
 
     def worker_joined(self, model: ModelName) -> None:

@@ -6,14 +6,14 @@ Rules:
    particular workers does not delay others either: all requests of its *wait group* are skipped until something changes for them
    (`fleet.router.queueing.wait_groups`). If there are more wait groups than can be tried after a change, the groups that are not at the
    front take turns (`QueueSearch`).
-2. Among the tenants, the least served one is next. Its service is measured in computed prompt tokens, divided by the tenant's weight
-   (start-time fair queueing, Goyal, Vin and Cheng, SIGCOMM 1996). This measure is the tenant's *clock*. A tenant that begins to wait starts
+2. Among the tenants, the least served one is next. Its service is measured in the computed prompt tokens of its queued requests, divided by
+   the tenant's weight (start-time fair queueing, Goyal, Vin and Cheng, SIGCOMM 1996). This measure is the tenant's *clock*. A tenant that begins to wait starts
    at least at the clock of the tenant that was served last, so it gains nothing by having been idle. When the queue is empty, all clocks
    start again at 0.
 3. Among the requests of a tenant, the lowest queue position is next. The position is an instant: the arrival, moved to an earlier instant
    for preferred requests. So no request is overtaken for ever.
 4. When the queue is full, the last request of the tenant with the most waiting tokens, divided by its weight, is dropped. That may be the
-   new request. A request that had been placed before stays, because its client has begun to read the answer.
+   new request. A request that had been placed before stays, because its client may have begun to read the answer.
 5. The predicted wait is the backlog before a request (by rules 2 and 3), divided by the rate at which requests have left the queue. Both
    count prompt tokens, cached or not. There is no prediction until enough requests have left.
 """
@@ -32,7 +32,7 @@ from fleet.router.queueing.wait_groups import UNKNOWN_WORKERS, BusyWorkers, HasR
 from fleet.router.sessions import SessionKey
 from fleet.router.state.departure_rate import DepartureRate
 
-MAX_SECONDS = 1e9  # maximum predicted wait, about thirty years; infinity cannot be used in sums
+MAX_SECONDS = 1e9  # limit for the seconds in a queue position, about thirty years; infinity cannot be used in sums
 # The maximum number of untried wait groups that are tried after a change, in addition to the limited number of failing tries. 1024 tries
 # take about 35 ms.
 MAX_FIRST_TRIES = 1024
@@ -328,7 +328,7 @@ class FairQueue:
         """Estimate how long a new request of this tenant would wait, in seconds, at the queue position `place` (None: last).
 
         The backlog of the tenant is served with the tenant's share of the departure rate, but its wait is never longer than the whole queue
-        takes. The result is None if too little was measured.
+        takes. The result is None if too little was measured, and infinite if the departure rate is 0.
         """
         if (rate := self._rate.per_second(now)) is None:
             return None

@@ -11,17 +11,18 @@
    them. So siblings that arrive together go to the same worker. For a request that needs these blocks, they are also left out of the
    backlog, because it does not have to compute them.
 4. *work* is the number of blocks that the request has to compute on the worker: prompt minus credit. The terms up to here measure the
-   request's own wait. Other requests wait for the work too, and the *price* of a block says for how long. Later requests are delayed by the
-   share of workers that compute prompts now, busy / (workers + 1 - busy). Requests that run on the worker are delayed by the steps that
-   compute the block. With this price, an idle cluster rather computes a prompt again than waits a moment, and a busy cluster rather waits
+   request's own wait. Other requests wait for the work too, and the *price* of a block says for how long. Later requests are delayed by
+   busy / (workers + 1 - busy) blocks, where busy is the number of workers that compute prompts now. Requests that run on the worker are
+   delayed by the steps that compute the block. With this price, an idle cluster rather computes a prompt again than waits a moment, and a busy cluster rather waits
    for the worker that holds the prompt. Without a price, every request would be placed where its own first token comes soonest, and
    together the requests would compute shared prefixes several times (ADR 0014).
 5. *decode blocks* are the unique blocks that live requests hold on the worker, including those of this request. An answer near its expected
    end counts less.
-6. On a worker with a full batch, the credit is multiplied by 1 - `spread` × waiting requests / batch size, or by 0 if this is negative. So
-   a hot prefix spreads to another worker before requests with this prefix have to wait for a place in the batch.
-7. The terms in blocks are divided by the relative speed of the worker, so that a slow worker has higher costs. The credit of a fetched
-   block is what the fetch saves compared with computing the block on this worker.
+6. On a worker with a full batch, the credit is multiplied by 1 - `spread` × waiting requests / batch size, or by 0 if this is negative. The
+   waiting requests include the one that is being placed. So a hot prefix spreads to another worker before requests with this prefix have to wait for a place in the batch.
+7. The terms of items 1 to 4 are divided by the worker's relative speed of prefill, and those for decode blocks and running requests by its
+   relative speed of decoding. So a slow worker has higher costs. The credit of a fetched block is what the fetch saves compared with
+   computing the block on this worker.
 8. The cost of the worker that served this session's last request is lowered by `session_blocks`.
 9. If there is a goal for the first token, workers that will probably keep it are preferred. This is predicted from the recent time per
    prompt token on the worker.

@@ -1,4 +1,4 @@
-"""Price scorer: what a request costs on each worker, in joules or dollars.
+"""Price scorer: the joules or dollars that a request costs on each worker, converted to blocks of prefill.
 
     cost = (tokens to compute × a prompt token's price  +  tokens to generate × an answer token's price)  /  the cheapest prompt token's price  /  block
 

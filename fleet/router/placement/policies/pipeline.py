@@ -1,4 +1,4 @@
-"""Policy pipeline: filters, then weighted scorers, then a picker. All built-in policies have this form."""
+"""Policy pipeline: filters, then weighted scorers, then a picker. Most built-in policies have this form."""
 
 import math
 from collections.abc import Mapping, Sequence

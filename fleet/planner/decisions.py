@@ -5,8 +5,8 @@ Rules:
 1. A rule (`ScalingRule`) decides only from the demand windows and the observations of pools that it has received, each
    with its instant. So the same rule runs in production, in the simulator and in the study of baselines.
 2. A decision names every number that led to it, so that a person can follow it.
-3. A condition states why a goal, a budget or a requested number cannot be kept. It names the setting or the demand
-   source that is the cause.
+3. A condition states a problem: a goal, a budget or a requested number that cannot be kept, or an input, a prediction
+   or the rule itself that has failed. It names the setting, the pool or the demand source that it is about.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -102,7 +102,7 @@ class PlanBudget(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class PlanConditionType(StrEnum):
-    """Types of conditions, which state why a goal, a budget or a requested number of replicas is not kept."""
+    """Types of conditions (rule 3)."""
 
     NO_DEMAND_SIGNAL = "NoDemandSignal"
     GOAL_OUT_OF_REACH = "GoalOutOfReach"
@@ -116,7 +116,7 @@ class PlanConditionType(StrEnum):
 class PlanCondition(Struct, frozen=True, kw_only=True):
     type: PlanConditionType
     field: str
-    """Name of the setting, pool or demand source that the condition is about."""
+    """Name of the setting, the pool, the demand source or the latency that the condition is about."""
 
     message: str
 

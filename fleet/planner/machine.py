@@ -517,9 +517,10 @@ class PlannerMachine:
         return within_budget(candidates, [replicas[each.pool.name] for each in view.pools], self._budget)
 
     def _load_share(self, view: "_PlanningView", phase: Role) -> float:
-        """Return the present rate, as a share of the rate that a phase can serve by the capacity model.
+        """Return the present rate, as a share of the rate that the ready replicas of a phase can serve.
 
-        Earlier missed goals, which lower the usable capacity, are not considered here.
+        The capacity model computes the rate that they can serve, without the effect of earlier missed goals. Return 0
+        if no replica is ready.
         """
         most = sum(
             self._rate(view, each.pool, each.seen.ready)

@@ -121,8 +121,8 @@ class MetricsDemandSettings(
     """Pages with metrics, such as http://router:8000/metrics."""
 
     key_file: str = ""
-    """File with a key that may read the pages (`metrics_access` of the routers); empty: no key is sent. The file is
-    read before each query."""
+    """File with the access key for the pages (`metrics_access` of the routers); empty: no key is sent. The file is read
+    before each query."""
 
     insecure: bool = False
     """Allow sending the key over http, without encryption, to other hosts. Set this only for networks to which nobody

@@ -31,9 +31,9 @@ BLOCK_TOKENS = 512
 class TraceTurn(Struct, frozen=True):
     """One request of a session, and the earlier turns whose answers it waits for."""
 
-    request: TraceRequest  # the request; its arrival is the time since the session's first request
+    request: TraceRequest  # the request; its arrival is the time since the session's start
     after: tuple[int, ...] = ()  # indices of the turns for whose answers this turn waits
-    gap: Nanos = Nanos(0)  # time from the end of the last of these answers, or from the session's start, to this turn
+    gap: Nanos = Nanos(0)  # time from the end of the last of these answers, or from the first turn, to this turn
 
 
 class TraceSession(Struct, frozen=True):

@@ -46,7 +46,10 @@ class RecordedEvent(Struct, frozen=True, kw_only=True):
 
 
 class Recording:
-    """Reads a recording. `head` is set at once. `entries` may be called once; when it is exhausted, `end` and `torn` are set."""
+    """Reads a recording. `head` is set at once. `entries` may be called once; when it is exhausted, `end` and `torn` are set.
+
+    `end` is the reason why the recording ended, or None if the recording was cut off.
+    """
 
     def __init__(self, path: Path):
         """Open the file and read its first line.

@@ -5,9 +5,9 @@ Rules:
 1. A request has one attempt at a time. Each attempt has an id that is never used again. So the router recognises and ignores late messages
    of an aborted attempt, and a client may reuse the id of a request that has ended.
 2. An engine computes prompts in the order in which it gets them, and a long prompt delays all later prompts. So a worker is sent prompts
-   only while it has fewer than `prefill_window_tokens` tokens to compute. The other prompts wait in the worker's prefill queue in this
-   router, where a prompt with a lower queue position can still overtake them. The attempts of waiting prompts have begun, but nothing was
-   sent to the worker for them.
+   only while it has fewer than `prefill_window_tokens` tokens to compute (0: there is no limit). The other prompts wait in the worker's
+   prefill queue in this router, where a prompt with a lower queue position can still overtake them. The attempts of waiting prompts have
+   begun, but nothing was sent to the worker for them. A prompt is sent at once if the router may never learn when it is computed.
 3. A queued prompt holds the same reservations as a sent one; only its dispatch is delayed. So placement sees the same
    loads with prefill queues and without.
 4. The prompt with the lowest queue position is sent first (`fleet.router.queueing.admission_queue`). The position depends on the arrival,

@@ -156,7 +156,7 @@ class LatencyPredictions:
         return found
 
     def speeds(self) -> dict[WorkerId, float]:
-        """Return how fast workers are, divided by the speed in their profiles. Workers without predictions are left out."""
+        """Return the speed of each worker relative to its profile; above 1 is faster. Workers without predictions are left out."""
         factors: dict[WorkerId, list[float]] = {}
         for each in self.expected():
             if each.predictions and each.factor > 0:

@@ -76,12 +76,12 @@ class Placer:
         )
 
     def taken(self, live: LiveRequest, decision: Decision, now: Nanos) -> None:
-        """Bind the session of a request to the worker that the decision chose."""
+        """Bind the session of a request, if it has one, to the decode worker of a decision, unless the settings ignore sessions."""
         if live.arrived.session and self.settings.session_affinity != "off":
             self.sessions.bind(live.session_key, decision.decode, now)
 
     def handed_over(self, live: LiveRequest, now: Nanos) -> None:
-        """Learn the duration of a handoff. The caller calls this at the decode worker's first token."""
+        """Learn the duration of a handoff, unless the request is external. The caller calls this at the decode worker's first token."""
         if not live.arrived.external:
             self._break_even.handed_over(Nanos(now - live.handed_over_at))
 

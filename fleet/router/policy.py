@@ -77,7 +77,7 @@ class PlacementRequest(Struct, frozen=True, kw_only=True, gc=False):
     form: bool = False  # True if the worker must support structured output
     needs: tuple[str, ...] = ()  # the fields of `fleet.core.requests.ENGINE_FIELDS` that the worker must support
     fingerprint: str = (
-        # The fingerprint of the worker that began the answer; the next worker must have the same. Empty: the answer has not begun.
+        # The fingerprint of the worker that began the answer; the next worker must have the same. Empty: any fingerprint will do.
         ""
     )
     continues: tuple[

@@ -168,7 +168,7 @@ class RouterServer:
         return RequestStream(arrived, self)
 
     def hear(self, event: WorkerEvent | PeerEvent) -> None:
-        """Process an event of a worker or of a peer router at once."""
+        """Process an event of a worker or of a peer router at once, or after the event that is being processed."""
         self._process(event)
 
     def models(self) -> tuple[ModelCard, ...]:

@@ -56,7 +56,7 @@ class Attainment:
     def absorb(self, demand: DemandWindow) -> None:
         """Add the requests of the next window, and drop windows older than `SLOW_SECONDS`.
 
-        The caller must have checked that the window is valid.
+        The caller must have checked the window by `fleet.planner.decisions.demand_doubts`.
         """
         goal = self._goals.ttft_seconds
         oldest = demand.oldest_seconds
@@ -77,9 +77,10 @@ class Attainment:
 
     @property
     def overspent(self) -> bool:
-        """Return whether more requests than one of the goals allows were late.
+        """Return whether too many requests were late for the TTFT goal, or too many for the TPOT goal.
 
-        It has to be so in the last `FAST_SECONDS` and also in the last `SLOW_SECONDS`.
+        They are too many if there were more than the goal allows, in the last `FAST_SECONDS` and also in the last
+        `SLOW_SECONDS`.
         """
         return any(
             all(

@@ -3,8 +3,8 @@
 Rules:
 
 1. Each sample has a weight (such as seconds) and an amount (such as arrivals in these seconds). The level is the sum of
-   the amounts divided by the sum of the weights, over all samples since the last change, but at most the last `LONGEST`
-   samples.
+   the amounts divided by the sum of the weights, over all samples since the measure last changed, but at most the last
+   `LONGEST` samples.
 2. After each sample, the means of the last 1, 2, 3, 6, 12, 24 and 48 samples are compared, each with the mean of all
    earlier samples. If they differ by more than `threshold` standard errors, chance is an unlikely explanation: the
    measure has changed, and the earlier samples are dropped. If several of these means differ that much, the one with
@@ -25,7 +25,7 @@ SCALES = (1, 2, 3, 6, 12, 24, 48)
 
 
 class Level:
-    """Computes the mean of the samples since the last change, and detects changes (rules 1 and 2)."""
+    """Computes the mean of a measure since the measure last changed, and detects its changes (rules 1 and 2)."""
 
     def __init__(self, variance: Callable[[float], float], threshold: float, least: float = 0.0) -> None:
         """Create a level without samples.
@@ -40,11 +40,11 @@ class Level:
         self._least = least
         self._samples: deque[tuple[float, float]] = deque()
         self.weight = 0.0
-        """Sum of the weights of the samples since the last change."""
+        """Sum of the weights of the samples since the measure last changed."""
 
         self._amount = 0.0
         self.changes = 0
-        """Number of changes that were detected so far."""
+        """Number of changes of the measure that were detected so far."""
 
     @property
     def mean(self) -> float:

@@ -6,8 +6,8 @@ Rules:
    pools of the role `both` serve both. The served rate is the smaller of the rates that all pools together can serve in
    each phase, and at most the wanted rate.
 2. The highest served rate is more important than the lowest price. A replica that has to be started costs more: its
-   start-up time, as a share of `HORIZON_SECONDS`, is added to its price. So the mix does not change if the change costs
-   more than it saves.
+   price is increased by the share that its start-up time has of `HORIZON_SECONDS`. So the mix does not change if the
+   change costs more than it saves.
 3. Bounds of pools, budgets and the ratio always hold. Budgets also count replicas that end, because these keep their
    GPUs until they have drained. So new replicas may use only GPUs that are free already.
 4. An integer program needs a fixed rate for each replica, but this rate grows with the number of replicas in the pool.
@@ -216,7 +216,7 @@ def _one_pool_each(candidates: Sequence[Candidate], rate: float, rates: Rates, b
 def fewest(candidate: Candidate, rate: float, rates: Rates) -> int:
     """Return the smallest number of replicas of a pool, within its bounds, that serves a rate.
 
-    The maximum number of replicas must be enough for the rate.
+    The caller must make sure that the maximum number of replicas serves the rate.
     """
     if rate <= 0.0:
         return candidate.least

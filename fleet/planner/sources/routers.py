@@ -67,7 +67,7 @@ class RouterDemandSource:
         raise AssertionError("the tasks never end")
 
     async def follow(self, name: str, address: str) -> Never:
-        """Add the reports of one router to the demand until cancelled; open the connection again if it fails."""
+        """Add the reports of one connection to the demand until cancelled; open the connection again if it fails."""
         logged_trouble = ""
         while True:
             try:

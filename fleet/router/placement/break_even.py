@@ -43,12 +43,12 @@ class PrefillBreakEven:
         self.handoff_seconds += weight * (seconds - self.handoff_seconds)
 
     def min_tokens(self, token_seconds: float, requests: int, constant: int) -> int:
-        """Return the number of uncached tokens from which on a handoff is cheaper than a prefill on the decode worker.
+        """Return the number of uncached tokens from which on a prompt is handed over to a prefill worker (rule 3).
 
         Args:
             token_seconds: Seconds per prompt token on the decode worker; 0: unknown.
             requests: Requests on the decode worker.
-            constant: The configured number, used while too little is known.
+            constant: The configured number. Before enough handoffs were measured, `MIN_TOKENS` is used if it is smaller.
         """
         if not self.measured:
             return min(constant, MIN_TOKENS)

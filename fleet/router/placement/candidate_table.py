@@ -5,8 +5,8 @@ worker joins or leaves are the *topology* of the pool; they are computed once.
 
 Rules of eligibility:
 
-1. A candidate decodes, has room, supports the request's length, LoRA adapter and output format, and satisfies the client's demands. If
-   the client demands a pair, a prefill worker that pairs with the candidate has room as well. If an answer has begun, a candidate has
+1. A candidate decodes, has room, does not drain, and has not failed this request. It supports the request's length, LoRA adapter and
+   output format, and satisfies the client's demands. If the client demands a pair, a prefill worker that pairs with the candidate has room as well. If an answer has begun, a candidate has
    the fingerprint of the worker that began it: other weights would continue it with another model's tokens. It also rebuilds the
    state of all sampling fields whose effect depends on the tokens of the answer so far.
 2. Most requests demand nothing special, and mostly all workers have room. In this case the workers need not be checked one by one.
@@ -235,7 +235,7 @@ class CandidateTable(Struct, frozen=True, eq=False, gc=False):
         return self.serving.answering if self.failed is None else self.serving.answering & ~self.failed
 
     def full_workers(self) -> list[WorkerId]:
-        """Return the workers that would be full with this request, so that it could wait in their engines (`FirstTokenRate`)."""
+        """Return the workers that would be full with this request, so that it would have to wait in their engines."""
         columns = self.columns
         blocks = columns[ACTIVE_BLOCKS] + columns[NEW_BLOCKS]
         lacks_blocks = (blocks > columns[KV_BLOCKS]) & (columns[KV_BLOCKS] > 0)

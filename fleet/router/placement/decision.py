@@ -3,7 +3,8 @@
 Rules:
 
 1. The decode worker is chosen first, as if it also had to compute the prompt: the policy chooses among the eligible workers
-   (`fleet.router.placement.candidate_table`). The default policy's cost is counted in blocks of prefill (`policies.fleet`).
+   (`fleet.router.placement.candidate_table`). The default policy's cost is counted in blocks of prefill
+   (`fleet.router.placement.policies.fleet`).
 2. The function `split` defines whether another worker computes the prompt. Unless the client demands one worker or a pair, another worker
    computes a prompt if it has at least `remote_prefill_min_tokens` uncached tokens, or at least the number that the router has learned
    (`fleet.router.placement.break_even`), and if a compatible prefill worker has room.

@@ -33,8 +33,8 @@ from fleet.router.state.worker_table import RegisteredWorker
 
 # Maximum retry hint in milliseconds; the present load says little about the load more than a minute later.
 MAX_RETRY_AFTER_MS = 60_000
-# Maximum margin for errors of a predicted wait, as a share of the limit. However wrong the predictions were, a predicted wait below half
-# the limit is never too long for the limit.
+# Maximum margin for errors of a predicted wait, as a share of the limit. However wrong the predictions were, the limit never rejects a
+# request whose predicted wait is below half the limit.
 MAX_MARGIN = 0.5
 # Maximum number of tries that may fail after an event; each try is a placement, which takes 35 us with 64 workers.
 MAX_FAILED_TRIES = 32

@@ -6,8 +6,8 @@ Rules:
    particular workers does not delay others either: all requests of its *wait group* are skipped until something changes for them
    (`fleet.router.queueing.wait_groups`). If there are more wait groups than can be tried after a change, the groups that are not at the
    front take turns (`QueueSearch`).
-2. Among the tenants, the least served one is next. Its service is measured in the computed prompt tokens of its queued requests, divided by
-   the tenant's weight (start-time fair queueing, Goyal, Vin and Cheng, SIGCOMM 1996). This measure is the tenant's *clock*. A tenant that begins to wait starts
+2. Among the tenants, the least served one is next. Its service is measured in the prompt tokens that workers compute for its requests from
+   the queue, divided by the tenant's weight (start-time fair queueing, Goyal, Vin and Cheng, SIGCOMM 1996). This measure is the tenant's *clock*. A tenant that begins to wait starts
    at least at the clock of the tenant that was served last, so it gains nothing by having been idle. When the queue is empty, all clocks
    start again at 0.
 3. Among the requests of a tenant, the lowest queue position is next. The position is an instant: the arrival, moved to an earlier instant

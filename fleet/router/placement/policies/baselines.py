@@ -106,7 +106,7 @@ class ConsistentHash(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class SessionFilter(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Filter that keeps only the worker of the session's last request."""
+    """Filter that keeps only the worker of the session's last request; if it is unknown, the filter keeps all workers."""
 
     def keep(self, request: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Flags | None:  # noqa: ARG002
         if request.bound is None:
@@ -115,7 +115,7 @@ class SessionFilter(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Sticky(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Policy that leaves a session on its worker while this worker has room. A new session goes to the worker with the fewest requests."""
+    """Policy that leaves a session on its worker while this worker has room. Other requests go to the worker with the fewest requests."""
 
     def policy(self) -> Pipeline:
         return Pipeline("sticky", filters=[SessionFilter()], scorers=[("requests", 1.0, RequestsScorer())])

@@ -64,7 +64,7 @@ class FleetCost(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Scorer that computes the cost formula of this module (items 1 to 8).
 
     In the default policy, the fields that `RouterSettings` also has get their values from there
-    (`fleet.router.placement.policies.built_in.parameters`). Their defaults below apply to pipelines that name this scorer.
+    (`fleet.router.placement.policies.built_in.parameters`). Their defaults below apply to `composed` policies that name this scorer.
     """
 
     engine_hit_credit: float = 1.0

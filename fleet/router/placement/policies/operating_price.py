@@ -1,6 +1,6 @@
 """Price scorer: the joules or dollars that a request costs on each worker, converted to blocks of prefill.
 
-    cost = (tokens to compute × a prompt token's price  +  tokens to generate × an answer token's price)  /  the cheapest prompt token's price  /  block
+    cost = (tokens to compute × a prompt token's price  +  tokens to generate × an answer token's price)  /  the cheapest prompt token's price  /  tokens of a block
 
 1. Prices are for one token on a kind of worker: joules (`joules_per_token` of a simulated pool, `fleet hardware estimate`) or dollars.
    Prices are given for beginnings of worker names, because a worker's name begins with the name of its pool. The longest beginning that

@@ -62,7 +62,7 @@ class AccessRecord(Struct, frozen=True, kw_only=True):
     external: bool = False  # True if an external server has answered
     outcome: str
     placement: str = ""  # "aggregated" or "disaggregated"; empty: no worker has reported where the prompt was computed
-    # All placements of the request in their order. There are several if an attempt has failed.
+    # All placements of the request in their order; empty if it was refused. There are several if an attempt has failed.
     placements: tuple[PlacementRecord, ...] = ()
     kv: tuple[KvRecord, ...] = ()
     prompt_tokens: int | None = None  # null: the request was not admitted, or its number of tokens is not known

@@ -118,7 +118,8 @@ def open_trace(
     Args:
         path: The file.
         live_sessions: Concurrent sessions, for formats with sessions.
-        cut: The rows to use. If rows at the start are left out, arrivals are times since the first row that is used.
+        cut: The rows to use. If its `begin` is above 0, and always for the formats azure and access, arrivals are times since the first row
+            that is used.
         sort: True if rows may be in any order. Then all rows are held in memory.
         block_tokens: The block size for formats that do not state one.
 

@@ -1,8 +1,8 @@
 """Traffic from recordings: reads the requests in a router's recording (`fleet serve router --record`), for a simulation.
 
 The answer of a request has the recorded length. If the request was rejected, not finished, or cancelled before its first token, its answer
-gets the maximum length that the client asked for. Requests are yielded in the order of their arrival. So while the end of a request has not been read, all later
-requests are held in memory. The models of the recording are treated as one model.
+gets the maximum length that the client asked for. Requests are yielded in the order of their arrival. So while the end of a request has not
+been read, all later requests are held in memory. The models of the recording are treated as one model.
 """
 
 from collections import deque

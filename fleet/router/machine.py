@@ -3,17 +3,18 @@
 Rules:
 
 1. A request that arrives is placed at once, waits in the admission queue (`fleet.router.queueing.admission`), or is rejected. It is
-   rejected at once if its predicted wait is above the limit. Every request ends exactly once: by `Complete`, by `Reject`, or without a command
-   to its client when the client has cancelled it.
+   rejected at once if its predicted wait is above the limit. Every request ends exactly once: by `Complete`, by `Reject`, or without a
+   command to its client when the client has cancelled it.
 2. Placement and reservation happen in one step, on both workers of a pair. The prefill worker's reservation ends with its attempt. The
    worker that answers releases the prefill share of its reservation at the first token, and the rest at the end of the request.
 3. After a prefill attempt the request is over if the one token of this attempt ends the answer. Otherwise the decode worker gets the handoff.
    `LiveRequest.ends_with_prefill_token` and `emits_prefill_token` decide what happens with that token.
-4. A failed attempt (the worker left, could not be reached, cancelled it, sent no usable handoff, or rejected it for a reason that is not the
-   request's fault) is placed again on another worker, up to `max_attempts` placements in all. The tokens that were already sent to the client are appended to the prompt, and
-   the attempt states their number (`Start.generated_tokens`). If no other worker can continue the answer (`_hindrance`), the answer starts
-   over, provided that the client has seen nothing of it (`Arrived.whole`). If the client has seen a part, the request is rejected with
-   WORKER_LOST. An answer that another router has begun (`Arrived.answered`) is continued by the same rule.
+4. A failed attempt (the worker left, could not be reached, cancelled it, sent no usable handoff, or rejected it for a reason that is not
+   the request's fault) is placed again on another worker, up to `max_attempts` placements in all. The tokens that were already sent to the
+   client are appended to the prompt, and the attempt states their number (`Start.generated_tokens`). If no other worker can continue the
+   answer (`_hindrance`), the answer starts over, provided that the client has seen nothing of it (`Arrived.whole`). If the client has seen
+   a part, the request is rejected with WORKER_LOST. An answer that another router has begun (`Arrived.answered`) is continued by the same
+   rule.
 5. Messages of attempts that were aborted are ignored, because each attempt has an id of its own
    (`fleet.router.attempts`).
 6. A deadline ends a request in any stage; the server sends `RouterTicked` when `next_deadline()` has come.

@@ -2,8 +2,8 @@
 
 Rules:
 
-1. The settings decide whether the worker of a session's last request is preferred, required or ignored. If this worker is
-   required and is gone, the request is rejected and the session is forgotten, so its next request may go to any worker.
+1. The settings decide whether the worker of a session's last request is preferred, required or ignored. If this worker is required and is
+   gone, the request is rejected and the session is forgotten, so its next request may go to any worker.
 2. The first placement has to satisfy the client's demands. After a failed attempt, a pin, a KV path and a demanded pair are dropped if no
    worker satisfies them, because any answer is better than none.
 3. The measured prefill break-even is used if the settings enable it. For external requests it is used only when enough

@@ -244,7 +244,7 @@ class RouterServer:
         self._machine.demand.turned_away(model)
 
     async def run(self) -> Never:
-        """Serve until the task is cancelled, or until a bug interrupts the processing of an event. Then reject all requests that have not ended."""
+        """Serve until the task is cancelled, or a bug interrupts the processing of an event. Then reject all requests that have not ended."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._keep_time(), name="deadlines")

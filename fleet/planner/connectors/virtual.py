@@ -6,8 +6,8 @@ Rules:
    pool the number of replicas with its plan, revision and writer. The orchestrator writes the plan report: the revision
    of the plan that it has read, and the state of each pool.
 2. One write contains a whole plan, and it fails if the plan record has changed since it was read. The connector then
-   reads the record again. If another writer has changed a pool of the plan, the plan ends with a conflict; otherwise the
-   connector tries the write again, at most `TRIES` times.
+   reads the record again. If another writer has changed a pool of the plan, the plan ends with a conflict; otherwise
+   the connector tries the write again, at most `TRIES` times.
 3. If a pool's revision is newer than the report's, the orchestrator has not read it yet. The records do not show
    whether an orchestrator runs. So the planner waits for the replicas of a plan only for a limited time. Then it writes
    another revision without the replicas that are still missing. If the planner ends earlier, nothing is rolled back,

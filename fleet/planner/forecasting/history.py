@@ -23,8 +23,8 @@ from fleet.planner.rule_settings import PlannerRuleSettings
 from fleet.planner.sizing.capacity import OfferedLoad
 
 QUIET_GAPS = 8.0
-"""The load has ended if no request has arrived for this many times the mean gap between requests. Only one random gap
-in 3,000 is that long."""
+"""The load counts as ended only if no request has arrived for this many times the mean gap between requests. Only one
+random gap in 3,000 is that long."""
 
 RECENT_SECONDS = 60.0
 """Seconds for which demand windows are kept. Percentiles of latencies are computed from these windows."""
@@ -212,11 +212,12 @@ class PoolHistory:
         self._decided: dict[PoolName, int] = {}
         self._written: dict[PoolName, int] = {}
         self.last_growth = 0.0
-        """Instant at which the requested number of a pool last grew. The start of the planner (0) counts as such an
-        instant, because earlier changes are unknown."""
+        """Instant, in seconds since the start of the planner, at which the requested number of a pool last grew. The
+        start of the planner (0) counts as such an instant, because earlier changes are unknown."""
 
         self.last_change = -inf
-        """Instant at which the number of ready replicas of any pool last changed."""
+        """Instant, in seconds since the start of the planner, at which the number of ready replicas of any pool last
+        changed; minus infinity before the first change."""
 
     def start_seconds(self, pool: PlannedPool) -> float:
         """Return the expected start-up time of a replica: the one in the settings, corrected by each observed start."""

@@ -2,7 +2,8 @@
 
 Whole prompts are kept, in the order in which they were sent. When the cache is full, the least recently sent prompt is forgotten. A prompt
 is also forgotten when the time is over for which it is assumed to be cached. A prompt that continues an earlier one, like the next turn of
-a conversation, replaces the earlier one if no other prompt contains the last blocks of the earlier one. A block that several prompts share is kept as long as one of these prompts.
+a conversation, replaces the earlier one if no other prompt contains the last blocks of the earlier one. A block that several prompts share
+is kept as long as one of these prompts.
 """
 
 import heapq

@@ -2,8 +2,8 @@
 
 Rules:
 
-1. A *holder* is anything that keeps reusable blocks: a worker's prefix cache, or one namespace in one tier of a store node.
-   Each holder has a bit, and the key of a block maps to the bits of all its holders. Bits are reused, so masks stay short.
+1. A *holder* is anything that keeps reusable blocks: a worker's prefix cache, or one namespace in one tier of a store node. Each holder has
+   a bit, and the key of a block maps to the bits of all its holders. Bits are reused, so masks stay short.
 2. A block key is the first 8 bytes of a block hash as an integer. If the keys of two blocks collide, the router expects a
    hit that is not there. Engines and stores compare all 16 bytes, so this costs a computation and nothing else.
 3. The *leading blocks* of a holder are the consecutive blocks of a prompt that it holds, from the first one on. Holders may

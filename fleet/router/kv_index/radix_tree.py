@@ -44,7 +44,7 @@ class Chain(Struct, eq=False):
 
     holder: ChainHolder
     keys: Keys
-    last: "RadixNode | None" = None  # the node in which the chain ends; None: the chain has no blocks
+    last: "RadixNode | None" = None  # the node in which the chain ends; None: the tree has no block of the chain
     until: Nanos = Nanos(0)  # instant until which the chain is kept, for holders that keep chains for a limited time
 
 

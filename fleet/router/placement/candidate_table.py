@@ -5,10 +5,10 @@ worker joins or leaves are the *topology* of the pool; they are computed once.
 
 Rules of eligibility:
 
-1. A candidate decodes, has room, does not drain, and has not failed this request. It supports the request's length, LoRA adapter and
-   output format, and satisfies the client's demands. If the client demands a pair, a prefill worker that pairs with the candidate has room as well. If an answer has begun, a candidate has
-   the fingerprint of the worker that began it: other weights would continue it with another model's tokens. It also rebuilds the
-   state of all sampling fields whose effect depends on the tokens of the answer so far.
+1. A candidate decodes, has room, does not drain, and has not failed this request. It supports the request's length, LoRA adapter and output
+   format, and satisfies the client's demands. If the client demands a pair, a prefill worker that pairs with the candidate has room as
+   well. If an answer has begun, a candidate has the fingerprint of the worker that began it: other weights would continue it with another
+   model's tokens. It also rebuilds the state of all sampling fields whose effect depends on the tokens of the answer so far.
 2. Most requests demand nothing special, and mostly all workers have room. In this case the workers need not be checked one by one.
 3. If several reasons exclude a worker, only the first one is reported. Demands of the client are checked before the state of the worker.
 """

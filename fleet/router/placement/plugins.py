@@ -5,8 +5,8 @@ Rules:
 1. Entry points of the groups `fleet.policies`, `fleet.filters`, `fleet.scorers` and `fleet.pickers` name Structs whose fields are
    their parameters (`fleet.router.policy`). An entry point with the name of a built-in plug-in is ignored.
 2. A plug-in decides in a thread of its own, on a copy of the data. If it exceeds its time budget, raises an exception or names no
-   candidate, the default policy decides, and the failure is counted. A plug-in that exceeds its budget is not called
-   again before its call has ended.
+   candidate, the default policy decides with its default parameters, and the failure is counted. A plug-in that exceeds its budget is not
+   called again before its call has ended.
 3. A plug-in has the same time budget for explaining its costs, because the whole router waits for the explanation too. If it does not give
    a finite number for each candidate, the explanation has no cost terms.
 """

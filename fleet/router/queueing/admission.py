@@ -10,9 +10,9 @@ Rules:
    before and lost its worker stays.
 3. A request that is rejected for want of room gets a retry hint: the predicted wait of a request that its tenant would add to the queue, or
    the predicted wait on the chosen worker if it was rejected for this wait.
-4. The queue is notified of everything that may end a wait: released room, workers that come and go, changed limits, and
-   sessions that have moved. After the whole event was processed, queued requests are placed until no more can be
-   placed, or until `MAX_FAILED_TRIES` tries have failed.
+4. The queue is notified of everything that may end a wait: released room, workers that come and go, changed limits, and sessions that have
+   moved. After the whole event was processed, queued requests are placed until no more can be placed, or until `MAX_FAILED_TRIES` tries
+   have failed.
 5. A request that can be served only by a worker that has gone is rejected. So when a worker has gone, all requests that wait for it are
    tried.
 """

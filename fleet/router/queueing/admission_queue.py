@@ -7,9 +7,9 @@ Rules:
    (`fleet.router.queueing.wait_groups`). If there are more wait groups than can be tried after a change, the groups that are not at the
    front take turns (`QueueSearch`).
 2. Among the tenants, the least served one is next. Its service is measured in the prompt tokens that workers compute for its requests from
-   the queue, divided by the tenant's weight (start-time fair queueing, Goyal, Vin and Cheng, SIGCOMM 1996). This measure is the tenant's *clock*. A tenant that begins to wait starts
-   at least at the clock of the tenant that was served last, so it gains nothing by having been idle. When the queue is empty, all clocks
-   start again at 0.
+   the queue, divided by the tenant's weight (start-time fair queueing, Goyal, Vin and Cheng, SIGCOMM 1996). This measure is the tenant's
+   *clock*. A tenant that begins to wait starts at least at the clock of the tenant that was served last, so it gains nothing by having been
+   idle. When the queue is empty, all clocks start again at 0.
 3. Among the requests of a tenant, the lowest queue position is next. The position is an instant: the arrival, moved to an earlier instant
    for preferred requests. So no request is overtaken for ever.
 4. When the queue is full, the last request of the tenant with the most waiting tokens, divided by its weight, is dropped. That may be the

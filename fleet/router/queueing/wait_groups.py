@@ -52,7 +52,8 @@ class WaitGroup:
         self.session = session
         self.blocked_on = blocked_on
         self.waiting = 0
-        self.turn = 0  # the last turn (`WaitGroups.turn`) in which the group was tried
+        # The last turn (`WaitGroups.turn`) in which the group was tried, without its tries at the front of the queue.
+        self.turn = 0
         self.rejected_in = 0  # the number of the last search that rejected the group; 0: the group is untried
 
 
@@ -66,7 +67,7 @@ class WaitGroups:
         self._by_session: dict[SessionKey, set[WaitGroup]] = {}
         self.open = 0  # number of groups that are not blocked
         self.turn = 1  # number of the present turn of `QueueSearch`
-        self.had_turn = 0  # number of groups that were tried in the present turn
+        self.had_turn = 0  # number of groups whose `turn` is the present turn
         self.searches = 1
         self.untried = 0  # number of untried groups
 

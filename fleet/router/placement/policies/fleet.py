@@ -13,13 +13,14 @@
 4. *work* is the number of blocks that the request has to compute on the worker: prompt minus credit. The terms up to here measure the
    request's own wait. Other requests wait for the work too, and the *price* of a block says for how long. Later requests are delayed by
    busy / (workers + 1 - busy) blocks, where busy is the number of workers that compute prompts now. Requests that run on the worker are
-   delayed by the steps that compute the block. With this price, an idle cluster rather computes a prompt again than waits a moment, and a busy cluster rather waits
-   for the worker that holds the prompt. Without a price, every request would be placed where its own first token comes soonest, and
-   together the requests would compute shared prefixes several times (ADR 0014).
+   delayed by the steps that compute the block. With this price, an idle cluster rather computes a prompt again than waits a moment, and a
+   busy cluster rather waits for the worker that holds the prompt. Without a price, every request would be placed where its own first token
+   comes soonest, and together the requests would compute shared prefixes several times (ADR 0014).
 5. *decode blocks* are the unique blocks that live requests hold on the worker, including those of this request. An answer near its expected
    end counts less.
 6. On a worker with a full batch, the credit is multiplied by 1 - `spread` × waiting requests / batch size, or by 0 if this is negative. The
-   waiting requests include the one that is being placed. So a hot prefix spreads to another worker before requests with this prefix have to wait for a place in the batch.
+   waiting requests include the one that is being placed. So a hot prefix spreads to another worker before requests with this prefix have to
+   wait for a place in the batch.
 7. The terms of items 1 to 4 are divided by the worker's relative speed of prefill, and those for decode blocks and running requests by its
    relative speed of decoding. So a slow worker has higher costs. The credit of a fetched block is what the fetch saves compared with
    computing the block on this worker.

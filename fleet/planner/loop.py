@@ -4,9 +4,10 @@ Rules:
 
 1. Unless its mode is `off`, every planner asks its rule for decisions, also if it does not lead. So the rule knows the
    past demand when the planner begins to lead. Only the leader applies plans, and only in active mode.
-2. Only one plan is carried out at a time. A decision that requests more replicas of some pool than this plan supersedes
-   the plan; every other decision has no effect while the plan is carried out. The new plan also contains the replicas
-   of the superseded plan that do not serve yet. So these are rolled back too if they do not serve in time.
+2. Only one plan is carried out at a time. It is superseded by a decision that requests more replicas of some pool than
+   are requested with this plan; every other decision has no effect while the plan is carried out. The new plan also
+   contains the replicas of the superseded plan that do not serve yet. So these are rolled back too if they do not serve
+   in time.
 3. A new leader continues an unfinished plan of an earlier leader: it waits for the replicas, and rolls back those that
    do not serve in time.
 4. The loop limits the numbers of each decision to the bounds of the pools, because a rule may have a fault. Plans do

@@ -9,10 +9,10 @@ Rules, in the order in which `PlannerMachine.decide` applies them:
    back, or a pool is not reported. Then the requested numbers stay as they are, and a condition names the field or the
    source. The demand window of this round is not added to the history.
 2. **Demand.** The arrival rate and the mean lengths of prompts and answers are levels
-   (`fleet.planner.forecasting.level`): means over all windows since the last change that chance does not explain.
-   Bursts raise the dispersion of arrivals, and a higher dispersion needs more free capacity. The rate is 0 when no
-   request waits or runs, and none has arrived for the cool-down and for `forecasting.history.QUIET_GAPS` times the mean
-   gap between requests.
+   (`fleet.planner.forecasting.level`): each is a mean over all windows since it last changed by more than chance
+   explains. Bursts raise the dispersion of arrivals, and a higher dispersion needs more free capacity. The rate is 0
+   when no request waits or runs, and none has arrived for the cool-down and for
+   `fleet.planner.forecasting.history.QUIET_GAPS` times the mean gap between requests.
 3. **Two horizons.** The rate to serve is the larger of two numbers: the present level, which reacts within seconds, and
    the forecast for the time at which a replica that is started now would serve. From that rate, the capacity model and
    the solver compute the replicas for prefill, decode and all GPU types at once.
@@ -26,10 +26,12 @@ Rules, in the order in which `PlannerMachine.decide` applies them:
    the planner uses a smaller share of the phase's predicted capacity than was used when the goals were missed. Measured
    latencies correct the predictions; if the error of the predictions grows, the condition `ModelDrift` reports it.
 6. **Shrinking** is allowed only if the smaller pools can still serve the highest rate of the last cool-down, increased
-   by the share `deadband`. Shrinking also waits in these cases: a change is under way, the last growth is less than a
-   cool-down ago, lengths have changed in the last `LENGTHS_SECONDS`, or more requests are late than the goals allow.
-   Unless the load has ended, one step removes at most half of a pool, because the caches of removed replicas are lost.
-   If one phase grows because lengths have changed, the other phase shrinks in the same plan.
+   by the share `deadband`, or as much of it as the present pools. Shrinking also waits in these cases: a change is
+   under way, the last growth is less than a cool-down ago, lengths have changed in the last `LENGTHS_SECONDS`, or more
+   requests are late than the goals allow. Unless the load has ended, one step removes at most half of a pool, because
+   the caches of removed replicas are lost. There are two exceptions. If one phase grows because lengths have changed,
+   the other phase shrinks in the same plan. If the budget does not allow a growth, pools shrink so that others can
+   grow.
 7. **Cheaper mix.** Another mix of pools is used only if it saves at least the share `mix_saving` of the cost. Its new
    replicas start before old ones end.
 8. **Limits.** The requested numbers keep the bounds of the pools and the ratio. Budgets are kept at every instant, and

@@ -14,7 +14,8 @@ The format is recognised by the first line:
   known. Requests that were refused are left out, and so are those whose prompt an external server has tokenized.
 - *recording*: a recording of a router; see `fleet.recording.traffic`.
 
-Rows are read one by one, so the memory that is needed does not grow with the file, except if rows must be sorted.
+Rows are read one by one, so the memory that is needed does not grow with the file. There are two exceptions: rows that must be sorted, and
+a recording in which later requests wait for the end of an earlier one.
 """
 
 from collections.abc import Callable, Iterator

@@ -18,7 +18,10 @@ from fleet.router.state.snapshot import Explanation, RemotePrefillSnapshot, Rout
 
 
 class RouterApi(Protocol):
-    """Interface of the router for its callers. The class `RouterServer` implements it and documents the methods."""
+    """Interface of the router for its callers. `fleet.router.server.RouterServer` implements it.
+
+    The methods are documented there, or in `fleet.router.machine.RouterMachine`.
+    """
 
     on_change: Callable[[], None] | None
 

@@ -13,7 +13,8 @@ Rules:
 4. Each prediction is made twice: by the profile alone, and corrected by what was learned about this worker
    (`fleet.hardware.latency.correction`: a linear correction for prompts, and another one for gaps). Predictions are never changed later, and
    errors are counted for both.
-5. For a new incarnation of a worker, learning begins from nothing. Nothing is learned from attempts that are cancelled, rejected or lost.
+5. For a new incarnation of a worker, learning begins from nothing. Nothing more is learned from an attempt that is cancelled, rejected or
+   lost.
 6. These are kept in memory: the current attempts, the last `REMEMBERED` errors of each worker, the results of the last `REMEMBERED` workers
    that have left, and the last `ALARMS` alarms.
 """
@@ -217,7 +218,7 @@ class _PredictedWorker:
 
     def __init__(self, profile: WorkerProfile, description: WorkerDescription):
         self.errors = {kind: _PredictionErrors() for kind in PredictionKind}
-        self.fetching: dict[RequestId, int] = {}  # for each handed-over attempt, the tokens of its prompt
+        self.fetching: dict[RequestId, int] = {}  # prompt tokens of each decode attempt without a first token
         self._profile = profile
         self._description = description
         self._most_running = description.max_running

@@ -76,7 +76,7 @@ class PoolReport(Struct, frozen=True, kw_only=True):
     ready: Count
     draining: Count = 0
     why: PoolGapReason | None = None
-    """Why the number of ready replicas differs from the plan; null if it does not differ, or only for a short time."""
+    """Why the number of ready replicas differs from the plan; null if it does not differ, or will soon be equal."""
 
     message: str = ""
     pinned: str = ""

@@ -58,7 +58,7 @@ CACHED_MEMORY = 600.0
 because a change of the pools loses cached blocks for a while, although the load stays the same."""
 
 FIRST_SHAPE = RequestShape(prompt_tokens=1000.0, answer_tokens=200.0)
-"""Lengths in tokens that are assumed until the first request has been counted."""
+"""Lengths in tokens that are assumed for prompts until a request has arrived, and for answers until one has ended."""
 
 
 class DemandHistory:

@@ -2,10 +2,10 @@
 
 Rules:
 
-1. A request whose first token would come later than the settings or its deadline allow is rejected at once, because an early rejection is
-   better than one after a wait. The predicted wait is computed from the rate at which requests have left the queue (`admission_queue`, rule
-   5), and from the rate of first tokens of full workers (`fleet.router.state.worker_table`, rule 8). Before it is compared with the limit of
-   the settings, a margin for errors of the prediction is added to it (`prediction_errors`).
+1. A request whose first token would come later than the settings, its deadline or the limit for overflow allow is rejected at once, because
+   an early rejection is better than one after a wait. The predicted wait is computed from the rate at which requests have left the queue
+   (`admission_queue`, rule 5), and from the rate of first tokens of full workers (`fleet.router.state.worker_table`, rule 8). Before it is
+   compared with the limit of the settings, a margin for errors of the prediction is added to it (`prediction_errors`).
 2. If more requests wait than allowed, the last request of the tenant with the largest backlog is rejected. A request that was admitted
    before and lost its worker stays.
 3. A request that is rejected for want of room gets a retry hint: the predicted wait of a request that its tenant would add to the queue, or

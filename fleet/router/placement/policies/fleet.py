@@ -78,7 +78,7 @@ class FleetCost(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Credit for a block that the store has to fetch from a lower tier first."""
 
     running_request_blocks: float = 1.0
-    """Cost of a request on a worker in addition to its blocks, in blocks of prefill, for its share of each decode step."""
+    """Cost of each request on a worker, in blocks of prefill, for the time that it adds to decode steps besides that of its blocks."""
 
     decode_weight: float = 0.3
     """Cost of a block that live requests hold, in blocks of prefill. Each decode step reads the block once. For an answer of
@@ -166,7 +166,7 @@ class FleetCost(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class HeadroomFilter(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Filter that keeps workers whose first token should come in time. A worker without measurements counts as fast enough."""
+    """Filter that keeps the workers from which the first token is expected in time. A worker without measurements counts as fast enough."""
 
     ttft_goal_seconds: float = 0.0  # seconds; 0: only the request's own deadline counts
 

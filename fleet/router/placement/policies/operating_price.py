@@ -6,8 +6,8 @@
    Prices are given for beginnings of worker names, because a worker's name begins with the name of its pool. The longest beginning that
    matches counts.
 2. Like the costs of other scorers, these costs are in blocks of prefill: 1 is the price of computing one block of a prompt on the cheapest
-   worker. With weight 1, a worker on which a request costs ten blocks more is chosen only if it is ten blocks less busy. So the cheap workers fill up first, and the expensive workers
-   serve the requests that would otherwise wait.
+   worker. With weight 1, a worker on which a request costs ten blocks more is chosen only if it is ten blocks less busy. So the cheap
+   workers fill up first, and the expensive workers serve the requests that would otherwise wait.
 3. An answer counts with its length limit, but at most with `answer_tokens` tokens, because clients rarely say how long an answer will be.
 4. A worker without a price costs as much as the most expensive one.
 

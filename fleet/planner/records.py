@@ -50,7 +50,8 @@ class PlanState(StrEnum):
     CONFLICT = "conflict"  # another writer changed a pool at the same time
     REFUSED = "refused"
     FAILED = "failed"  # the orchestrator did not answer, or has ended
-    HANDED_OVER = "handed_over"  # this planner ended or lost the leadership; the next leader continues the plan
+    # This planner ended or lost the leadership; the next leader continues the plan if it was written.
+    HANDED_OVER = "handed_over"
 
 
 class PlanScore(Struct, frozen=True, kw_only=True):

@@ -56,7 +56,7 @@ def recorded_requests(path: Path, block_tokens: int, chain: UnsharedNames) -> It
             size.
 
     Raises:
-        TraceError: A line is malformed.
+        TraceError: The file is no recording, or a line is malformed.
     """
     held: deque[_HeldRequest] = deque()
     live: dict[RequestId, _HeldRequest] = {}

@@ -1,8 +1,8 @@
 """Messages of the router's machine: the events that it takes and the commands that it returns.
 
-A request may need several attempts: a prefill and a decode, or another try after a failure. The machine gives each attempt an
-id that is used once. `Start`, `Progress`, `Rejected`, `CacheReported`, `CancelAttempt` and `Undelivered` carry the id of the attempt;
-`Arrived`, `RequestCancelled`, `Emit`, `StartedOver`, `Complete` and `Reject` carry the id of the request.
+A request may need several attempts: a prefill and a decode, or another try after a failure. The machine gives each attempt an id that is
+used once. `Start`, `Progress`, `Rejected`, `CacheReported`, `CancelAttempt` and `Undelivered` carry the id of the attempt; `Arrived`,
+`RequestCancelled`, `Emit`, `StartedOver`, `Complete` and `Reject` carry the id of the request.
 """
 
 from collections.abc import Collection, Mapping, Sequence

@@ -124,7 +124,7 @@ class Attainment:
         return slow is not None and slow[0] > slow[1]
 
     def _burn(self, field: int, seconds: float, waiting: float) -> tuple[float, float] | None:
-        """Return how many requests in the last `seconds` were late, and how many may be late.
+        """Return how many requests in the last `seconds` were late, and how many the goal allows to be late.
 
         Return None if there were no requests.
         """

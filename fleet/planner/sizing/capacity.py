@@ -114,7 +114,7 @@ class PoolEngine(Struct, frozen=True, kw_only=True):
 
     engine: EngineReplica
     transfer_base: float = 0.0
-    """Seconds before the first byte of a KV transfer arrives."""
+    """Seconds that a KV transfer takes in addition to the time for its tokens."""
 
     transfer_token: float = 0.0
     """Seconds that each prompt token adds to a KV transfer."""

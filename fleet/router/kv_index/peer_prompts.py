@@ -3,9 +3,9 @@
 Rules:
 
 1. A router announces to its peers each prompt of which a worker has to compute `MIN_ANNOUNCED_TOKENS` or more, and later the end of the
-   request. Between these two announcements, the peers expect the blocks of the prompt on that worker, as they do for prompts of their own.
-   So requests with the same beginning are placed on one worker, whichever routers they use. Shorter prompts would cause too many
-   announcements, and computing them twice costs little.
+   prompt's reservation on this worker. Between these two announcements, the peers expect the blocks of the prompt on that worker, as they
+   do for prompts of their own. So requests with the same beginning are placed on one worker, whichever routers they use. Shorter prompts
+   would cause too many announcements, and computing them twice costs little.
 2. A prompt of rule 1 is announced by the keys of some of its blocks, its *marks*: the first 16 blocks, then eight for each doubling of the
    length, and the last block. That is less than 160 keys for any length, and less than 60 for up to 512 blocks. From the marks, a router knows at least
    eight ninths of the blocks that two prompts have in common, and all of them if the prompts are equal.
@@ -78,7 +78,7 @@ class PromptAnnouncements:
     def placed(self, worker_id: WorkerId, keys: Keys) -> int | None:
         """Record a prompt that a worker has to compute.
 
-        Return the prompt's number, which the caller passes to `over` when the request ends; None if there are too many prompts.
+        Return the prompt's number, which the caller passes to `over` when the prompt's reservation ends; None if there are too many prompts.
         """
         if len(self._placed) >= MAX_ANNOUNCED_PROMPTS:
             return None
@@ -100,7 +100,7 @@ class PromptAnnouncements:
         self.changes += 1
 
     def news(self) -> tuple[list[PlacedPrompt], list[int]]:
-        """Return the prompts to announce since the last call, and the numbers of announced prompts whose requests have ended since then."""
+        """Return the prompts to announce since the last call, and the numbers of announced prompts whose reservations have ended since then."""
         news = [self._make_announcement(number) for number in self._unannounced]
         news += [
             PlacedPrompt(worker_id=worker_id, keys=tuple(keys[:MAX_ANNOUNCED_KEYS])) for worker_id, keys in self._sent

@@ -4,11 +4,11 @@ Rules:
 
 1. Entry points of the groups `fleet.policies`, `fleet.filters`, `fleet.scorers` and `fleet.pickers` name Structs whose fields are
    their parameters (`fleet.router.policy`). An entry point with the name of a built-in plug-in is ignored.
-2. A plug-in decides in a thread of its own, on a copy of the data. If it exceeds its time budget, raises an exception or names no
-   candidate, the default policy decides with its default parameters, and the failure is counted. A plug-in that exceeds its budget is not
-   called again before its call has ended.
-3. A plug-in has the same time budget for explaining its costs, because the whole router waits for the explanation too. If it does not give
-   a finite number for each candidate, the explanation has no cost terms.
+2. A policy that comes from another package, or has a part from one, decides in a thread of its own, on a copy of the data. If it exceeds
+   its time budget, raises an exception or names no candidate, the default policy decides with its default parameters, and the failure is
+   counted. If it exceeds its budget, it is not called again before its call has ended.
+3. Such a policy has the same time budget for explaining its costs, because the whole router waits for the explanation too. If it does not
+   give a finite number for each candidate, the explanation has no cost terms.
 """
 
 import logging
@@ -62,10 +62,10 @@ def _with_found(group: str, ours: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def open_policy(settings: RouterSettings, known: PolicyCatalog | None = None) -> PlacementPolicy:
-    """Return the policy that the settings name, guarded if a part of it is a plug-in.
+    """Return the policy that the settings name, guarded if the policy or a part of it comes from another package.
 
     Raises:
-        ConfigurationRefused: There is no such policy, or it does not accept the parameters in the settings.
+        ConfigurationRefused: There is no such policy, it does not accept the parameters in the settings, or a plug-in cannot be loaded.
     """
     if known is None:
         known = policy_catalogue()
@@ -91,13 +91,13 @@ def _is_ours(settings: RouterSettings, known: PolicyCatalog) -> bool:
 
 
 class GuardedPolicy:
-    """Calls a plug-in policy within a time budget. If the plug-in fails, a built-in policy decides (rule 2)."""
+    """Calls a policy of another package within a time budget. If this policy fails, a built-in policy decides (rule 2)."""
 
     def __init__(self, guarded: PlacementPolicy, fallback: PlacementPolicy, budget_seconds: float):
-        """Start the thread of the plug-in.
+        """Start the thread in which the policy is called.
 
         Args:
-            guarded: The plug-in policy.
+            guarded: The policy of another package, or with parts from one.
             fallback: The policy that decides in its place.
             budget_seconds: Seconds for one decision. The router's thread, which waits for it, may wake up to about 5 ms later.
         """

@@ -32,7 +32,7 @@ from fleet.router.queueing.wait_groups import UNKNOWN_WORKERS, BusyWorkers, HasR
 from fleet.router.sessions import SessionKey
 from fleet.router.state.departure_rate import DepartureRate
 
-MAX_SECONDS = 1e9  # maximum of `priority_seconds` and `size_seconds`, about thirty years; infinity cannot be used in sums
+MAX_SECONDS = 1e9  # maximum of `priority_seconds` and `size_seconds`, because infinity cannot be used in sums
 # The maximum number of untried wait groups that are tried after a change, in addition to the limited number of failing tries. 1024 tries
 # take about 35 ms.
 MAX_FIRST_TRIES = 1024

@@ -2,7 +2,8 @@
 
 Rules:
 
-1. A session is bound to the worker of its last placement, until it has been idle for longer than the time to live.
+1. A session is bound to the worker of its last placement, until it has been idle for longer than the time to live. With "hard" affinity, the
+   binding also ends when a request is rejected because that worker has gone.
 2. The number of sessions is limited; the one that has been idle longest is forgotten first.
 3. The setting `RouterSettings.session_affinity` decides what a binding means; `fleet.router.placer` (`with_session`) applies it.
    "soft" is a preference (`fleet.router.placement.policies.fleet`, item 8), "hard" is a condition (`must_keep` in
@@ -91,7 +92,7 @@ class SessionTable:
         self._ahead = max(self._ahead, clock - now)
 
     def apply(self, binding: SessionBinding, now: Nanos) -> None:
-        """Apply a binding, or the end of a binding, that a peer router has announced."""
+        """Apply a binding, or the end of a binding, that a peer router has announced. Do nothing if a later binding is known (rule 5)."""
         key, worker_id = binding.key, binding.worker_id
         if binding.stamp:
             self.advance_clock(binding.stamp, now)
@@ -120,14 +121,14 @@ class SessionTable:
         return [SessionBinding(key=key, worker_id=worker_id, stamp=stamp) for key, (worker_id, stamp) in news.items()]
 
     def latest(self) -> list[SessionBinding]:
-        """Return the latest bindings for a peer that connects later. The one that was used last is at the end."""
+        """Return the `MAX_SESSION_NEWS` most recently used bindings, for a peer that connects later. The most recent one is last."""
         latest = list(islice(reversed(self._bindings.items()), MAX_SESSION_NEWS))
         return [
             SessionBinding(key=key, worker_id=worker_id, stamp=stamp) for key, (worker_id, _, stamp) in reversed(latest)
         ]
 
     def _note(self, key: SessionKey, worker_id: WorkerId | None, now: Nanos) -> int:
-        """Record a binding or its end for the next announcement. Return its stamp."""
+        """Record a binding or its end for the next announcement, unless that is full (rule 4). Return its stamp."""
         stamp = self._next_stamp(now)
         if key in self._news or len(self._news) < MAX_SESSION_NEWS:
             self._news[key] = worker_id, stamp

@@ -48,7 +48,10 @@ _PREFILL_LOST = PlacementReason.PREFILL_LOST
 
 
 class CountersByModel(dict[ModelName, RouterCounters]):
-    """The counters of each model by its name. The counters of a model are made when they are first read."""
+    """The counters of each model by its name. The counters of a model are made when they are first read.
+
+    If there are `MOST_MODELS` models already, the counters of a further one are not kept.
+    """
 
     def __missing__(self, model: ModelName) -> RouterCounters:
         counters = RouterCounters()
@@ -264,7 +267,7 @@ class RouterDemand:
         counters.cached_tokens += live.cached_tokens
 
     def ended(self, live: LiveRequest, now: Nanos) -> None:
-        """Count a request that was completed or cancelled."""
+        """Count a request that was completed or cancelled. If it has had no first token, it counts as abandoned."""
         counters = self._models.get(model := live.arrived.model) or self._new(model)
         if not live.first_token_at:
             counters.abandoned += 1
@@ -297,7 +300,11 @@ class RouterDemand:
         )
 
     def rejected(self, live: LiveRequest, reason: Reason) -> None:
-        """Count a request that was rejected. If its answer had begun, the tokens of the answer still count."""
+        """Count a request that was rejected. If its answer had begun, it counts as finished, with the tokens of the answer.
+
+        Otherwise it counts as refused if the reason is the load (`_FOR_LOAD`), as invalid if the reason is the request (`_INVALID`), and
+        only as an arrival if there is another reason.
+        """
         counters = self._models.get(model := live.arrived.model) or self._new(model)
         if live.first_token_at:
             counters.finished += 1

@@ -325,7 +325,7 @@ class Tenants:
                 limited.tokens.take(taken.tokens, now)
 
     def left(self, now: Nanos) -> dict[str, BucketLevels]:
-        """Return the bucket levels of the tenants whose buckets are not full."""
+        """Return the bucket levels of each tenant that has a bucket which is not full."""
         return {
             name: BucketLevels(requests=_level(limited.requests, now), tokens=_level(limited.tokens, now))
             for name, limited in self._limited.items()
@@ -384,9 +384,12 @@ async def await_settle(settle: SettleWithPeers) -> bool:
 
 
 def _exceeds_share(bucket: TokenBucket | None, unconfirmed: float, more: float, routers: int, now: Nanos) -> bool:
-    """Return whether a request would exceed the router's equal share of what is left. It then has to ask its peers first."""
+    """Return whether a request would exceed the router's equal share of what is left. The router then has to ask its peers first.
+
+    Return False if the peers have confirmed everything, or if the request is rejected in any case.
+    """
     if bucket is None or not unconfirmed or (level := bucket.level(now)) < 1:
-        return False  # if less than one is left, the request is rejected in any case
+        return False  # with less than one left, the request is rejected
     return unconfirmed + more > max(1.0, (level + unconfirmed) / routers)
 
 

@@ -6,7 +6,7 @@ Rules:
 
        place R on W [with P by PATH]: WHY, compute N of M tokens, W=COST/HITS …[, prefill P=COST/HITS …]
        book W: N requests, B blocks, T prefill tokens       (and `book W: nothing` if all was released)
-       send ATTEMPT to W: PHASE, N tokens, at most M [, of which N from P by PATH]
+       send ATTEMPT to W: PHASE, N tokens, at most M[, handed over by PATH][, of which K from P by PATH]
        cancel ATTEMPT on W
        start over R                     (the answer begins again; tokens that the client has got are void)
        complete R: FINISH, N cached
@@ -15,10 +15,9 @@ Rules:
 
 2. A `place` line states a decision with its data. It lists the candidates in the order in which they joined, each with
    its cost (COST), and the number of leading blocks of the prompt that the router knew it to hold (HITS). The `send`
-   line of the chosen worker follows. A `send` line without a `place` line is the decode part of a handoff; its worker
-   was chosen when the request was placed.
-3. A `book` line states the reservations on one worker after an event. There is one line for each worker whose reservations
-   have changed, by a new reservation, a growing answer, or a release.
+   line of the chosen worker follows. A `send` line without a `place` line is the decode part of a handoff. Its worker
+   was chosen when the request was placed, or at the handoff if the first choice had gone or drains.
+3. A `book` line states the sums of the reservations on one worker after an event. There is one line for each worker whose sums have changed.
 4. Costs are printed with nine significant digits, because sums of floats may differ in the last bits between two machines.
 """
 
@@ -56,7 +55,8 @@ class DecisionLog:
         # the router machine whose decisions and reservations are logged; nothing is logged while this is None
         self.machine: RouterMachine | None = None
         self._booked: dict[WorkerId, ReservationTotals] = {}
-        self._placed: dict[str, Decision] = {}  # for each live request, the last decision that was logged
+        # for each request, the last decision that was logged, until the request is completed or refused
+        self._placed: dict[str, Decision] = {}
 
     def __call__(self, now: Nanos, event: RouterEvent, commands: Sequence[Command] | None, /) -> None:  # noqa: ARG002
         if self.machine is None or commands is None:

@@ -182,7 +182,7 @@ class Scenario(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """True if the next turn of a conversation repeats the answer token by token, so that a cache has the answer's blocks.
 
     Traces do not contain this information. Answers are not repeated if reasoning is dropped from prompts, or if clients
-    edit answers; then set this to false.
+    edit answers; then leave this false.
     """
 
     def __post_init__(self) -> None:

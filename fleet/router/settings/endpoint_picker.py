@@ -88,7 +88,7 @@ class EndpointPickerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_f
     needed for Fleet's own workers, which speak no HTTP. Empty: gateways send requests to the workers themselves."""
 
     target_port: Port = 0
-    """The HTTP port at which gateways reach the workers, on the hosts that the router knows; 0: the ports that the router knows."""
+    """The HTTP port at which gateways reach the workers, on the host of each worker's address; 0: the port of that address."""
 
     lease: PickerLease | None = None
     """The Lease that chooses one of several pickers, if each would pick workers without knowing the reservations of the others. In three
@@ -108,7 +108,7 @@ class EndpointPickerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_f
     """A request loses its reservation if the gateway reports nothing about it for this time. The default is longer than any prefill."""
 
     max_body_bytes: Annotated[int, Meta(ge=KIB, le=1024 * MIB)] = 8 * MIB
-    """The largest request body, in bytes. The default has room for two million token ids."""
+    """The largest request body, in bytes. The default has room for a prompt of a million token ids in JSON."""
 
     max_held_bytes: Annotated[int, Meta(ge=KIB, le=1 << 40)] = 512 * MIB
     """Memory for the bodies of all requests that are not placed yet; further requests are rejected with 429."""
@@ -130,7 +130,7 @@ class EndpointPickerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def own_endpoint(self) -> str:
-        """`router_endpoint` in the form that gateways accept; empty if it is not set."""
+        """`router_endpoint` in the form that gateways accept; empty if it is not set, or is no ``ip:port``."""
         try:
             return endpoint_in(self.router_endpoint)
         except ValueError:

@@ -13,8 +13,8 @@ class ImageSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Rules for images at http and https URLs. Without `fetch_urls`, images are taken only as data URLs."""
 
     fetch_urls: bool = False
-    """True if the router fetches images at URLs that clients name. It then opens connections to servers that clients choose, though only
-    to public addresses at the ports 80 and 443. Name the `hosts` if you know them."""
+    """True if the router fetches images at URLs that clients name. It then opens connections to servers that clients choose. Unless `hosts`
+    and `networks` say otherwise, it connects only to public addresses at the ports 80 and 443. Name the `hosts` if you know them."""
 
     hosts: tuple[str, ...] = ()
     """The only hosts that images are fetched from, in lower case: ``images.example.com`` at the ports 80 and 443,
@@ -40,8 +40,8 @@ class ImageSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Maximum number of images that are fetched at the same time, and of threads that look up host names. Further images wait."""
 
     max_held_mib: Annotated[int, Meta(ge=1, le=1 << 20)] = 256
-    """Memory in MiB for the fetched images of all requests, until the end of their answers. Beyond it requests with URLs are refused with
-    429. A request may have 32 MiB of images."""
+    """Memory in MiB for the fetched images of all requests, until the end of their answers. While it is full, requests with image URLs are
+    refused with 429. One request may have 32 MiB of images."""
 
     def __post_init__(self) -> None:
         for index, host in enumerate(self.hosts):

@@ -12,10 +12,10 @@ WaitSeconds = Annotated[float, Meta(gt=0, le=86_400)]
 
 
 class OverflowSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An OpenAI-compatible endpoint that takes HTTP requests that the router would otherwise refuse. A spending limit bounds its cost.
+    """An OpenAI-compatible endpoint that takes HTTP requests which would wait too long here, or would be refused because of high load.
 
-    Prompts then leave your cluster. Only completions and chats with one answer overflow, not requests over gRPC, the Open Inference
-    Protocol, the Responses API or the Messages API.
+    A spending limit bounds its cost. Prompts then leave your cluster. Only completions and chats with one answer overflow, not requests over
+    gRPC, the Open Inference Protocol, the Responses API or the Messages API.
     """
 
     url: Annotated[str, Meta(min_length=1)]
@@ -59,7 +59,7 @@ class OverflowSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     request runs, the price of an answer of its full limit is charged (`dollars_per_hour`)."""
 
     max_running: Annotated[int, Meta(ge=1, le=65_536)] = 64
-    """Maximum number of requests at the endpoint at the same time; further requests are refused as if there were no overflow."""
+    """Maximum number of requests at the endpoint at the same time; the router treats further requests as if there were no overflow."""
 
     extended_fields: bool = False
     """True if the endpoint is a vLLM or SGLang server, which understands fields such as `top_k` and `structured_outputs`. Otherwise requests

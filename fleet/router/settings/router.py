@@ -20,7 +20,7 @@ from kvstore.tracing.settings import TracingSettings
 
 
 class SelectionSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Limits of the leases that `Select` gives."""
+    """Limits of the leases that `Select` gives, and of its waits."""
 
     max_lease_ms: Annotated[int, Meta(ge=100, le=3_600_000)] = 60_000
     """The longest lease in milliseconds; a request for a longer one is refused. Each report renews a lease, so a lease need not be longer
@@ -31,8 +31,8 @@ class SelectionSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     caller_share: Annotated[float, Meta(gt=0, le=1)] = 0.5
     """Share of a model's places (batch sizes times `oversubscribe`) that all leases of one caller may hold. With `oversubscribe` 2, half of
-    them are as many as all batches together: one caller can keep the workers busy, and requests of others still find a place. One lease
-    is always allowed."""
+    the places are as many as all batches together: one caller can keep the workers busy, and requests of others still find a place. Each
+    caller may always hold one lease."""
 
     max_leases: Annotated[int, Meta(ge=1, le=1 << 20)] = 65_536
     """Maximum number of leases of all callers together; further selections are rejected. Each lease takes about 2 KB."""
@@ -78,7 +78,8 @@ pieces would cost memory and time without any use."""
 
 
 ENDPOINT = r"^(tcp://([^*:\s]+|\[[^\]\s]+\]):[0-9]{1,5}|ipc://\S+)?$"
-"""Pattern of a ZeroMQ endpoint to which the router connects. A wildcard host (``*``) is not allowed, because only a listener can use it."""
+"""Pattern of a ZeroMQ endpoint to which the router connects, or of an empty text. A wildcard host (``*``) is not allowed, because only a
+listener can use it."""
 
 
 ExternalPath = Annotated[str, Meta(pattern=r"^/([^*?#\s]*|([^*?#\s]*/)?\*)$")]
@@ -94,7 +95,7 @@ DEFAULT_EXTERNAL_PATHS = (
     "/pooling",
     "/v2/embed",
 )
-"""The API of OpenAI, and the paths without a version by which clients use vLLM."""
+"""The API of OpenAI, and the paths outside of ``/v1`` by which clients use vLLM."""
 
 
 class OpenAiWorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -310,10 +311,10 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
     """Traces of requests for a collector of OpenTelemetry. Workers and store nodes have the same section for their part."""
 
     images: ImageSettings = ImageSettings()
-    """Images that clients name by URLs: if the router fetches them, and from where."""
+    """Images that clients name by URLs: whether the router fetches them, and from where."""
 
     tls: ClientTlsSettings = ClientTlsSettings()
-    """TLS of `http_listen`, `grpc_listen` and `kserve_listen`, and of `health_listen` and `endpoint_picker` if these settings say so. The
+    """TLS of `http_listen`, `grpc_listen` and `kserve_listen`, and of `health_listen` and `endpoint_picker` if this section says so. The
     other ports have credentials of their own."""
 
     share_ports: bool = False
@@ -386,7 +387,7 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
     """External servers that speak the OpenAI API. Each of them serves whole requests; the router relays the bytes of their answers."""
 
     overflow: dict[ModelName, OverflowSettings] = {}
-    """Hosted endpoints by the model of Fleet's own workers whose requests they take when these cannot; see docs/router.md."""
+    """Hosted endpoints by model: each takes requests of its model that Fleet's own workers cannot take soon; see docs/router.md."""
 
     external_paths: tuple[ExternalPath, ...] = DEFAULT_EXTERNAL_PATHS
     """Paths of external servers that clients may reach, with any method: whole paths, or beginnings that end with ``/*``. Completions, chat
@@ -524,7 +525,7 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
     """Maximum pause between two attempts to reach a worker that is still a member; the first pause is 50 ms."""
 
     catch_up_seconds: Annotated[float, Meta(ge=0, le=20)] = 5.0
-    """The longest time in seconds for which a starting router waits until it has heard of the existing workers. Until then it does not
+    """The longest time in seconds for which a starting router waits until it knows the existing workers. Until then it does not
     report that it is ready and, if it shares its ports, accepts no connections. Afterwards it serves with the workers that it knows."""
 
     @property

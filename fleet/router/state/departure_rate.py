@@ -29,7 +29,7 @@ class DepartureRate:
         self._since = None
 
     def departed(self, amount: int, now: Nanos) -> None:
-        """Record a departure. It counts only while something waits."""
+        """Record that `amount` (requests or tokens) has left the queue. It counts only while something waits."""
         if self._since is None:
             return
         departed, seconds = self._faded(now)

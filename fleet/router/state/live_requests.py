@@ -150,9 +150,8 @@ class LiveRequest(Struct):
     def answer_key(self) -> int:
         """The key under which the worker of the next attempt keeps the tokens of the answer; 0: it keeps none.
 
-        Only one attempt has a key, so only one worker keeps tokens under it.
-        After a failed attempt it is another key, because the failed attempt may have generated tokens that did not
-        arrive here, and the next attempt generates other ones.
+        Each attempt has a key of its own, so only one worker keeps tokens under it. The failed attempt may have
+        generated tokens that did not arrive here, and the next attempt generates other ones.
         """
         key = self.arrived.answer_key
         return key + self.failures if key else 0
@@ -165,7 +164,8 @@ class LiveRequest(Struct):
     def wait_key(self) -> Hashable:
         """Return a value that describes what a request demands of its worker.
 
-        Requests with equal values may be served by the same workers, apart from what their sessions and lengths exclude.
+        Requests with equal values may be served by the same workers, apart from what their sessions and lengths exclude. None: the request
+        demands nothing.
         """
         arrived = self.arrived
         if (
@@ -197,7 +197,7 @@ class LiveRequest(Struct):
 
     @property
     def may_continue(self) -> bool:
-        """False if the answer has begun and only another program knows which of its tokens the client has."""
+        """False if the answer has begun and does not pass through this router, which then cannot know the tokens that the client has."""
         return not self.sent or not (self.arrived.only_end or self.arrived.external)
 
     @property
@@ -221,7 +221,11 @@ class LiveRequest(Struct):
         return structs.replace(sampling, max_tokens=max_tokens, min_tokens=min_tokens, prompt_logprobs=prompt_logprobs)
 
     def keys(self, block_tokens: int) -> tuple[int, ...]:
-        """Return the block keys of `prompt`. The caller has to call `forget_chains` when tokens of the answer are added."""
+        """Return the block keys of `prompt`. The caller has to call `forget_chains` when tokens of the answer are added.
+
+        For a prompt with images, return the keys of the client's prompt that arrived with the request; empty if there are none for this
+        block size.
+        """
         if (keys := self.chains.get(block_tokens)) is None:
             arrived = self.arrived
             if arrived.images:  # without the images, prompts with different images would have equal keys
@@ -297,8 +301,8 @@ class LiveRequest(Struct):
     def note_kv_report(self, attempt: Attempt, report: KvReport) -> None:
         """Store the KV report of an attempt. It replaces an earlier report of the same attempt.
 
-        A prompt token counts as cached if it was computed in no phase. If a worker is lost after its first tokens, its report still counts,
-        because it did compute these tokens.
+        A prompt token counts as cached if it was computed in no attempt. The report of a worker that was lost later still counts, because
+        this worker did compute its part of the prompt.
         """
         kv_reports = self.kv_reports
         kv_reports[attempt.id] = KvPhase(phase=attempt.phase, worker_id=attempt.worker_id, report=report)

@@ -23,12 +23,12 @@ class RouterCounters(Struct, kw_only=True):
     # Requests that no worker could serve, by cause; they are also in `refused`.
     impossible: dict[RejectionCause, int] = {}
     policy_fallbacks: int = 0  # decisions that the default policy made because the configured policy failed
-    retried: int = 0  # attempts that failed and were followed by another attempt
+    retried: int = 0  # attempts that failed, and after which the router tried to place the request again
     # decisions that chose one worker, because all remaining prefill workers had failed the request
     fallbacks: int = 0
-    continued: int = 0  # answers that continued on another worker after tokens had been sent
+    continued: int = 0  # decisions for requests whose answer had begun, on another worker or through another router
     workers_lost: int = 0
-    late_messages: int = 0  # messages of workers about attempts that had been aborted before
+    late_messages: int = 0  # messages of workers about attempts that had ended or been aborted before
     kv_mismatches: int = 0  # attempts that workers rejected with KV_MISMATCH, before any transfer of blocks
 
     def copy(self) -> "RouterCounters":

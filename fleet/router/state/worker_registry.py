@@ -108,7 +108,7 @@ class WorkerRegistry:
             pool.tune(settings)
 
     def reserve(self, live: LiveRequest, worker_id: WorkerId, prefill_tokens: int, now: Nanos) -> RegisteredWorker:
-        """Reserve capacity for a request on a worker that has to compute some tokens of its prompt."""
+        """Reserve capacity for a request on a worker, which has to compute `prefill_tokens` of its prompt."""
         worker = self.workers[worker_id]
         keys = live.keys(worker.description.block_tokens)
         expected = live.arrived.expected_tokens
@@ -354,7 +354,8 @@ class WorkerRegistry:
     def cache_seconds(self) -> dict[WorkerId, float]:
         """Estimate for each worker how many seconds it would take to compute again the blocks that only this worker caches.
 
-        If a store holds a block too, only the cost of loading it counts, which follows from `store_hit_credit`.
+        If a store holds a block too, only the cost of loading it counts, which follows from `store_hit_credit`. Blocks that a worker is
+        only assumed to cache all count in full.
         """
         workers = {each.description.worker_id: engine_cache_holder(each.description.worker_id) for each in self}
         alike = 0
@@ -370,9 +371,9 @@ class WorkerRegistry:
         return found
 
     def recent(self) -> dict[tuple[ModelName, Knowledge], tuple[int, int, CacheComparison]]:
-        """Return the number of workers, the number of those that drift, and the sums of their latest comparisons.
+        """Return three values for each model and each kind of knowledge that the router has of its workers' caches.
 
-        The workers are counted by their model and by the router's knowledge of their caches.
+        The values are the number of workers, the number of those whose caches drift, and the sums of their latest comparisons.
         """
         found: dict[tuple[ModelName, Knowledge], tuple[int, int, CacheComparison]] = {}
         for worker in self:

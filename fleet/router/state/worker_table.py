@@ -29,7 +29,8 @@ Rules of the wait for a first token (`FirstTokenRate`).
 10. If several routers use a worker, each one counts its own requests and their first tokens. The engine serves the requests of all routers
     in turn. So the requests without a first token, divided by the first tokens per second, are about the same for each router; this ratio
     is the predicted wait.
-11. Requests of which the router learns only the end, and those to external servers, are not counted.
+11. Two kinds of requests are not counted: those of which the router learns only the end, because an external server answers them, and
+    external requests (`Arrived.external`).
 12. A rate is forgotten `RATE_USED_FOR` after the worker was full for the last time. If it were kept, a slow rate could reject every request
     that would make the worker full, and then nothing would be measured any more.
 """
@@ -422,7 +423,7 @@ class RegisteredWorker:
             now: The present instant.
 
         Returns:
-            None if the worker is not full with the request, or if too little was measured (`FirstTokenRate`).
+            None if the worker would not be full with the new request, or if too little was measured (`FirstTokenRate`).
         """
         if not self.first_tokens.full_with(self.requests + 1, self.reservations.blocks + new_blocks):
             return None
@@ -501,7 +502,7 @@ class BlockSizeGroup(Struct, frozen=True, kw_only=True):
     rows: Rows | None  # rows of these workers in the table; None: all rows
     # For each bit position in the prefix index, the row of the worker; -1: the bit belongs to another holder.
     engines: Rows
-    live: Rows  # for each bit position in the radix trees of the table, the row of the worker
+    live: Rows  # the same for each bit position in the radix trees of the table
 
 
 class WorkerTable:
@@ -598,7 +599,7 @@ class WorkerTable:
         return ServingWorkers.of(self.topology, draining)
 
     def _arrange(self) -> None:
-        """Rebuild the table after a worker has joined or left, or its description has changed."""
+        """Rebuild the table after a worker has joined or left, or its description or the settings have changed."""
         workers = list(self.workers.values())
         descriptions = [worker.description for worker in workers]
         self.topology = PoolTopology(descriptions, self._settings)
@@ -619,7 +620,7 @@ class WorkerTable:
         for row, each in enumerate(descriptions):
             rows_of.setdefault(each.block_tokens, []).append(row)
         self._sizes = [self._size(block_tokens, rows) for block_tokens, rows in rows_of.items()]
-        # Namespace, block size, and rows of the workers that load blocks from it.
+        # For each store namespace and block size, the rows of the workers that load blocks of this size from this namespace.
         self._stores: list[tuple[StoreNamespace, int, Rows]] = []
         self._converts: Floats = np.array(
             [float(each.kv is not None and not each.kv.is_at_rest) for each in descriptions], dtype=np.float64
@@ -725,9 +726,9 @@ class WorkerTable:
         )
 
     def seconds_to_first_token(self, now: Nanos) -> float:
-        """Estimate how many seconds a request waits for its first token after a full worker was found for it; 0 if nothing was measured.
+        """Estimate how many seconds a request will wait in the engine of a full worker, after it has left the admission queue.
 
-        All answering workers count together, because it is not known yet which one will have room.
+        All answering workers count together, because it is not known yet which one will have room. Return 0 if nothing was measured.
         """
         unanswered, rate = 0, 0.0
         for worker in self.workers.values():

@@ -48,13 +48,13 @@ class BlankTokens(bytes):
     def __len__(self) -> int:
         return self._length
 
-    # The router calls this when another worker continues an answer: the new prompt is the old one and the generated tokens.
+    # The router calls this when another worker continues an answer: the new prompt is the old one, followed by the generated tokens.
     def __add__(self, more: Any) -> Self:
         return type(self)((self._length + memoryview(more).nbytes) // TOKEN_BYTES, self.keys)
 
 
 def keys_of(tokens: TokenBytes, block_tokens: int, salt: bytes) -> tuple[int, ...]:  # noqa: ARG001 - signature of `Hasher`
-    """Return the block keys of a prompt. Blocks with generated tokens get no keys, because no other prompt contains them."""
+    """Return the block keys of a prompt. If it ends with tokens of an interrupted answer, the blocks with these tokens get no keys."""
     assert isinstance(tokens, BlankTokens)
     return tokens.keys[block_tokens]
 
@@ -82,7 +82,7 @@ class AnswerBlockNames:
         self._remembered = remembered
         # answered prompts; the key is the name that the trace gives the prompt's last full block
         self._answered: OrderedDict[int, _AnsweredPrompt] = OrderedDict()
-        # block names that the trace used in earlier prompts, the most recently used last
+        # block names that the trace used in earlier prompts, in the order of their first use
         self._seen: OrderedDict[int, None] = OrderedDict()
         self._own_names: OrderedDict[int, int] = OrderedDict()  # maps a block's name in the trace to the created name
         self._next = FIRST_OWN_NAME

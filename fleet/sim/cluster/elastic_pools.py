@@ -83,7 +83,7 @@ class ElasticPools:
         random: Random,
         gpus: int | None = None,
     ) -> None:
-        """Begin with the workers that the profiles state; `gpus` limits the GPUs of all pools together."""
+        """Begin with the workers that the profiles state; `gpus` limits the GPUs of all pools together (None: no limit)."""
         self._kernel, self._cluster, self._random, self._gpus = kernel, cluster, random, gpus
         self._pools = {pool.profile.name: _Replicas(pool) for pool in sorted(pools, key=lambda each: each.profile.name)}
         cluster.left = self._left

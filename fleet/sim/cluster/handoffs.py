@@ -7,7 +7,7 @@ Rules:
    prefill worker releases the blocks.
 2. A decode worker whose KV memory is full waits until it has free blocks. Then it fetches the prompt's blocks, if the prefill worker
    still keeps them.
-3. If a transfer fails because one of its ends died, the decode worker computes the prompt.
+3. If a transfer fails because the prefill worker died, the decode worker computes the prompt.
 4. Leases go through the states of `fleet.batching.handoff_leases`, as in the engines that workers host.
 """
 

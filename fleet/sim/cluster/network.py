@@ -60,7 +60,8 @@ class Network:
         self._kernel = kernel
         self._bandwidth: dict[LinkName, float] = {}
         self._transfers: dict[LinkName, dict[Transfer, None]] = {}
-        self.moved_bytes = 0.0  # bytes that were moved from worker to worker
+        # bytes of all transfers from worker to worker so far, including lost ones and those under way
+        self.moved_bytes = 0.0
 
     # Links.
 
@@ -153,7 +154,7 @@ class Network:
         self._share_out(transfer)
 
     def _share_out(self, changed: Transfer) -> None:
-        """Compute the rates again of all transfers that share a link with `changed`, which has begun or ended."""
+        """Compute again the rate and the end of each transfer that shares a link with `changed`, which has begun or ended."""
         now, bandwidth, transfers = self._kernel.instant, self._bandwidth, self._transfers
         affected: dict[Transfer, None] = {}
         for link in changed.links:

@@ -3,7 +3,7 @@
 Rules:
 
 1. Tiers are searched in order, beginning with the node's memory (the pool). Each tier has a capacity, and an eviction policy and
-   an admission rule from `kvstore`. All nodes may share the last tier.
+   an admission rule from `kvstore`. All nodes may share a tier, such as the last one.
 2. Computed blocks are saved to the pool. When they are saved, and again whenever they are used, they are demoted to each lower
    tier that admits them. No request waits for a demotion. At most `QUEUE_BLOCKS` blocks wait for a demotion to one tier. If more
    blocks have to wait, they are not demoted.

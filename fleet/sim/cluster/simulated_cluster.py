@@ -2,13 +2,14 @@
 
 Rules:
 
-1. A worker that dies loses its sequences, its cache and its transfers. Events that it sent before its death still arrive, and so do
-   all tokens that it had generated, because a real worker sends each token at once. A new worker starts under the same name.
+1. A worker that dies loses its sequences, its cache and its transfers. Events that it sent before its death still arrive, unless its network
+   was cut. So do all tokens that it had generated, because a real worker sends each token at once. A new worker starts under the same name.
 2. A worker whose network is cut for longer than the router's heartbeat timeout counts as lost at the router, and drops
    its attempts. It keeps its cache, and sends the cache's content to the router after the cut.
 3. To change its role, a worker drains, leaves when it is idle, and joins again in the new role with its cache. If
-   another change of role is requested before it has joined again, that change replaces the first one. When a worker
-   starts, or joins in another role, the router knows it `JOIN_MESSAGES` message delays later.
+   another change of role is requested before it has joined again, that change replaces the first one. The router knows
+   a worker `JOIN_MESSAGES` message delays after it has started, or has left to take another role. It knows the first
+   workers (`SimulatedCluster.begin`) at once.
 4. A worker that has to leave for good drains, and leaves when it is idle. If it dies during the drain, no new worker
    starts.
 5. `fleet.sim.cluster.faults` lists all faults. No fault loses a request as long as another worker can serve it.
@@ -61,8 +62,8 @@ class SimulatedCluster:
     ):
         """Create a cluster without workers.
 
-        `to_router` delivers an event to the router at once. The cluster calls it without delay for the first workers, and after a
-        message delay for all other events. `silence` is the heartbeat timeout, after which a router gives a worker up.
+        `to_router` delivers an event to the router at once. The cluster calls it without a further delay if a new worker joins or a worker is
+        given up, and after a message delay for all other events. `silence` is the heartbeat timeout, after which a router gives a worker up.
         """
         self._kernel = kernel
         self._to_router = to_router
@@ -328,7 +329,7 @@ class SimulatedCluster:
 
     @property
     def moved_bytes(self) -> float:
-        """Number of bytes that were moved between workers so far."""
+        """Number of bytes of all transfers between workers so far, including lost ones and those under way."""
         return self._network.moved_bytes
 
     @property

@@ -86,7 +86,7 @@ class SimulatedTier:
         return new, removed
 
     def pin(self, keys: Sequence[int]) -> None:
-        """Pin the blocks that are in this tier: they are not evicted before `unpin`."""
+        """Pin blocks, all of which must be in this tier: they are not evicted before `unpin`."""
         for key in keys:
             self._pins[key] += 1
 

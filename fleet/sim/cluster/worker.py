@@ -4,7 +4,8 @@ Rules:
 
 1. Events and commands travel through channels (`fleet.sim.cluster.channels`) and take a message delay each.
 2. The worker sends progress as the engine reports it: with the first token, when an answer begins a new block, and at its end.
-3. A prefill ends with a handoff. If the handoff goes through the node's store, the prefill ends when the store has its blocks.
+3. A prefill ends with a handoff. If the handoff goes through the node's store, the prefill ends when the blocks have been saved there, or
+   when the store has died.
 4. A worker ignores an attempt whose request is over, and rejects new attempts while it drains. While a worker changes
    its role, it is not registered, and commands that arrive in this time are lost.
 """
@@ -71,7 +72,8 @@ class WorkerEnvironment(Struct, frozen=True, kw_only=True):
     to_router: Callable[[RouterEvent], None]
     handoffs: Handoffs
     requests: SimulatedRequests
-    attempts_ended: Callable[[WorkerId], None]  # gets the id of a draining worker whenever attempts on it have ended
+    # gets the id of a draining worker whenever attempts on it may have ended
+    attempts_ended: Callable[[WorkerId], None]
 
 
 class _Prefill(Struct, frozen=True):
@@ -176,7 +178,7 @@ class SimulatedWorker:
     def _reported_when_saved(self, report: StepProgress) -> bool:
         """Return True if a report has to wait, because it ends a prefill whose blocks go through the store.
 
-        The report is then sent when the store has the blocks.
+        The report is then sent when the blocks have been saved, or when the store has died.
         """
         prefill, store = self._prefills.get(report.attempt_id), self._store
         if prefill is None or prefill.kv_path is not KvPath.STORE or store is None:
@@ -236,7 +238,7 @@ class SimulatedWorker:
     def _start(self, start: Start) -> None:
         prompt = self._requests.prompt(request_of(start.request_id))
         if prompt is None:
-            return  # the attempt was cancelled while its command waited
+            return  # the request ended while the command was under way
         prompt_tokens, handoff, prefills = len(start.tokens) // TOKEN_BYTES, start.handoff, start.phase is Phase.PREFILL
         direct = handoff is not None and handoff.kv_path is KvPath.DIRECT
         job = Job(

@@ -62,7 +62,7 @@ class FigureDifference(Struct, frozen=True, kw_only=True):
     a: float  # mean over all seeds of the first scenario
     b: float
     difference: ConfidenceInterval  # b - a
-    # Verdict on `b`: "better", "worse", or "differs" if no direction is better; empty if the interval contains 0.
+    # Verdict on `b`: "better", "worse", or "differs" if no direction is better; empty if the interval contains 0 or there is only one seed.
     verdict: str
 
 

@@ -40,7 +40,8 @@ def map_on_ray(
         items: Items with their files; None means empty content. A file of several items is sent once.
 
     Raises:
-        ConfigurationRefused: Ray is not installed, there is no such cluster, or the function raised this error.
+        ConfigurationRefused: Ray is not installed, the cluster cannot be used or fails, a file cannot be read, or the function raised
+            this error.
     """
     ray = _joined(address)
     try:

@@ -52,7 +52,7 @@ def cases(
 ) -> list[SweepCase]:
     """Return all combinations of scenario files, values of the fields in `over`, and seeds. The changes in `set_` apply to each case.
 
-    Each case is checked, and each trace is read once.
+    Each combination is checked with the first seed only. Its trace is read, unless an earlier case reads the trace in the same way.
 
     Raises:
         ConfigurationRefused: There are too many combinations, or one of them cannot be run; the message names the field or row.

@@ -6,7 +6,8 @@ Rules:
    time, as a real router reports its demand. A window for the planner is the sum of several records.
 2. A record is delivered `delay` after it was closed. In a gap of the metrics no record is delivered, and windows name the
    router as stale. The records of the gap are delivered after it, so no demand is lost.
-3. A request whose client cancelled it before its answer began counts as abandoned and no longer as an arrival.
+3. A request that its client cancelled, or whose deadline passed, before its answer began counts as abandoned. Windows do not count it as an
+   arrival.
 """
 
 from collections import deque

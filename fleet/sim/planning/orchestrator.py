@@ -1,7 +1,8 @@
 """Simulated orchestrator: carries out plans on the elastic pools of a simulated cluster.
 
-It keeps two records in memory: the plan and the plan report. The planner writes the plan through `VirtualConnector`, as
-in production. So production's code also handles conflicts, pinned pools and revisions in the simulation.
+It keeps the plan in memory, and makes the plan report from the states of the pools. The planner writes the plan through
+`VirtualConnector`, as in production. So production's code also handles conflicts, pinned pools and revisions in the
+simulation.
 """
 
 from collections.abc import Callable

@@ -9,7 +9,7 @@ class ReplayOutcome(Struct, frozen=True, kw_only=True):
     rule: str
     attainment: float
     worst_attainment: float
-    """Lowest attainment among the spans of five minutes in which enough requests arrived."""
+    """Lowest attainment among the spans of five minutes in which enough requests arrived; `attainment` if there is no such span."""
 
     gpu_hours: float
     dollars: float
@@ -18,7 +18,7 @@ class ReplayOutcome(Struct, frozen=True, kw_only=True):
     """Maximum number of replicas that occupied GPUs at one instant, over all pools together."""
 
     predicted_error: float | None
-    """Error of the rule's forecasts; None if the rule forecasts nothing.
+    """Error of the rule's forecasts; None if it has no forecast for the measured span.
 
     It is the mean distance between the forecast and the real rate of arrivals, divided by the mean real rate.
     """
@@ -28,7 +28,7 @@ class ReplayOutcome(Struct, frozen=True, kw_only=True):
     """Number of requests that were rejected, or cancelled by their clients."""
 
     plans: int
-    """Number of decisions that changed the wanted number of replicas of a pool."""
+    """Number of decisions that changed the wanted number of replicas of a pool, in the whole replay with its warm-up."""
 
     cached_share: float
     """Share of the prompt tokens of answered requests that came from a cache."""

@@ -7,7 +7,7 @@ Rules:
 2. Attainment is the share of all requests that keep the goals for TTFT and TPOT. Requests that were refused, or that
    their clients cancelled, count as missing the goals.
 3. A replica's GPUs count from its start until it has left. Results are measured from the end of the warm-up to the last arrival,
-   so the measured span is the same for all rules.
+   so the measured span is the same for all rules. Only `ReplayOutcome.plans` counts the warm-up too.
 4. The direction of a pool changes when it grows after it has shrunk, or shrinks after it has grown.
 """
 
@@ -304,7 +304,7 @@ class _Run:
         )
 
     def _wanted(self, history: Sequence[PoolState]) -> Iterable[int]:
-        """Return a pool's wanted numbers of replicas: at the beginning of the measured span, and after each change."""
+        """Return a pool's wanted numbers of replicas: at the beginning of the measured span, and after each change of its state in the span."""
         return [state.wanted for state in history if state.at <= self._end][
             max(0, sum(state.at < self._begin for state in history) - 1) :
         ]
@@ -374,7 +374,10 @@ class _Score:
         return self._cached_tokens / self._prompt_tokens if self._prompt_tokens else 0.0
 
     def predicted_error(self) -> float | None:
-        """Return the mean error of the forecast rates, divided by the mean real rate. Return None if there are no forecasts."""
+        """Return the mean error of the forecast rates, divided by the mean real rate.
+
+        Only forecasts for instants in the measured span count. Return None if there are none, or if no requests arrived at these instants.
+        """
         arrivals = sorted(self._arrivals)
         distance = came = 0.0
         for at, forecast in self._forecasts:

@@ -51,7 +51,7 @@ class PlannerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Time at the beginning that results leave out, because the rule has not chosen the first numbers of replicas."""
 
     metric_delay_seconds: Seconds = 0.0
-    """Delay from an event until the demand windows that the rule gets can contain it."""
+    """Delay from the end of a record (`fleet.sim.planning.demand`) until the demand windows that the rule gets contain it."""
 
     gap_every_seconds: Seconds = 0.0
     gap_seconds: Seconds = 0.0

@@ -83,9 +83,9 @@ def chart(
     shares: bool = False,
     marks: Sequence[LimitMark] = (),
 ) -> Markup:
-    """Return a chart as HTML, with its legend and its table.
+    """Return a chart as HTML, with its table and, if it has several lines, a legend.
 
-    At most `LINES` lines are drawn; empty lines are left out. Points that are not above zero are left out of a logarithmic axis.
+    Empty lines are left out; at most `LINES` others are allowed. Points that are not above zero are left out of a logarithmic axis.
     If `shares` is true, y runs from 0 to 1 and is written in percent.
     """
     drawn = [
@@ -128,7 +128,7 @@ def thinned(points: Points, rise: float) -> Points:
 
 
 def number(value: float) -> str:
-    """Format a number with three significant digits. If it has more digits before the decimal point, write all of these."""
+    """Format a number with at most three significant digits. If it has more digits before the decimal point, write all of these."""
     if value == int(value) or abs(value) >= 100:
         return f"{value:,.0f}"
     return f"{value:.1f}" if abs(value) >= 10 else f"{value:.3g}"
@@ -199,9 +199,10 @@ def _axis_names(x: str, y: str) -> Markup:
 
 
 def _mark(mark: LimitMark, place: int, across: _Scale, up: _Scale) -> Markup:
-    """Draw the line of a limit, with its name on the side of the line that has more space.
+    """Draw the line of a limit with its name.
 
-    The names of several limits are placed one above the other.
+    The name of a vertical line is on its right or, if it does not fit there, on the side that has more space. The names of several vertical
+    lines are placed one above the other.
     """
     line = Markup('<line x1="{}" x2="{}" y1="{}" y2="{}" class="mark"/>')
     if not mark.upright:

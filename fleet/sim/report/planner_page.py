@@ -17,7 +17,7 @@ MOST_DECISIONS = 200
 """Maximum number of decisions that the page lists for one rule."""
 
 POINTS = 400
-"""Maximum number of points of a line in a chart."""
+"""Lines that have a point for a decision are thinned to this number of points or up to twice as many."""
 
 
 def write_planner_report(

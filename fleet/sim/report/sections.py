@@ -57,7 +57,10 @@ class ReportSection(Struct, frozen=True, kw_only=True):
 
 
 def load(curve: Sequence[LoadPoint], outcome: RunOutcome) -> ReportSection:
-    """Return the section that shows attainment, goodput, latency and cost at each load of a load curve."""
+    """Return the section that shows attainment, goodput, latency and cost at each load of a load curve.
+
+    If the curve has fewer than two points, the section is empty.
+    """
     points = [point for point in curve if point.users or point.rate]
     if len(points) < 2:
         return ReportSection(title="")

@@ -55,7 +55,7 @@ class _Bin:
 
 
 class ArrivalRate:
-    """Computes the rate of arrivals from ended requests."""
+    """Computes the mean rate of arrivals from ended requests: from the beginning of the simulation to the last arrival."""
 
     def __init__(self) -> None:
         self._requests = 0
@@ -67,7 +67,7 @@ class ArrivalRate:
 
     @property
     def rate(self) -> float:
-        """Arrivals per second; 0 if all requests arrived at one instant."""
+        """Arrivals per second; 0 if no request arrived after the beginning."""
         return self._requests * SECOND / self._last if self._last else 0.0
 
 
@@ -98,7 +98,7 @@ class History:
 
     @property
     def rate(self) -> float:
-        """Arrivals per second; 0 if all requests arrived at one instant."""
+        """Mean arrivals per second (`ArrivalRate`); 0 if no request arrived after the beginning."""
         return self._arrivals.rate
 
     def windows(self) -> list[ArrivalWindow]:

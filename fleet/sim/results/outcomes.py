@@ -28,7 +28,7 @@ class Slo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             )
 
     def kept_by(self, ended: "EndedRequest") -> bool:
-        """Return True if a request was answered and kept all targets."""
+        """Return True if a request kept all targets. The request must have a first token."""
         return self.allows(ended.ttft_ms, ended.tpot_ms, ended.e2e_ms)
 
     def allows(self, ttft_ms: float, tpot_ms: float, e2e_ms: float) -> bool:

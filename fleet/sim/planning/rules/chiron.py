@@ -1,9 +1,9 @@
 """Chiron: a scaling rule that sizes pools by the back-pressure of interactive requests.
 
 Source: arXiv 2501.08090, in the form of SageServe's simulator. The paper defines the interactive back-pressure of a
-    pool as the share of its instances that have interactive work. The pool grows while this pressure is above 0.6
-    (`pressure`). It may lose one replica in an interval in which the pressure is below this target by more than the
-    share `band`. With continuous batching, every instance has some request all the time. So here an instance counts as
+    pool as the share of its instances that have interactive work. The pool grows while this pressure is above the
+    target of 0.6 (`pressure`). It may lose one replica in an interval in which the pressure is below the target by more
+    than the share `band`. With continuous batching, every instance has some request all the time. So here an instance counts as
     having work only if it runs more than the share `busy` of the requests that it can run within the goals. Batch work
     is not simulated.
 """
@@ -65,7 +65,10 @@ class _Chiron:
         return PlanDecision(at=now, replicas=replicas, reason=reason, numbers=numbers)
 
     def _pressure(self, pool: PlannedPool) -> float:
-        """Return the number of busy instances divided by the number of instances. Waiting requests count as additional busy instances."""
+        """Return the number of busy instances divided by the number of instances; 0 if there are none.
+
+        Requests that wait in the router count as additional busy instances, except for decode pools.
+        """
         workers = self._load.workers(pool.name)
         if not workers:
             return 0.0

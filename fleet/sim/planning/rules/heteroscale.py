@@ -3,8 +3,8 @@
 Source: arXiv 2508.19559. The wanted number of decode replicas is the number of ready ones, multiplied by the generated
     tokens per second of one instance, and divided by the target for this rate. The number of prefill replicas is the
     number of decode replicas multiplied by a fixed ratio. Latency only corrects the result: above the share
-    `latency_share` of a latency goal no pool shrinks, and above the goal each decode pool grows by one replica. Pools
-    with the role `both` are sized like decode pools.
+    `latency_share` of a latency goal no decode pool shrinks. Above the goal, each decode pool whose replicas are all
+    ready grows by one. Pools with the role `both` are sized like decode pools.
 """
 
 from math import ceil
@@ -32,7 +32,7 @@ class HeteroScaleRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     tolerance: float = 0.1
     window_seconds: float = 60.0
     latency_share: float = 0.8
-    """Share of a latency goal above which no pool shrinks."""
+    """Share of a latency goal above which no decode pool shrinks."""
 
     interval_seconds: float = 15.0
     down_seconds: float = 120.0

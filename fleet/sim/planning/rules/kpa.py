@@ -2,8 +2,9 @@
 
 Source: Knative's autoscaling documentation; the tolerance and the delay are those of AIBrix. The wanted number is the
     mean number of requests in a pool, divided by the target for one replica. There is a stable mean over 60 s, and a
-    panic mean over 6 s. A pool is in panic when the panic mean asks for at least twice the ready replicas. A pool in
-    panic does not shrink. Every pool shrinks only after a delay. Differences of up to 10 % are ignored (the tolerance).
+    panic mean over 6 s. A pool is in panic when the panic mean asks for at least twice the ready replicas, and for 60 s
+    after that. A pool in panic does not shrink. Every pool shrinks only after a delay. Differences of up to 10 % are
+    ignored (the tolerance).
 """
 
 from math import ceil
@@ -70,8 +71,8 @@ class _Kpa:
     def _most(self, pool: PlannedPool) -> float:
         """Return the number of requests that a replica of a pool can run within the goals.
 
-        For a prefill pool, the TTFT goal limits this number. For other pools, the TPOT goal and the batch size limit
-        it.
+        For a prefill pool, the TTFT goal limits this number. For other pools, the TPOT goal, the batch size and the KV
+        memory limit it.
         """
         context, shape = self._context, self._load.shape
         if pool.role is Role.PREFILL:

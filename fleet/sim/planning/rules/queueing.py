@@ -23,7 +23,8 @@ from fleet.sim.planning.rules.observed_load import ObservedLoad, Stabilised, wan
 
 HALVINGS = 20
 QUEUE_FACTOR = 4
-"""Number of requests that may wait for each place in the batch; it determines K, the capacity of the queue."""
+"""Number of requests that may wait for each place in the batch; it determines K, the capacity of the queue. If the batch has
+only one place, ten times as many may wait in addition."""
 
 
 class QueueingRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -4,8 +4,9 @@ Source: arXiv 2502.14617 and its published simulator, variants UT and UA. At eac
 of replicas is the smallest one whose throughput is enough for the forecast rate. Between two plans, one replica is
 added if memory use is above 0.5 and the pool is smaller than planned. One replica is removed if memory use is below
 0.25 and the pool is larger than planned. In two cases, one replica is added even if the pool then exceeds the plan:
-memory use is above 0.9, or the rate of the last minute is more than five times the forecast. In this module, the
-forecast is the present rate, plus its growth since the previous plan if it has grown.
+memory use is above 0.9, or the rate of the last minute is more than five times the forecast. While replicas are
+starting, none is added or removed. In this module, the forecast is the present rate, plus its growth since the previous
+plan if it has grown.
 """
 
 from math import ceil

@@ -3,8 +3,8 @@
 Rules:
 
 1. `StaticPeakRule` sizes pools for the peak of the load, as most administrators do. As in `fleet.hardware.sizing`, the
-   minute with the highest load uses 0.8 of the throughput. If a replay with these pools misses the goals in any five
-   minutes, the pools are made larger.
+   minute with the highest load uses 0.8 of the throughput. If a replay with these pools misses the wanted attainment in
+   any five minutes, the pools are made larger.
 2. `StaticBestRule` finds by replays the cheapest fixed sizes that keep the attainment on these requests.
 3. `MelangeRule` follows Mélange (arXiv 2404.14527). It divides the load into slices by prompt length, and computes the
    cheapest replicas for each slice. These scenarios have one GPU type for each role. So instead of Mélange's integer
@@ -46,8 +46,8 @@ class StaticPeakRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Parameters of the rule that gives each pool a fixed size for the peak of the load."""
 
     use: float = HEADROOM
-    """Share of the throughput that is used at the peak. If a replay with this share misses the goals in any five
-    minutes, smaller shares are tried."""
+    """Share of the throughput that is used at the peak. If a replay with this share misses the wanted attainment in any
+    five minutes, smaller shares are tried."""
 
     def __post_init__(self) -> None:
         if not 0 < self.use <= 1:

@@ -9,7 +9,8 @@ tests/unit/kvstore/chain_vectors.json):
 3. The root is H("fleet.chain.v1" ‖ 0x00 ‖ algorithm id in ASCII ‖ 0x00 ‖ salt). The salt is empty or has 32 bytes:
    HMAC-SHA-256 of the tenant's name under the deployment's secret. If the client sends a `cache_salt`, the salt is
    HMAC-SHA-256("fleet.client.v1" ‖ 0x00 ‖ the client's text) under the tenant's salt. If the request names a LoRA
-   adapter, the salt is SHA-256("fleet.adapter.v1" ‖ 0x00 ‖ the adapter's identity in UTF-8 ‖ 0x00 ‖ the tenant's salt).
+   adapter, the salt is SHA-256("fleet.adapter.v1" ‖ 0x00 ‖ the adapter's identity in UTF-8 ‖ 0x00 ‖ S). S is the salt that
+   the request would have without the adapter.
 4. The hash of block i is H(P ‖ the block's tokens ‖ the block's extras). P is the hash of block i-1, or the root for
    the first block. Extras stand for inputs that are not tokens (images, audio). Each item that overlaps the block adds,
    in order of position, its 4-byte little-endian signed offset from the block's start and the 32-byte SHA-256 of its
@@ -139,8 +140,8 @@ def cache_salt(text: str, salt: bytes = b"") -> bytes:
 def adapter_salt(adapter: str, salt: bytes = b"") -> bytes:
     """Return the salt that separates an adapter's blocks from the blocks of the model and of other adapters.
 
-    `adapter` identifies the adapter's weights, so it differs between two adapters with the same name. `salt` is the
-    tenant's salt.
+    `adapter` identifies the adapter's weights, so it differs between two adapters with the same name. `salt` is the salt
+    that the request would have without the adapter.
     """
     assert adapter, "an adapter needs an identity"
     return hashlib.sha256(b"fleet.adapter.v1\0" + adapter.encode() + b"\0" + salt).digest()

@@ -4,7 +4,7 @@ Rules:
 
 1. While no prompt is being computed, consecutive steps differ only by the length of their contexts. So their durations
    grow by the same amount from step to step. Such steps are simulated as one step run, up to the next end of a
-   sequence. The instant of every token is still exact.
+   sequence, or until the free blocks may not be enough. The instant of every token is still exact.
 2. If an attempt arrives during a step run, the run ends after the step that is under way. If the attempt arrives at the
    instant at which a step within the run ends, it joins the next step. If it arrives at the instant at which the whole
    run ends, the kernel draws at random which of these two events happens first.

@@ -10,7 +10,7 @@ Rules:
    So two timers that begin at one instant with equal delays in nanoseconds end at the same instant.
 3. `create_unix_connection` connects in memory to the protocol that listens at a path of this loop (`listen`). Written data arrives
    at the peer after `delay`, in order and in the same pieces. The end of a connection also arrives after `delay`, behind the
-   data that was written before it. While a path is held (`hold`), written data of both directions waits.
+   data that was written before it. While a path is held (`hold`), written data of both directions waits, and so do new connections.
 4. If a callback raises an exception, the kernel's run ends, because the simulation may now be in a wrong state.
 5. Methods that use sockets, threads, signals or subprocesses raise `NotImplementedError`.
 """
@@ -204,7 +204,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             end.cut()
 
     def hold(self, path: str) -> bool:
-        """Make the data of a path's connections wait until `release`. Return False if nothing listens at it or it is held already."""
+        """Make the data of a path's connections wait until `release`. Return False if nothing listens at the path, or if it is held already."""
         listener = self._listening.get(path)
         return listener is not None and listener.hold()
 

@@ -12,8 +12,8 @@ Rules:
 3. `fleet.sim.cluster` simulates the workers, their network, their stores, and the faults.
 4. The time that a request spends outside an engine (`front`: HTTP, tokenizer) is only added to the latencies that the
    client sees. It delays no event of the simulation.
-5. The digest of a run covers the ends of all requests in their order. If two runs have equal digests, the same requests
-   ended at the same instants with the same results.
+5. The digest of a run covers the ends of all requests that were completed or rejected, in their order. If two runs have
+   equal digests, the same requests ended at the same instants with the same results.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -14,7 +14,7 @@ from kvstore.tracing.spans import SpanIds
 
 @contextmanager
 def open_tracing(settings: TracingSettings, service: str, instance: str) -> Iterator[TraceExporter | None]:
-    """Open the exporter of this process. Return None if nothing is traced.
+    """Open the exporter of this process. The `with` block gets None if nothing is traced.
 
     Args:
         settings: The tracing settings of the process.

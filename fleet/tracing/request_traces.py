@@ -248,7 +248,7 @@ class RequestTraces:
                 pass
 
     def _note_placement(self, facts: RequestFacts, now: Nanos) -> bool:
-        """Record the latest decision for a request. Return False if it was recorded before.
+        """Record the latest decision for a request. Return False if there is none, or if it was recorded before.
 
         After the arrival, a decision is recorded only at a dispatch. So a request that waited first in the admission
         queue and then in a prefill queue has one queue span for both waits.

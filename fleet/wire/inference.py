@@ -91,7 +91,8 @@ def decode_request(message: pb.GenerateRequest, request_id: RequestId, deadline:
         deadline: Deadline of the request, from the call or from `message.timeout_ms`, whichever is earlier; None: no deadline.
 
     Raises:
-        RequestRejected: INVALID_ARGUMENT, because there is no prompt, or an enumeration value is unknown.
+        RequestRejected: INVALID_ARGUMENT, because there is no prompt, or this version does not know the value of a field, such as
+            `kv_path`, `parsing.tool_choice` or `sampling.form`.
     """
     if message.placement not in _PLACEMENTS:
         raise invalid("placement", f"{message.placement} is not a known value")
@@ -251,7 +252,7 @@ def decode_event(message: pb.GenerateResponse) -> GenerateEvent | None:
     """Decode an event of an answer. Return None for an event that this version does not know.
 
     Raises:
-        ValueError: The event contradicts itself, or contains an unknown value.
+        ValueError: The event contradicts itself, or contains an unknown phase or source of blocks. An unknown finish counts as a stop.
     """
     match message.WhichOneof("event"):
         case "delta":

@@ -36,7 +36,7 @@ _DATATYPES: Mapping[str, _Datatype] = {
 
 
 class AcceptedTensor(Struct, frozen=True):
-    """Says which types and sizes the tensor of one input may have."""
+    """Says which types and sizes the tensor of one input or output may have."""
 
     datatypes: tuple[str, ...]
     any_size: bool = False  # False if the tensor must have exactly one element
@@ -79,7 +79,7 @@ class InputTensors:
         return name in self._batched
 
     def text(self, name: str) -> str | None:
-        """Return the only element of a text input as text.
+        """Return the only element of a text input as text; None if the request does not have this input.
 
         Raises:
             RequestRejected: The element is not UTF-8.

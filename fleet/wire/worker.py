@@ -11,8 +11,8 @@ Rules:
 3. An unknown value of an enumeration never ends a stream (ADR 44). In a message to a worker it leads to a rejection of the attempt, because
    the worker must not carry out what it understands only in part. In a message to a router it becomes a known value: blocks of an unknown
    source count as computed, an unknown reason counts as an internal error, and an unknown KV path is left out. An answer with an unknown
-   finish, or with a handoff by an unknown KV path, counts as failed on this worker. Only a worker with an unknown role, or one that sends
-   unknown KV events, cannot be used.
+   finish, or with a handoff by an unknown KV path, counts as failed on this worker. Only a worker with an unknown role or pooling task, or
+   one that sends unknown KV events, cannot be used.
 4. `Step` messages are the hot path, because there is one for each decode step. A token takes a few microseconds.
 """
 
@@ -144,7 +144,7 @@ def decode_router_message(message: pb.RouterMessage) -> RouterMessage | None:
     """Decode a message of a router. Return None for a message that this version does not know.
 
     Raises:
-        MalformedMessage: A field is wrong, so the worker must not start the attempt.
+        MalformedMessage: A field is wrong. If the message starts an attempt, the worker must reject the attempt.
     """
     match message.WhichOneof("message"):
         case "start":
@@ -382,7 +382,7 @@ def _kv_to_wire(kv: Fingerprint | None) -> pb.KvFingerprint | None:
 
 
 def _kv_from_wire(kv: pb.KvFingerprint, path: str) -> Fingerprint:
-    """Decode a fingerprint without checking its values, which are checked when two fingerprints are compared."""
+    """Decode a fingerprint. Only the hash algorithm is checked here; the other values are checked when two fingerprints are compared."""
     algorithm = _named(HashAlgorithm, kv.hash_algorithm, f"{path}.hash_algorithm")
     values = {name: getattr(kv, name) for name in Fingerprint.__struct_fields__}
     return Fingerprint(**{**values, "hash_algorithm": algorithm})

@@ -76,7 +76,8 @@ def requests_of(workload: Workload, folder: Path, *, block_tokens: int, seed: in
 
     Raises:
         ConfigurationRefused: The trace cannot be read, or its blocks have another size than those of the engines, or the settings
-            select none of its rows. For an invalid row, the iterator raises this error when it reaches the row.
+            select none of its rows, or a drawn workload has conversations. For an invalid row, the iterator raises this error when it
+            reaches the row.
     """
     if isinstance(workload, DrawnWorkload):
         if workload.turns > 1:
@@ -90,7 +91,11 @@ def requests_of(workload: Workload, folder: Path, *, block_tokens: int, seed: in
 
 
 def sessions_of(workload: Workload, folder: Path, *, block_tokens: int, seed: int) -> Iterator[TraceSession]:
-    """Return the sessions of a workload; raises the same errors as `requests_of`."""
+    """Return the sessions of a workload.
+
+    Raises:
+        ConfigurationRefused: As for `requests_of`, or the trace has no sessions, or the settings select a span of recorded time.
+    """
     if isinstance(workload, DrawnWorkload):
         return drawn_sessions(workload, block_tokens, Random(seed))
     file = _opened(workload, folder, block_tokens, seed)

@@ -16,8 +16,8 @@ tests/unit/kvstore/chain_vectors.json):
    in order of position, its 4-byte little-endian signed offset from the block's start and the 32-byte SHA-256 of its
    content.
 
-A hash therefore covers the whole prefix, and two tenants or two adapters never share a block. (An adapter that is
-merged into the weights is part of the namespace, see `kvstore.namespace`.) Hashes have 128 bits because a collision
+A hash therefore covers the whole prefix, and two tenants or two adapters never share a block. An adapter that is
+merged into the weights is part of the namespace instead (`kvstore.namespace`). Hashes have 128 bits because a collision
 would give one prompt's KV to another prompt. SHA-256 is the default because clients choose the tokens and must not be
 able to construct a collision.
 """

@@ -9,7 +9,7 @@ Rules:
    "soft" is a preference (`fleet.router.placement.policies.fleet`, item 8), "hard" is a condition (`must_keep` in
    `fleet.router.placement.candidate_table`).
 4. A session's requests may come through any router of the cluster. So each router announces its new and its ended bindings to its peers. A
-   binding from a peer counts as if it had been made here, but is not passed on. One announcement has at most `MAX_SESSION_NEWS` bindings:
+   binding from a peer counts like one of this router, but is not passed on. One announcement has at most `MAX_SESSION_NEWS` bindings:
    the first ones since the last announcement, or the latest ones for a router that connects later.
 5. If several routers report about one session, the latest binding counts, by the *stamp* of the router that placed the request. The stamp
    never changes. So all routers agree, in whatever order the announcements come; after an interrupted connection they agree again. Stamps
@@ -60,7 +60,7 @@ class SessionTable:
         # The bindings to announce, by session. Values: the worker (None: the binding has ended) and the stamp.
         self._news: dict[SessionKey, tuple[WorkerId | None, int]] = {}
         self.dropped: list[SessionKey] = []
-        """The sessions whose bindings have ended by rules 1 and 2 since the last call of `take_dropped`."""
+        """The sessions whose bindings have ended by age or by the limit (rules 1 and 2) since the last call of `take_dropped`."""
         self._ahead = 0  # nanoseconds by which the common clock is ahead of this router's own clock
         self._stamp = 0  # the latest stamp that this router has given or received
 
@@ -106,7 +106,7 @@ class SessionTable:
             self._bind(key, worker_id, now, stamp)
 
     def take_dropped(self) -> list[SessionKey]:
-        """Return the sessions whose bindings have ended by rules 1 and 2 since the last call."""
+        """Return the sessions whose bindings have ended by age or by the limit (rules 1 and 2) since the last call."""
         dropped, self.dropped = self.dropped, []
         return dropped
 

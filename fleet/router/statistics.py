@@ -302,8 +302,8 @@ class RouterDemand:
     def rejected(self, live: LiveRequest, reason: Reason) -> None:
         """Count a request that was rejected. If its answer had begun, it counts as finished, with the tokens of the answer.
 
-        Otherwise it counts as refused if the reason is the load (`_FOR_LOAD`), as invalid if the reason is the request (`_INVALID`), and
-        only as an arrival if there is another reason.
+        Otherwise it counts as refused if the reason is the load (`_FOR_LOAD`), or as invalid if the reason is the request (`_INVALID`). For
+        any other reason, only its arrival counts.
         """
         counters = self._models.get(model := live.arrived.model) or self._new(model)
         if live.first_token_at:

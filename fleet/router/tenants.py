@@ -11,9 +11,9 @@ Rules:
 3. Routers can share buckets through Redis. Several times a second each router reports what was taken from its buckets (`taken`) and gets
    the common levels (`settle`). It also sends its own levels (`before`), in case Redis has lost the common ones. Between two reports, each
    router counts by itself. So in this time the routers together may admit more than the limit.
-4. Routers that are peers (`fleet.peers`) each keep buckets for the whole cluster: what was taken at a peer is subtracted here too
-   (`took_elsewhere`). Until all peers have confirmed what a router has reported, that router admits at most an equal share of what is left
-   (`is_unsure`), or one request if the share is smaller. N routers together admit at most N - 1 requests too many. The level of the bucket
+4. Routers that are peers (`fleet.peers`) each keep buckets for the whole cluster: each subtracts what was taken at its peers
+   (`took_elsewhere`). Until all peers have confirmed what a router has reported, that router admits at most an equal share of what is left,
+   or one request if the share is smaller (`is_unsure`). N routers together admit at most N - 1 requests too many. The level of the bucket
    is then below zero, so these requests are made up for later.
 5. A request whose images have to be fetched first asks whether it would be admitted (`expected`), so that nothing is fetched for a tenant
    over its limit. The question takes nothing from the buckets. But until the images are fetched, the request counts as expected when other
@@ -115,7 +115,7 @@ class BucketLevels(Struct, frozen=True, kw_only=True):
 
 
 SettleWithPeers = Callable[[], Awaitable[bool]]
-"""A function that waits until all peers have confirmed what was taken here. It returns False if a peer did not answer in time."""
+"""A function that waits until all peers have confirmed what was taken at this router. It returns False if a peer did not answer in time."""
 
 
 class _TenantLimits:
@@ -126,7 +126,7 @@ class _TenantLimits:
         self.expected = 0
         self.taken_requests = 0.0
         self.taken_tokens = 0.0
-        # The total that was taken here since the start, which the peers must learn. It never falls.
+        # The total that was taken at this router since the start, which the peers must learn. It never falls.
         self.total_taken = TenantUsageDelta(requests=0.0, tokens=0.0)
         self.confirmed = self.total_taken  # the part of `total_taken` that all peers have confirmed
 
@@ -158,7 +158,7 @@ class Tenants:
         answers (rule 4)."""
 
         self.on_taken: Callable[[], None] | None = None
-        """Called after something was taken from a bucket here. The function must not block."""
+        """A function that is called after something was taken from a bucket at this router. It must not block. None: there are no peers."""
 
         self.others = 0
         """The number of peer routers to which the usage at this router is sent."""
@@ -259,7 +259,7 @@ class Tenants:
         return self._usage
 
     def taken(self) -> dict[str, TenantUsageDelta]:
-        """Return, for each tenant with limits, what was taken here since the last call. Tenants that took nothing are left out."""
+        """Return, for each tenant with limits, what was taken at this router since the last call. Tenants that took nothing are left out."""
         taken = {}
         for name, limited in self._limited.items():
             if limited.taken_requests or limited.taken_tokens:
@@ -268,7 +268,7 @@ class Tenants:
         return taken
 
     def settle(self, tenant: str, requests: float, tokens: float, now: Nanos) -> None:
-        """Set a tenant's buckets to the levels over all routers, minus what was taken here since the last call of `taken`."""
+        """Set a tenant's buckets to the common levels of all routers, minus what was taken at this router since the last call of `taken`."""
         limited = self._limited[tenant]
         if limited.requests is not None:
             limited.requests.settle(requests - limited.taken_requests, now)
@@ -276,7 +276,10 @@ class Tenants:
             limited.tokens.settle(tokens - limited.taken_tokens, now)
 
     def before(self, tenant: str, now: Nanos) -> tuple[float, float]:
-        """Return the levels of a tenant's two buckets without what was taken since the last call of `taken`; 0 if there is no such bucket."""
+        """Return the levels that a tenant's two buckets would have if nothing had been taken since the last call of `taken`.
+
+        The level is 0 if there is no such bucket.
+        """
         limited = self._limited[tenant]
         return (
             0.0 if limited.requests is None else limited.requests.level(now) + limited.taken_requests,
@@ -284,7 +287,7 @@ class Tenants:
         )
 
     def is_unsure(self, tenant: str, prompt_tokens: int, now: Nanos) -> bool:
-        """Return whether all peers should confirm what was taken here before this request is admitted (rule 4)."""
+        """Return whether all peers should confirm what was taken at this router before this request is admitted (rule 4)."""
         limited = self._limited.get(tenant) if self.others else None
         if limited is None:
             return False

@@ -13,8 +13,8 @@ Rules:
        refuse R: REASON
        drift W: yes | no
 
-2. A `place` line states a decision with its data. It lists the candidates in the order in which they joined, each with
-   its cost (COST), and the number of leading blocks of the prompt that the router knew it to hold (HITS). The `send`
+2. A `place` line states a decision with its data. It lists the candidates in the order in which they joined. COST is the
+   cost of a candidate, and HITS is the number of leading blocks of the prompt that it need not compute. The `send`
    line of the chosen worker follows. A `send` line without a `place` line is the decode part of a handoff. Its worker
    was chosen when the request was placed, or at the handoff if the first choice had gone or drains.
 3. A `book` line states the sums of the reservations on one worker after an event. There is one line for each worker whose sums have changed.

@@ -91,7 +91,7 @@ class _RecordedKeys:
     def expect(self, keys: Sequence[Keys]) -> None:
         self._keys = list(reversed(keys))
 
-    def hash(self, tokens: TokenBytes, block_tokens: int, salt: bytes) -> Keys:  # noqa: ARG002 - signature of `Hasher`
+    def hash(self, tokens: TokenBytes, block_tokens: int, salt: bytes) -> Keys:  # noqa: ARG002 - signature of a `PromptHasher`
         if self._keys:
             return self._keys.pop()
         self.missed = (

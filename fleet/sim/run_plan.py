@@ -47,8 +47,8 @@ def plan(scenario: Scenario, folder: Path) -> RunPlan:
     """Return the run plan of a scenario. Paths in the scenario are relative to `folder`.
 
     Raises:
-        ConfigurationRefused: The scenario is impossible: a name in it is unknown, the model does not fit, there are too many workers, or a
-            tier of the store has no room for a block. The message names the field.
+        ConfigurationRefused: The scenario is impossible. For example, a name in it is unknown, the model does not fit, or there are too many
+            workers. The message names the field.
     """
     open_policy(scenario.router)  # the call raises an error for an unknown policy; its result is not used
     model = _model(folder / scenario.model)

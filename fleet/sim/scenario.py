@@ -119,7 +119,8 @@ class NodeFault(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
 
     at_seconds: Seconds
     node: Annotated[str, Meta(min_length=1)]
-    """Name of the node: the name of the pool, `-node-`, and a number from 0. The workers of a pool fill nodes of `gpus_per_node` GPUs."""
+    """Name of the node: the name of the pool, `-node-`, and a number from 0. The workers of a pool fill one node after the other; the kind
+    of GPU says how many GPUs a node has."""
 
     down_seconds: Seconds = 60.0
 

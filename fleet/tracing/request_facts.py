@@ -2,8 +2,8 @@
 
 A request has one span of its own. Below it are the spans "queue", "placement" with the reason and the costs of the
 candidates, and "attempt …" for each attempt on a worker. The span of an attempt has a link to the attempt before it. The
-link is `handoff` from a decode attempt to its prefill attempt, `migration` from an attempt that continues an answer which
-has begun, and `retry` otherwise.
+link of a decode attempt to its prefill attempt is `handoff`. The link of an attempt that continues an answer is `migration`.
+All other links are `retry`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,8 +21,8 @@ from fleet.router.placement.decision import CostTerms, Decision, DecisionExplana
 from kvstore.tracing.context import TraceContext
 from kvstore.tracing.spans import Attributes, AttributeValue, SpanEvent, SpanIds, SpanLink, SpanRecord, SpanSide
 
-# A placement span shows at most this number of candidates for each phase, the cheapest first, and at most this number of workers
-# that were not candidates.
+# A placement span shows at most this number of candidates for each phase, the cheapest first. It also shows at most this number of
+# workers that were not candidates.
 MOST_CANDIDATES = 8
 PROVIDER = "fleet"
 

@@ -2,16 +2,17 @@
 
 Rules:
 
-1. Head sampling happens at the arrival of a request. If the setting `follow_clients` is on, the client's header
-   `traceparent` decides. Otherwise `sample_ratio` decides: it is compared with the last 8 bytes of the trace id, as
-   OpenTelemetry's TraceIdRatioBased does. So all services with the same ratio make the same decision for a trace.
+1. Head sampling happens at the arrival of a request. If the client sends a header `traceparent` and
+   `TracingSettings.follow_clients` is on, the header decides. Otherwise `TracingSettings.sample_ratio` decides: it is
+   compared with the last 8 bytes of the trace id, as OpenTelemetry's TraceIdRatioBased does. So all services with the same
+   ratio make the same decision for a trace.
 2. Tail sampling happens at the end of a request: the trace of a request that has failed or was slow is kept although it
    was not sampled. This is possible because this process has noted all facts of the request, and because workers keep
    their facts for a while.
 3. A request that was refused by a rule (`REFUSALS`) before its answer had begun does not count as failed. Clients can
-   send any number of such requests. Their traces are therefore kept only if they were slow, and may fill only the share
-   `REFUSED_SHARE` of the queue for the collector, at the router and at the workers. So a flood of refused requests
-   displaces no trace of a failure.
+   send any number of such requests. Their traces are therefore kept only if they were slow or sampled. They may fill only
+   the share `REFUSED_SHARE` of the queue for the collector, at the router and at the workers. So a flood of refused
+   requests displaces no trace of a failure.
 4. A request whose deadline passed before its first token has failed, but its client has chosen the deadline, which may
    be a millisecond. Its trace is therefore kept, but gets only `REFUSED_SHARE` of the queue too, unless it was slow.
 """

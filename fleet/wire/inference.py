@@ -88,7 +88,7 @@ def decode_request(message: pb.GenerateRequest, request_id: RequestId, deadline:
     Args:
         message: The message.
         request_id: The id of the request if the message has none.
-        deadline: Deadline of the request, from the call or from `message.timeout_ms`, whichever is earlier; None: no deadline.
+        deadline: Deadline of the request: that of the gRPC call or that of `message.timeout_ms`, whichever is earlier; None: no deadline.
 
     Raises:
         RequestRejected: INVALID_ARGUMENT, because there is no prompt, or this version does not know the value of a field, such as

@@ -1,4 +1,4 @@
-"""Worker protocol: translates the values of `fleet.core.work` from and to `worker.proto`.
+"""Worker protocol: translates the values of `fleet.core.work` from and to proto/fleet/v1/worker.proto.
 
 `kvstore.net.frames` puts the length before each message.
 

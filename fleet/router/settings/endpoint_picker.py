@@ -77,8 +77,8 @@ class PickerLease(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 class EndpointPickerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     host: str = "0.0.0.0"  # noqa: S104 - the text below gives the reason
     """The address at which the picker listens. The default is all IPv4 addresses (``[::]``: IPv6 too), because gateways run on other hosts.
-    The picker asks gateways for no proof of who they are, only for the keys of their clients if tenants have keys, so use a NetworkPolicy to
-    keep other hosts out."""
+    The picker asks gateways for no credentials of their own, only for the keys of their clients if tenants have keys. So use a NetworkPolicy
+    to keep other hosts out."""
 
     port: Port = 9002
     """The port of the picker; 0: a free one. The default is the customary port of endpoint pickers."""

@@ -50,9 +50,9 @@ class OverflowSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     `fleet serve router --processes` share one until they end, and any other router counts by itself from its start."""
 
     after_seconds: WaitSeconds = 5.0
-    """A request overflows if its predicted wait for a worker is longer. The default is half the default of `max_queue_seconds`, above
-    which a request is refused. A first token within ten seconds is then still likely at the endpoint. Requests that are refused because of
-    high load overflow as well."""
+    """A request overflows if its predicted wait for a worker is longer than this. The default is half the default of the router's setting
+    `max_queue_seconds`, above which a request is refused. A first token within ten seconds is then still likely at the endpoint. Requests
+    that are refused because of high load overflow as well."""
 
     max_answer_tokens: Annotated[int, Meta(ge=1, le=1 << 24)] = 4096
     """The longest answer, in tokens. It is the limit of requests that set none, and requests that ask for more do not overflow. While a

@@ -151,13 +151,14 @@ class OpenAiWorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fie
     for ``/v1/models``."""
 
     probe_seconds: PositiveSeconds = 2.0
-    """Pause between two health checks, and the time limit for an answer."""
+    """Pause between two health checks. The time limit for an answer is this pause, or `RouterSettings.connect_timeout_seconds` if that is
+    longer."""
 
     silence_factor: Annotated[float, Meta(ge=1, le=1000)] = 8.0
     """Silence limit, as a multiple of the expected time to the first byte. This expected time is the one within which 95 % of the server's
     first bytes came. A server with waiting requests that sends no byte for this limit leaves rotation, if it has not answered a trial
-    request either. The trial request is sent after twice the expected time. The default is eight, so that neither a load that doubles twice
-    nor an uncached prompt counts as a hang."""
+    request either, and another server of its model works. The trial request is sent after twice the expected time. The default is eight, so
+    that neither a load that doubles twice nor an uncached prompt counts as a hang."""
 
     silence_floor_seconds: Annotated[float, Meta(ge=0.01, le=3600)] = 1.0
     """Shorter silences never count as a hang, however fast a server was before: garbage collection, a busy core or a retransmission take some
@@ -169,9 +170,9 @@ class OpenAiWorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fie
     because model loads and long answers in one piece take minutes."""
 
     silence_cut_seconds: PositiveSeconds = 30.0
-    """An answer that has begun, or a request that no other server can take, ends after this time without a byte, if the server has not
-    answered a trial request either. No other server can continue such an answer, so a server that was only stopped for a moment gets this
-    time to go on."""
+    """Time without a byte after which an answer that has begun ends, if the server has not answered a trial request either; at least the
+    silence limit. It also applies to a request that no other server can take. No other server can continue such an answer, so a server that
+    was only stopped for a moment gets this time to go on."""
 
     trial_requests: bool = True
     """True if a silent server is asked for a completion of one token, on a separate connection and with `api_key`. Otherwise three silent
@@ -253,13 +254,13 @@ class ResumeSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Thresholds(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings that can be changed while a router runs; a new value applies from the next request on."""
+    """Settings that can be changed while a router runs. A new value applies to all later decisions, also about requests that wait already."""
 
     remote_prefill_min_tokens: Annotated[int, Meta(ge=0, le=2**32 - 1)] = 512
     """Uncached prompt tokens from which on a prefill worker computes the prompt instead of the decode worker.
 
-    A prefill of that length delays every stream of the decode worker by about one step, while a handoff costs a few
-    milliseconds; from there on the handoff is better."""
+    A prefill of the default length delays every stream of the decode worker by about one step, while a handoff costs a
+    few milliseconds. So longer prompts are better handed over."""
 
     oversubscribe: Annotated[float, Meta(gt=0, le=1e6)] = 2.0
     """Maximum number of requests that are placed on a worker, as a multiple of its batch size. With a value above 1, the engine can refill
@@ -272,9 +273,9 @@ class Thresholds(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     max_queue_seconds: PositiveSeconds = 10.0
     """A request is rejected at once if it would wait longer for its first token; its own prefill does not count. Set it to your goal for
-    first tokens. The predicted wait in the queue follows from the departure rate, the wait in the prefill queue of the chosen worker from
-    its prefill rate, and the wait in the engine of a full worker from its first tokens. A margin for the errors of earlier predictions
-    is added, of at most half the limit. Ten seconds is the longest common goal for a first token, so a request that waits longer misses
+    first tokens. Three waits are predicted: in the queue by the departure rate, in the prefill queue of the chosen worker by its prefill
+    rate, and in the engine of a full worker by its first tokens per second. A margin for the errors of earlier predictions is added, of
+    at most half the limit. Ten seconds is the longest common goal for a first token, so a request that waits longer misses
     every goal. In `loadtests/studies/conversation.toml`, whose goals are 10 s for the first token and 100 ms between tokens, 16 H100 serve
     2.5 requests a second. At 1.35, 1.75 and 2.7 times that load, 2.63, 2.86 and 3.60 requests a second meet the goals. With a limit of 5 s,
     these numbers are 2.71, 2.97 and 3.69; with 20 s, they are 2.55, 2.75 and 3.39; with no limit, 0.52, 0.06 and 0.04. At half the load, 2
@@ -300,7 +301,7 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
     """Limits of the HTTP frontend."""
 
     health_listen: str = ""
-    """host:port of a separate listener for probes and metrics (``/health``, ``/live``, ``/metrics``) with limits of its own, so that any
+    """host:port of a separate listener for probes and metrics (``/health``, ``/live``, ``/metrics``). It has limits of its own, so that any
     number of clients at `http_listen` cannot shut out probes. Probes need no key, so keep this port off the public network. Empty: health
     and metrics are only on `http_listen`, which always has them."""
 
@@ -329,8 +330,8 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
     """Addresses of the peer routers: the `replicas_listen` of each of them."""
 
     replicas_name: str = ""
-    """host:port with a name that resolves to the addresses of all routers of the cluster, including this one, such as the name of a
-    headless Service of Kubernetes. The router resolves it every two seconds. If it is set, `replicas_listen` must be the ip:port of this
+    """host:port with a name that resolves to the addresses of all routers of the cluster, including this one. A headless Service of
+    Kubernetes has such a name. The router resolves it every two seconds. If it is set, `replicas_listen` must be the ip:port of this
     router. Empty: the peers are only those in `replicas`."""
 
     replicas_credentials: Credentials = Credentials()
@@ -348,8 +349,8 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
 
     connection_seconds: Annotated[float, Meta(ge=0, le=86_400)] = 0.0
     """Age of a connection in seconds at which its client is asked to open a new one; running requests go on, and clients reconnect by
-    themselves. If several routers are behind one address, this spreads the clients over all routers. If it is shorter than the time between
-    removing a router from that address and ending the router, no client is connected to a router that ends. 0: no limit."""
+    themselves. If several routers are behind one address, this spreads the clients over all routers. To end a router without breaking
+    connections, remove it from that address, wait longer than this age, and then end it. 0: no limit."""
 
     drain_timeout_ms: Annotated[int, Meta(ge=0, le=86_400_000)] = 10_000
     """Milliseconds for which running streams may continue after SIGTERM."""
@@ -416,16 +417,16 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
     """Streams that go on after the death of their router."""
 
     prefer_direct: bool = False
-    """Prefer the direct KV path, from engine to engine, for a handoff that can use either path. The default is off, because on CPUs the
-    store is faster and its times vary less, and because all workers can reuse blocks that went through the store."""
+    """Prefer the direct KV path, from engine to engine, for a handoff that can use either path. The default is off: on CPUs the store is
+    faster and its times vary less, and all workers can reuse blocks that went through the store."""
 
     tenants: dict[str, TenantSettings] = {}
     """API keys, weights and limits by tenant. If any tenant has a key, every request needs one."""
 
     tenants_redis: str = ""
     """URL of the Redis or Valkey (``redis://host:port/0``, ``unix:///path``) in which routers share their
-    tenants' limits; empty: the routers in `replicas` and the processes of one command count together, and every other
-    router counts by itself."""
+    tenants' limits; empty: routers that are peers (`replicas`, `replicas_name`) and the processes of one command count together, and every
+    other router counts by itself."""
 
     retry_after_ms: Annotated[int, Meta(ge=1, le=2**32 - 1)] = 1000
     """Retry hint in milliseconds, for rejections of requests that may succeed later."""
@@ -456,9 +457,9 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
     empty. 0: first come, first served."""
 
     conversion_cost: Annotated[float, Meta(ge=0, le=1e9)] = 0.1
-    """Cost of a block from the store on a worker that has to convert it, because its layout or number of ranks differs from
-    the store's, in blocks of prefill. A core converts at half the speed of a copy or faster: a block of 32 tokens of an
-    8-billion model, 4 MB, at 6 GB/s takes a tenth of what its prefill takes at 5,000 tokens a second."""
+    """Additional cost, in blocks of prefill, of a block from the store if the worker has to convert it, because the worker's layout or number
+    of ranks differs from the store's. A core converts at half the speed of a copy or faster. For example, a block of 32 tokens of a model
+    with 8 billion parameters has 4 MB. At 6 GB/s, it takes a tenth of the time of its prefill at 5,000 tokens a second."""
 
     learn_remote_prefill: bool = False
     """Learn, from measured handoffs and prefills, how many tokens a prompt must have before another worker computes it, and use this number

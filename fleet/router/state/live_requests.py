@@ -37,7 +37,7 @@ def hash_prompt(tokens: TokenBytes, block_tokens: int, salt: bytes) -> tuple[int
 # This is an IntEnum, because `advance` looks up stages in a dict at every event, and integers hash fast.
 class RequestStage(IntEnum):
     QUEUED = auto()  # the request is not on a worker
-    PREFILLING = auto()  # a prefill worker or the aggregated worker computes the prompt
+    PREFILLING = auto()  # the prompt is placed on a prefill worker or an aggregated worker, and is not computed yet
     HANDED_OVER = auto()  # the decode worker has been sent the handoff
     DECODING = auto()  # the answering worker generates tokens
 
@@ -48,7 +48,7 @@ class RequestTransition(IntEnum):
     DISPATCHED = auto()
     HANDED_OVER = auto()
     FIRST_TOKEN = auto()  # the first token of the worker that answers, not of a prefill worker
-    LOST = auto()  # the worker left, rejected the attempt or could not be reached
+    LOST = auto()  # the attempt failed: the worker left, rejected it, could not be reached, or sent no usable handoff
 
 
 NEXT: dict[tuple[RequestStage, RequestTransition], RequestStage] = {

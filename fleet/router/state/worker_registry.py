@@ -56,7 +56,7 @@ class WorkerRegistry:
         self._announced_prompts = self.prompts if settings.replicas_listen else None
         # For each peer router, the worker of each announced prompt by the prompt's number.
         self._peer_prompts: dict[str, dict[int, WorkerId]] = {}
-        # prompts that peers have sent to workers that have not joined here yet, each with the instant at which it was sent
+        # prompts that peers have sent to workers that this router does not know yet, each with the instant at which it was sent
         self._early_prompts: deque[tuple[PlacedPrompt, Nanos]] = deque(maxlen=MAX_SENT_PROMPTS)
         self._no_workers = WorkerTable(settings, self.index)
         self.get = self.workers.get
@@ -238,7 +238,7 @@ class WorkerRegistry:
                 worker.peer_prompts.add(peer, each.number, each.keys)
 
     def meet_early_prompts(self, worker_id: WorkerId, now: Nanos) -> None:
-        """Record the prompts that peer routers had sent to a worker before this worker joined here."""
+        """Record the prompts that peer routers had sent to a worker before this router knew the worker."""
         if not self._early_prompts:
             return
         worker, others = self.workers[worker_id], deque[tuple[PlacedPrompt, Nanos]](maxlen=MAX_SENT_PROMPTS)

@@ -14,14 +14,14 @@ Rules of reservations. A reservation begins when a request is sent, not when the
    block.
 4. Prefill tokens are released when the prompt is computed. Everything else is released when the request leaves the worker, for whatever
    reason.
-5. When reservations change, their sums are written to the worker's column of the table, and their blocks to one radix tree for the whole
-   table (`fleet.router.kv_index.radix_tree`). So a placement need not read each worker's reservations.
+5. When reservations change, their sums are written to the worker's column of the table. The block keys of their prompts are kept in one
+   radix tree for the whole table (`fleet.router.kv_index.radix_tree`). So a placement need not read each worker's reservations.
 6. If there are peer routers, prompts with many tokens to compute are announced to them (`fleet.router.kv_index.peer_prompts`).
 
 Rules of the wait for a first token (`FirstTokenRate`).
 
 7. A worker is full if more requests are reserved on it than it runs at once, or more blocks than it has. Its engine then keeps requests
-   waiting, because the router sends some more requests than the engine can run at once (`oversubscribe`).
+   waiting, because the router sends some more requests than the engine can run at once (the setting `oversubscribe`).
 8. While a worker is full, it is measured how many first tokens it sends per second. A new request waits about as long as the worker needs
    for the first tokens of all requests that it was sent before (J. D. C. Little, Operations Research 9, 1961). That wait includes the
    prefill, and on a decode worker the prefill on another worker.
@@ -412,14 +412,14 @@ class RegisteredWorker:
 
     @property
     def requests(self) -> int:
-        """The number of requests that are reserved here, of this router and its peers."""
+        """The number of requests that this router and its peers have reserved on this worker."""
         return len(self.reservations) + self.elsewhere
 
     def seconds_to_first_token(self, new_blocks: int, now: Nanos) -> float | None:
-        """Estimate how many seconds a new request would wait here for its first token.
+        """Estimate how many seconds a new request would wait on this worker for its first token.
 
         Args:
-            new_blocks: The blocks of its prompt that no request holds here yet.
+            new_blocks: The blocks of its prompt that no request holds on this worker yet.
             now: The present instant.
 
         Returns:
@@ -443,7 +443,7 @@ class RegisteredWorker:
                 self._prompts.sent(self.description.worker_id, keys)
 
     def assume_peer_prompt(self, keys: Keys, sent_at: Nanos, now: Nanos) -> None:
-        """Assume that a prompt, which a peer router has sent to this worker, is cached here. Do nothing if the worker reports its cache."""
+        """Assume that this worker caches a prompt that a peer router has sent to it. Do nothing if the worker reports its cache."""
         if self._assumed_for is None:
             return
         until = Nanos(sent_at + self._assumed_for)

@@ -7,11 +7,11 @@ prompt. The blocks after these contain the end of the previous prompt, and its a
 in the next prompt. But an engine caches them as soon as the answer ends, so the simulation needs names for them at that
 time:
 
-1. `AnswerBlockNames` creates new names for the blocks of an answer. When a later prompt continues the conversation, the names that
-   the trace gives these blocks are translated into the created names, in this prompt and in all later ones.
-2. A prompt B continues a prompt A under these conditions: B begins with all full blocks of A, B is at least as long as
-   A and its answer together, and both belong to the same session (or to none). The last full block of A must have been
-   new when A arrived; otherwise the block may belong to a system prompt that A and B share.
+1. `AnswerBlockNames` creates new names for the blocks of an answer. A later prompt may continue the conversation. In this prompt and in
+   all later ones, the names that the trace gives these blocks are then translated into the created names.
+2. A prompt B continues a prompt A under these conditions: B begins with all full blocks of A. B is at least as long as
+   A and its answer together. Both belong to the same session (or to none). The last full block of A was new when A
+   arrived; otherwise the block may belong to a system prompt that A and B share.
 3. At most `REMEMBERED` prompts and `REMEMBERED` names are remembered; the oldest are forgotten first.
 """
 
@@ -53,7 +53,7 @@ class BlankTokens(bytes):
         return type(self)((self._length + memoryview(more).nbytes) // TOKEN_BYTES, self.keys)
 
 
-def keys_of(tokens: TokenBytes, block_tokens: int, salt: bytes) -> tuple[int, ...]:  # noqa: ARG001 - signature of `Hasher`
+def keys_of(tokens: TokenBytes, block_tokens: int, salt: bytes) -> tuple[int, ...]:  # noqa: ARG001 - signature of a `PromptHasher`
     """Return the block keys of a prompt. If it ends with tokens of an interrupted answer, the blocks with these tokens get no keys."""
     assert isinstance(tokens, BlankTokens)
     return tokens.keys[block_tokens]

@@ -1,7 +1,7 @@
 """Faults: failures and actions of administrators in a simulated cluster, each at an instant.
 
 No fault loses a request as long as another worker can serve it: the router repeats interrupted attempts there. If no worker
-is left, or after `max_attempts` failures, the router rejects the request, as in production.
+is left, or after `RouterSettings.max_attempts` failures, the router rejects the request, as in production.
 """
 
 from msgspec import Struct
@@ -40,9 +40,9 @@ class WorkerSlow(Struct, frozen=True, kw_only=True):
 class NetworkCut(Struct, frozen=True, kw_only=True):
     """The network between a worker and the router is cut: no message passes for a time.
 
-    A short cut only delays the messages. In a cut that is longer than the router's heartbeat timeout, the router gives
-    the worker up and places its requests elsewhere, and the worker drops its attempts. After the cut, the worker
-    returns with its cache.
+    A short cut only delays the messages. If the cut is longer than the router's heartbeat timeout, the router gives the
+    worker up and places its requests elsewhere. The worker then drops its attempts, and returns with its cache after the
+    cut.
     """
 
     at: Nanos

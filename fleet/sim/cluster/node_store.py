@@ -8,8 +8,8 @@ Rules:
    tier that admits them. No request waits for a demotion. At most `QUEUE_BLOCKS` blocks wait for a demotion to one tier. If more
    blocks have to wait, they are not demoted.
 3. A load fetches the leading blocks of a prompt that an engine does not have. Each block comes from the first tier that
-   has it. The load stops at the first blocks that the engine can compute faster than load (rule 4 of
-   `kvstore.hierarchy`). Blocks that were loaded from lower tiers are also stored in the pool.
+   has it. The load stops at the first blocks that the engine can compute faster than load (rule 3 of
+   `kvstore.hierarchy.promotions`). Blocks that were loaded from lower tiers are also stored in the pool.
 4. Blocks are not evicted while they are loaded.
 5. A store that dies loses its pool and all transfers; engines then compute the blocks. Lower tiers keep their blocks until the
    store returns.
@@ -30,7 +30,7 @@ from fleet.sim.cluster.store_tiers import SimulatedTier, TierProfile
 from fleet.sim.kernel import Kernel
 from kvstore.messages import POOL_TIER
 
-# Maximum number of blocks that may wait for a demotion to one tier; `kvstore.hierarchy.TierRule` has the same limit.
+# Maximum number of blocks that may wait for a demotion to one tier; `kvstore.hierarchy.tier_states.TierRule` has the same limit.
 QUEUE_BLOCKS = 4096
 
 

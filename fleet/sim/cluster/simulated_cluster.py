@@ -62,8 +62,8 @@ class SimulatedCluster:
     ):
         """Create a cluster without workers.
 
-        `to_router` delivers an event to the router at once. The cluster calls it without a further delay if a new worker joins or a worker is
-        given up, and after a message delay for all other events. `silence` is the heartbeat timeout, after which a router gives a worker up.
+        `to_router` delivers an event to the router at once. The cluster calls it directly if a new worker joins, or if a worker is given up.
+        All other events take a message delay first. `silence` is the heartbeat timeout, after which a router gives a worker up.
         """
         self._kernel = kernel
         self._to_router = to_router

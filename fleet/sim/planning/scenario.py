@@ -45,7 +45,7 @@ class PlannerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Limits of pools, by the name of the pool."""
 
     budget: PlanBudget = PlanBudget()
-    """Limits on all pools together; `gpus` is also the number of GPUs that the cluster has."""
+    """Limits on all pools together; its field `gpus` is also the number of GPUs that the cluster has."""
 
     warm_up_seconds: Seconds = 0.0
     """Time at the beginning that results leave out, because the rule has not chosen the first numbers of replicas."""

@@ -72,7 +72,7 @@ class ArrivalRate:
 
 
 class History:
-    """Collects ended requests in bins by the time of their arrival. The caller passes `add` to `simulate` as `on_end`."""
+    """Collects ended requests in bins by the time of their arrival. The caller passes `add` to `fleet.sim.run.simulate`."""
 
     def __init__(self, slo: Slo) -> None:
         self._slo = slo

@@ -144,7 +144,8 @@ class RequestSums:
 class PredictionQuality(Struct, frozen=True, kw_only=True):
     """States how well the latencies and the power of a pool are predicted, and the source of the pool's price."""
 
-    # kind of measurements from which the step times were estimated, a value of `EstimateBasis`; empty: unknown
+    # kind of measurements from which the step times were estimated: a value of
+    # `fleet.hardware.latency.coefficients.EstimateBasis`; empty: unknown
     basis: str = ""
     ttft_error: float = 0.0  # median relative error of the TTFT, on measurements that were not used for the fit
     tpot_error: float = 0.0

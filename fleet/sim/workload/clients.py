@@ -7,8 +7,8 @@ Rules:
    sends the next one. Arrival times of the workload are ignored. Benchmarks at a fixed concurrency work in this way.
 3. Session clients send the turns of sessions (`TraceSession`): a turn is sent after the answers to earlier turns. Either a fixed
    number of sessions runs at a time, or each session begins at the time that the workload states.
-4. A client that waits for an answer sends its next request in a later event of the kernel, and not while the router
-   still handles the event that ended the answer. So the router is never called recursively.
+4. A client that waits for an answer sends its next request in a later event of the kernel. At that time, the router no
+   longer handles the event that ended the answer. So the router is never called recursively.
 5. A request that is rejected for a temporary reason is sent again, each time after a longer pause. It counts as one
    request that began when it was sent first. If clients have a deadline, the request contains it, and the client stops
    waiting when the deadline has passed.

@@ -1,7 +1,7 @@
 """HeteroScale: a scaling rule that sizes decode pools by generated tokens per second, and prefill pools in a fixed ratio to them.
 
-Source: arXiv 2508.19559. The wanted number of decode replicas is the number of ready ones, multiplied by the generated
-    tokens per second of one instance, and divided by the target for this rate. The number of prefill replicas is the
+Source: arXiv 2508.19559. The wanted number of decode replicas is the number of ready ones, multiplied by r / t. Here r is
+    the generated tokens per second of one instance, and t is the target for r. The number of prefill replicas is the
     number of decode replicas multiplied by a fixed ratio. Latency only corrects the result: above the share
     `latency_share` of a latency goal no decode pool shrinks. Above the goal, each decode pool whose replicas are all
     ready grows by one. Pools with the role `both` are sized like decode pools.

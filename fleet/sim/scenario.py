@@ -48,7 +48,7 @@ class EngineSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class SimulatedPoolSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Workers of one kind."""
+    """One pool: workers with the same role, GPU and parallelism."""
 
     name: Annotated[str, Meta(max_length=100, pattern=r"^[^\x00-\x1f\x7f]*$")] = ""
     """Name of the pool in the results; empty: role and GPU."""

@@ -100,7 +100,10 @@ class RequestTraces:
     # Methods for the frontends:
 
     def read(self, headers: Mapping[bytes, bytes]) -> TraceContext:
-        """Return the trace context that a client has sent, or a new one if the client sent no readable context."""
+        """Return the trace context that a client has sent, or a new one if the client sent no readable context.
+
+        The client's context also decides whether the request is sampled, if `TracingSettings.follow_clients` is on.
+        """
         if (parent := headers.get(b"traceparent")) is not None:
             context = read_trace_context(
                 parent.decode("latin-1"),

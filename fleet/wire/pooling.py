@@ -5,7 +5,7 @@ from fleet.v1 import inference_pb2 as pb
 
 
 def encode_pooling(pooling: Pooling) -> pb.Pooling:
-    """Encode what a request demands of its vector: the task, the dimensions and the activation, and the split of a pair of texts.
+    """Encode what a request demands of its vector: task, dimensions, activation, and the length of the first text of a pair.
 
     Raises:
         TypeError, ValueError: A value does not fit its field.

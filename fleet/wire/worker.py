@@ -200,7 +200,7 @@ def encode_worker_message(message: WorkerMessage) -> pb.WorkerMessage:
 
 
 def _pulled_to_wire(pulled: PulledBlocks) -> pb.PulledBlocks | None:
-    """Return None if no block was pulled, as by most workers, to keep their load reports short."""
+    """Encode the numbers of pulled blocks. Return None if there are none, so that the load reports of most workers are short."""
     if pulled == NOTHING_PULLED:
         return None
     return pb.PulledBlocks(verified=pulled.verified, corrupt=pulled.corrupt, unverified=pulled.unverified)

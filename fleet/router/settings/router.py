@@ -161,8 +161,8 @@ class OpenAiWorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fie
     that neither a load that doubles twice nor an uncached prompt counts as a hang."""
 
     silence_floor_seconds: Annotated[float, Meta(ge=0.01, le=3600)] = 1.0
-    """Shorter silences never count as a hang, however fast a server was before: garbage collection, a busy core or a retransmission take some
-    hundreds of milliseconds. Clients give up after a second or more."""
+    """Shorter silences never count as a hang, however fast a server was before. The default is longer than garbage collection, a busy core or
+    a retransmission take (some hundreds of milliseconds), and not longer than clients wait before they give up."""
 
     silence_timeout_seconds: PositiveSeconds = 600.0
     """The upper limit of silence: a request that has got no byte for this time has failed, however slow the server was before. This also
@@ -224,10 +224,10 @@ class RouterMetricsAccess(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     Keys of tenants give no access to the metrics."""
 
     ask: bool | None = None
-    """True if metrics at `http_listen` need a key. None: as soon as a tenant has a key, or `key_sha256` has one."""
+    """True if metrics at `http_listen` need a key. None: they need one if a tenant has a key, or if `key_sha256` is not empty."""
 
     ask_on_health: bool | None = None
-    """True if metrics at `health_listen` need a key. None: as `ask` says; if that port is on loopback, no key is needed."""
+    """True if metrics at `health_listen` need a key. None: they need one if those at `http_listen` do, unless the port is on loopback."""
 
 
 class AccessRecordSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -432,7 +432,7 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
     """Retry hint in milliseconds, for rejections of requests that may succeed later."""
 
     max_attempts: PositiveInt = 3
-    """Maximum number of placements of one request: after three failures in a row, the request is probably at fault, not the workers."""
+    """Maximum number of placements of one request: after three failed attempts, the request is probably at fault, not the workers."""
 
     running_request_blocks: Annotated[float, Meta(ge=0, le=1e9)] = 1.0
     """Cost of a request on a worker in addition to its blocks, in blocks of prefill, for its share of each decode step."""

@@ -150,8 +150,8 @@ class LiveRequest(Struct):
     def answer_key(self) -> int:
         """The key under which the worker of the next attempt keeps the tokens of the answer; 0: it keeps none.
 
-        Each attempt has a key of its own, so only one worker keeps tokens under it. The failed attempt may have
-        generated tokens that did not arrive here, and the next attempt generates other ones.
+        Each attempt that generates the answer has a key of its own, so only one worker keeps tokens under it. A
+        failed attempt may have generated tokens that did not arrive at the router, and the next one generates others.
         """
         key = self.arrived.answer_key
         return key + self.failures if key else 0

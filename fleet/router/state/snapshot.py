@@ -110,7 +110,7 @@ class RouterSnapshot(Struct, frozen=True, kw_only=True):
     stores: tuple[StoreSnapshot, ...]
     active: int  # requests that have not ended, including the queued ones
     queued: int  # requests in the admission queue and in prefill queues
-    index_blocks: int  # number of distinct blocks in the prefix index
+    index_blocks: int  # number of distinct blocks that workers and stores are known or assumed to hold
     index_overflowed: int  # blocks that were not added to the prefix index, because their holder was at its capacity
     counters: RouterCounters  # sums over all models
     models: tuple[ModelSnapshot, ...] = ()

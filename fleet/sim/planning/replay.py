@@ -3,7 +3,8 @@
 Rules:
 
 1. A rule gets only data that it would get in production: demand windows with the delay of the metrics, and the
-   connector's observations. Its decisions are written through the simulated connector.
+   connector's observations. Only rules that know the future (`RuleContext.future`) get more. The decisions of a rule are
+   written through the simulated connector.
 2. Attainment is the share of all requests that keep the goals for TTFT and TPOT. Requests that were refused, or that
    their clients cancelled, count as missing the goals.
 3. A replica's GPUs count from its start until it has left. Results are measured from the end of the warm-up to the last arrival,

@@ -48,7 +48,7 @@ class PlannerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Limits on all pools together; its field `gpus` is also the number of GPUs that the cluster has."""
 
     warm_up_seconds: Seconds = 0.0
-    """Time at the beginning that results leave out, because the rule has not chosen the first numbers of replicas."""
+    """Time at the beginning that results leave out, because the scenario, and not the rule, sets the first numbers of replicas."""
 
     metric_delay_seconds: Seconds = 0.0
     """Delay from the end of a record (`fleet.sim.planning.demand`) until the demand windows that the rule gets contain it."""

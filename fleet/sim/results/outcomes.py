@@ -174,7 +174,7 @@ class PoolOutcome(Struct, frozen=True, kw_only=True):
 
 
 class RunOutcome(Struct, frozen=True, kw_only=True):
-    """Results of a run, as `fleet sim run --json` prints them. Times are in ms, rates per simulated second, costs in dollars."""
+    """Results of a run, as `fleet sim run --json` prints them. Latencies are in ms, rates per simulated second, costs in dollars."""
 
     digest: str
     requests: int

@@ -44,10 +44,10 @@ class ClientPatience(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Deadline and retries of clients; all kinds of clients have these settings."""
 
     deadline_seconds: Seconds = 0.0
-    """Time after which an unanswered request is given up, counted from when it was first sent; 0: never."""
+    """Time after which a request is given up if its answer is not complete, counted from when it was first sent; 0: never."""
 
     retries: Annotated[int, Meta(ge=0, le=100)] = 0
-    """How often a request is sent again after it was rejected for a temporary reason (a full queue, no worker)."""
+    """Maximum number of times that a request is sent again after it was rejected for a temporary reason (`RETRYABLE`)."""
 
     retry_seconds: Annotated[float, Meta(gt=0, le=1e6)] = 1.0
     """Pause before the first retry; it doubles with each further one."""

@@ -27,7 +27,7 @@ class HpaRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     tolerance: float = 0.1
     window_seconds: float = 30.0
-    """Span over which utilisation is measured."""
+    """Seconds over which the utilisation of pools that compute prompts is measured. For decode pools, the last demand window counts."""
 
     down_seconds: float = 300.0
     """Seconds for which a lower need must last before a pool shrinks (HPA's stabilisation window)."""

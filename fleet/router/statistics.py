@@ -11,7 +11,7 @@ Rules of demand (`RouterDemand`). The planner learns from it what clients ask fo
 
 3. To count a request takes only a few increments and three look-ups in a table of bucket edges. Everything else is computed when a report
    is made.
-4. All times are measured from the request's arrival at the machine, which is after its prompt was tokenized.
+4. TTFT and queue wait are measured from the request's arrival at the machine, which is after its prompt was tokenized.
 5. TTFT and queue wait are counted at the first token, once for each request. A request that is placed again after a failure does not count
    as a new one.
 6. At most one ended request in every `SAMPLE_EVERY` nanoseconds is sampled, so that a busy router has no noticeable cost. The latest
@@ -162,7 +162,8 @@ class RouterStatistics:
         Workers that have left still count in the sums since the start.
 
         Args:
-            recent: The number of present workers, how many of them drift, and the sums of their latest comparisons.
+            recent: For each model and kind of knowledge: the number of present workers, how many of their caches drift, and the sums of
+                their latest comparisons.
         """
         found = []
         for key in sorted(self._compared.keys() | recent.keys()):

@@ -4,9 +4,9 @@
 
 Rules:
 
-1. The machine gets only the recording's seed and settings, and its events at their recorded instants. If its commands
-   differ from the recorded ones, the machine's code or the recording has changed. If neither has changed, the machine's
-   commands depend on something besides its events, which is a bug.
+1. The machine gets only what the recording contains: the seed, the settings, the events at their instants, and the block
+   keys of prompts. If its commands differ from the recorded ones, the machine's code or the recording has changed. If
+   neither has changed, the machine's commands depend on something else, which is a bug.
 2. Commands are compared event by event, in the form in which they are recorded (`fleet.recording.format`). The replay ends at the
    first difference, because the later events of the recording depend on the recorded commands.
 3. If the caller gives profiles of the workers, the replay also measures how well these predict the recorded latencies

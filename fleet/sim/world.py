@@ -98,7 +98,7 @@ class World:
             seed: Seed of the router's random source.
             block_tokens: Block size of all engines.
             message_delay: One-way delay between router and workers.
-            ended: Called with each request that has ended.
+            ended: Called with each request that was completed or rejected.
             policy: The policy of the router; None: the policy that the settings name.
             record: Called with each event of the router and the commands that follow from it; or None.
             store: Profile of the store on each node; None: there are no stores.

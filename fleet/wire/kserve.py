@@ -5,8 +5,8 @@ Tensors have the same names as in vLLM's backend for Triton, because clients of 
 Rules:
 
 1. A request is one prompt, in the input `text_input` or `input_ids`. Its tensors have one row, optionally with a batch
-   dimension of 1. If the prompt has a batch dimension, the answer's tensors have one, too. They have the same encoding
-   (`contents` or raw) as the request.
+   dimension of 1. If the prompt has a batch dimension, the answer's tensors have one, too. The answer's tensors have the
+   same encoding (`contents` or raw) as those of the request.
 2. Each response has all requested outputs. `finish_reason` is empty except in the last one.
 3. Unknown inputs, outputs and parameters are rejected by name (`fleet.wire.kserve_parameters`).
 """
@@ -161,7 +161,7 @@ def encode_part(
 
 
 def encode_streamed(response: pb.ModelInferResponse, *, final: bool) -> pb.ModelStreamInferResponse:
-    """Wrap a response into a message of a stream."""
+    """Wrap a response into a message of a stream; `final` is True for the last response."""
     response.parameters[FINAL].bool_param = final
     return pb.ModelStreamInferResponse(infer_response=response)
 

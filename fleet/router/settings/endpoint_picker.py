@@ -12,10 +12,10 @@ Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 
 
 def endpoint_of(host: str, port: int) -> str:
-    """Return an address and a port as one text, in the form that gateways accept.
+    """Return an IP address and a port as one text, in the form that gateways accept: ``ip:port``, with brackets around an IPv6 address.
 
     Raises:
-        ValueError: The host is a name, or the port is out of range.
+        ValueError: The host is no IP address, or the port is out of range.
     """
     address = ip_address(host.removeprefix("[").removesuffix("]"))
     if not 1 <= port <= 65_535:

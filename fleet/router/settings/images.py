@@ -18,7 +18,7 @@ class ImageSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     hosts: tuple[str, ...] = ()
     """The only hosts that images are fetched from, in lower case: ``images.example.com`` at the ports 80 and 443,
-    ``images.example.com:8443`` at that port, ``*.example.com`` for all names below. Redirects to other hosts are refused too. Empty:
+    ``images.example.com:8443`` at that port, ``*.example.com`` for all names below it. Redirects to other hosts are refused too. Empty:
     all hosts with public addresses."""
 
     networks: tuple[str, ...] = ()

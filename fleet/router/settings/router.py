@@ -42,7 +42,7 @@ Degree = Annotated[int, Meta(ge=1, le=1 << 20)]
 
 
 class ProfileSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The hardware, model and engine of a kind of workers."""
+    """The hardware, model and engine of one kind of worker."""
 
     model: Annotated[str, Meta(min_length=1)]
     """Folder with a Hugging Face config.json, or that file."""
@@ -140,8 +140,8 @@ class OpenAiWorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fie
     server's own block size (SGLang: ``--page-size``). Empty: prompts that were sent to the server are assumed to be cached."""
 
     kv_events_replay: Annotated[str, Meta(pattern=ENDPOINT)] = ""
-    """Endpoint where the server repeats its KV events (its `replay_endpoint`). Empty: the router does not know the blocks that the server
-    cached before it joined."""
+    """Endpoint where the server repeats its KV events (vLLM's `replay_endpoint`). Empty: the router does not know the blocks that the server
+    cached before the router connected to it."""
 
     cache_ttl_seconds: PositiveSeconds = 600.0
     """Without `kv_events`: how long a prompt is assumed to be cached after it was sent."""
@@ -356,8 +356,8 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
     """Milliseconds for which running streams may continue after SIGTERM."""
 
     control_listen: str = ""
-    """Control port: ``unix:/path``, or host:port with `control_credentials`. Workers register here, and operators use it (the registry,
-    `fleet.v1.Cluster` and `fleet.v1.Selection`). No API key protects it, so it is never the clients' port. Empty: a Unix socket that only
+    """Control port: ``unix:/path``, or host:port with `control_credentials`. It serves the registry, at which workers register,
+    `fleet.v1.Cluster` and `fleet.v1.Selection`. No API key protects it, so it is never the clients' port. Empty: a Unix socket that only
     the router's own user can reach, with a path derived from `grpc_listen` so that commands find it (`fleet status --address`)."""
 
     control_credentials: Credentials = Credentials()
@@ -435,7 +435,8 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
     """Maximum number of placements of one request: after three failed attempts, the request is probably at fault, not the workers."""
 
     running_request_blocks: Annotated[float, Meta(ge=0, le=1e9)] = 1.0
-    """Cost of a request on a worker in addition to its blocks, in blocks of prefill, for its share of each decode step."""
+    """Cost of each request that runs on a worker, in blocks of prefill, in addition to the cost of its blocks. It stands for the request's
+    share of each decode step."""
 
     engine_hit_credit: Annotated[float, Meta(ge=0, le=1e9)] = 1.0
     """Credit for a block in the engine's own cache, in blocks of prefill."""
@@ -463,8 +464,8 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
 
     learn_remote_prefill: bool = False
     """Learn, from measured handoffs and prefills, how many tokens a prompt must have before another worker computes it, and use this number
-    instead of `remote_prefill_min_tokens`. Until eight handoffs were measured, prompts of 64 tokens and more are handed over. The default
-    is off: placement then does not depend on earlier measurements, which a test of a cluster may need."""
+    instead of `remote_prefill_min_tokens`. Until eight handoffs were measured, prompts with at least 64 uncached tokens are handed over. The
+    default is off: placement then does not depend on earlier measurements, which a test of a cluster may need."""
 
     policy: Annotated[str, Meta(min_length=1)] = "fleet"
     """Placement policy: a name that `fleet router policies` lists."""

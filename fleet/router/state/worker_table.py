@@ -362,11 +362,11 @@ class FirstTokenRate:
 
     @property
     def unanswered(self) -> int:
-        """The number of requests on the worker that have no first token yet."""
+        """The number of counted requests (rule 11) on the worker that have no first token yet."""
         return len(self._unanswered)
 
     def per_second(self, now: Nanos) -> float | None:
-        """Return the first tokens per second of the full worker; None if too little was measured lately."""
+        """Return the first tokens per second that the worker sends while it is full; None if too little was measured lately."""
         return None if self._is_old(now) else self._rate.per_second(now)
 
     def _is_old(self, now: Nanos) -> bool:
@@ -513,7 +513,7 @@ class WorkerTable:
 
         Args:
             settings: The router's settings.
-            index: The prefix index of all workers that report their caches.
+            index: The router's prefix index.
             prompts: Collects the prompts to announce to peer routers; None: there are no peers.
         """
         self._settings = settings

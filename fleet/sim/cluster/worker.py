@@ -307,7 +307,7 @@ class _WorkerBlockSupply:
         self._store.load(attached_worker, self._loadable(job), here, ended)
 
     def _loadable(self, job: Job[int]) -> Sequence[int]:
-        """Return the full prompt blocks without the last token, because the engine must compute this token for its logits."""
+        """Return the names of the full blocks before the last prompt token. The engine must compute this token for its logits."""
         return job.keys[: (job.prompt_tokens - 1) // self._block_tokens]
 
 

@@ -17,7 +17,7 @@ MOST_DECISIONS = 200
 """Maximum number of decisions that the page lists for one rule."""
 
 POINTS = 400
-"""Lines that have a point for a decision are thinned to this number of points or up to twice as many."""
+"""Lines with a point for each decision are thinned, so that they have fewer than twice this number of points."""
 
 
 def write_planner_report(

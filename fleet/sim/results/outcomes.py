@@ -92,7 +92,7 @@ class EndedRequest(Struct, frozen=True, kw_only=True):
 
 
 class RequestSums:
-    """Adds up all ended requests: counts, tokens, and the distributions of their latencies."""
+    """Adds up ended requests: the counts of all, and the tokens and the distributions of latencies of the answered ones."""
 
     def __init__(self, slo: Slo):
         self._slo = slo

@@ -81,7 +81,7 @@ class DrawnWorkload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     requests, not sessions."""
 
     turn_tokens: Count = 256
-    """Number of new tokens in each later turn, besides the earlier prompts and answers."""
+    """Mean number of new tokens in each later turn, besides the earlier prompts and answers."""
 
     think_seconds: Annotated[float, Meta(ge=0, le=1e9)] = 10.0
     """Mean time from an answer to the next turn; exponentially distributed."""
@@ -172,9 +172,9 @@ class _Prompts:
         return tokens, prefix + self._new(blocks - common)
 
     def grown(self, tokens: int, names: tuple[int, ...], more: int) -> tuple[int, tuple[int, ...]]:
-        """Return the number of tokens and the block names of a prompt that continues another one with `more` tokens.
+        """Return the number of tokens and the block names of a prompt that continues an earlier one with `more` tokens.
 
-        `tokens` and `names` belong to the other prompt.
+        `tokens` and `names` belong to the earlier prompt.
         """
         kept = names[: tokens // self._block_tokens]
         tokens += more

@@ -251,7 +251,7 @@ class World:
         self.finished += 1
         self.last_end = now
         if first_token is not None:
-            # Only the client's latencies contain this time; nothing in the simulation depends on it.
+            # The time outside an engine is only added to the client's latencies (rule 4).
             front = round(self._front_base + self._front_per_token * request.prompt_tokens)
             first_token, end = Nanos(first_token + front), Nanos(now + front)
         self._note(f"{request_id} {first_token} {now} {client.tokens} {cached_tokens} {refused}\n")

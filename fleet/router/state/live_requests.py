@@ -115,7 +115,7 @@ class LiveRequest(Struct):
     placed: Decision | None = None
     attempt: Attempt | None = None
     reserved_on: list[WorkerId] = []
-    # Tokens of the answer that were passed to the client, or are kept for it if the answer is sent in one piece.
+    # Tokens of the answer that this or another router has passed to the client, or that are kept if the client gets the answer in one piece.
     sent: list[int] = []
     fingerprint: str = ""  # fingerprint of the worker that sent the first token in `sent`
     kv: tuple[KvPhase, ...] = ()  # KV reports of all attempts so far

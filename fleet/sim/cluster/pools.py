@@ -25,7 +25,7 @@ class PoolProfile(Struct, frozen=True, kw_only=True):
     bandwidth: float  # bytes per second between a worker and other nodes, in each direction
     link_latency: Nanos
     start_time: Nanos  # time from starting a worker until it can serve its first request
-    prefill_speed: float = 1.0  # speed relative to the pool with the fastest GPUs; 1: as fast as that pool
+    prefill_speed: float = 1.0  # speed of a worker relative to the workers of the fastest pool; 1: as fast as those
     decode_speed: float = 1.0
     gpus_per_node: int = 8
     host_bandwidth: float = 64e9  # bytes per second between a worker and its node's memory, in each direction

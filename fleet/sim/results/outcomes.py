@@ -194,9 +194,9 @@ class RunOutcome(Struct, frozen=True, kw_only=True):
     # time that the busiest worker spent in steps, divided by the mean of its pool; the highest value among the pools
     imbalance: float
     utilisation: float  # share of the time that all workers spent in steps
-    disaggregated: int  # number of requests that a prefill and a decode worker served together
+    disaggregated: int  # number of decisions that chose a prefill and a decode worker together
     preempted: int
-    moved_gb: float  # gigabytes moved between workers
+    moved_gb: float  # gigabytes of all transfers between workers, including lost ones
     gpu_hours: float
     cost: float
     cost_per_million_tokens: float  # cost of a million tokens; prompt and answer tokens count

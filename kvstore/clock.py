@@ -1,4 +1,4 @@
-"""Integer time, and the protocol of clocks. Packages other than `kvstore` import the names from `fleet.core.clock`."""
+"""Integer time, and the protocol of clocks. `fleet.core.clock` exports these names for the package `fleet`."""
 
 from typing import NewType, Protocol
 

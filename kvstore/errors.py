@@ -7,7 +7,10 @@ from kvstore.namespace import KvNamespace
 
 
 def reason(error: Exception) -> str:
-    """Return the message of an error. The message of an operating-system error is given without its number and path."""
+    """Return the message of an error, or the name of its class if it has none.
+
+    The message of an operating-system error is given without its number and path.
+    """
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
@@ -16,7 +19,7 @@ class StoreError(Exception):
 
 
 class StoreUnreachable(StoreError):
-    """The node did not answer in time, or no process listens at its address.
+    """The node did not answer in time, no process listens at its address, or no data path to it works.
 
     The caller continues without the node and retries later.
     """
@@ -30,12 +33,12 @@ class IncompatibleVersion(StoreUnreachable):
 
 
 class LayoutMismatch(StoreError):
-    """Node and client would store the same blocks in different layouts. No bytes were moved.
+    """Blocks cannot be exchanged, because two descriptions of them differ, or because a description is invalid.
 
-    The administrator has to correct the configuration.
+    No bytes were moved. The administrator has to correct the configuration.
 
     Attributes:
-        field: The first field of `KvNamespace` that differs.
+        field: Name of the first field that differs or is invalid.
     """
 
     def __init__(self, field: str, message: str):
@@ -58,7 +61,7 @@ class NodeEnded(StoreError):
 
 
 class BadCredentials(StoreNotStarted):
-    """A credentials file of a node or a client cannot be used. The administrator has to correct the configuration."""
+    """A file with a secret or certificates cannot be used. The administrator has to correct the configuration."""
 
 
 class InvalidArgument(StoreError):
@@ -74,9 +77,10 @@ class InvalidArgument(StoreError):
 
 
 class NamespaceUnknown(StoreError):
-    """The node does not know this namespace, because no client has opened it since the node started.
+    """The namespace is not open at the node.
 
-    The client has to repeat the handshake (the call `Hello`) and then the failed call.
+    No client has opened it since the node started, or the node has closed it to make room for another namespace
+    (`kvstore.pool.open_namespaces`). The client has to repeat the handshake (the call `Hello`) and then the failed call.
     """
 
     def __init__(self, digest: bytes):
@@ -91,7 +95,7 @@ class Restarted(StoreError):
 
 
 class NamespaceInUse(StoreError):
-    """The blocks of the same weights are already stored in another layout; see rule 7 of `kvstore.pool.machine`.
+    """Clients use the same weights with other fields of the namespace; see rule 7 of `kvstore.pool.machine`.
 
     Attributes:
         fields: Names of the fields of `KvNamespace` that differ.

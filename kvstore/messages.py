@@ -16,7 +16,7 @@ NO_LEASE = LeaseId(0)
 """Lease id of a match that found no block, or that was made without a lease."""
 
 NO_RESERVATION = ReservationId(0)
-"""Reservation id of an answer that reserves nothing, because all blocks are stored already or there is no space."""
+"""Reservation id of an answer that reserves nothing: each block is stored, is being written, or finds no space."""
 
 
 NODE = "node"
@@ -174,7 +174,7 @@ class TierStatus(Struct, frozen=True, kw_only=True):
     misses: int = 0  # number of blocks that were requested and not found, or corrupt
     bytes_read: int = 0
     bytes_written: int = 0
-    refused: int = 0  # number of blocks that were not written, because space or write budget was missing
+    refused: int = 0  # number of blocks that were not written, for example for lack of space or write budget
     evicted: int = 0
     corrupt: int = 0  # number of blocks whose bytes did not match their checksum or could not be decoded
     failures: int = 0  # number of operations that raised `TierFailed` or missed their deadline
@@ -261,9 +261,10 @@ class EvacuationResult(Struct, frozen=True, kw_only=True):
 
     tier: str = ""  # name of the tier; empty if there is no such tier, or if no copy is needed
     done: int = 0  # number of leading blocks of the request that are finished: copied, already in the tier, or given up
-    moved: int = 0  # number of blocks that were copied to the tier by this request
+    moved: int = 0  # number of blocks that were copied to the tier during this request
     there: int = 0  # number of blocks that the tier had already
-    refused: int = 0  # number of blocks that the tier did not accept
+    # number of blocks that were given up: the tier or its write budget refused them, or the pool has lost them
+    refused: int = 0
     failed: int = 0  # number of batches that failed; another batch may have copied their blocks
 
 
@@ -275,11 +276,12 @@ class StoreClientCounters(Struct, frozen=True, kw_only=True):
     bytes_read: int = 0  # number of bytes that were read and whose checksum was right
     bytes_written: int = 0  # number of bytes of published blocks
     corrupt: int = 0  # number of blocks whose checksum was wrong
-    damaged: int = 0  # number of corrupt blocks that are intact in the node: they were damaged in transit
+    # number of corrupt blocks that the node did not condemn, usually because they were damaged only in transit
+    damaged: int = 0
     # number of matched blocks that could not be read, because the lease had ended or the node did not answer
     lost: int = 0
     dropped: int = 0  # number of blocks that were not written, because the store was full or did not answer
-    failures: int = 0  # number of calls that the node did not answer
+    failures: int = 0  # number of calls that the node did not answer, or refused because a limit was reached
 
 
 class TenantStats(Struct, frozen=True, kw_only=True):
@@ -294,7 +296,7 @@ class TenantStats(Struct, frozen=True, kw_only=True):
     hits: int  # number of blocks that were matched under a lease
     misses: int
     evicted: int  # number of blocks that were evicted for other blocks of this tenant
-    refused: int  # number of blocks that were not stored, because all blocks within the quota were in use
+    refused: int  # number of blocks that were not stored, because the quota or the pool had no room for them
 
 
 class Stats(Struct, frozen=True, kw_only=True):
@@ -304,7 +306,7 @@ class Stats(Struct, frozen=True, kw_only=True):
     bytes: int
     capacity_bytes: int
     hits: int  # number of blocks that were matched under a lease
-    misses: int  # number of blocks that were requested under a lease and were not in the pool
+    misses: int  # number of blocks that were requested under a lease and not matched
     written: int  # number of published blocks
     evicted: int
     corrupt: int  # number of condemned blocks
@@ -313,7 +315,7 @@ class Stats(Struct, frozen=True, kw_only=True):
     bytes_matched: int = 0  # number of bytes of the matched blocks
     bytes_written: int = 0  # number of bytes of the published blocks
     refused: int = 0  # number of blocks that were not stored for lack of space
-    leases: int = 0  # number of leases that are open now, including session pins
+    leases: int = 0  # number of leases that are open now, including session pins and the node's own pins
     reservations: int = 0  # number of reservations that are open now
     held_bytes: int = 0  # number of bytes that session pins keep in the pool now
     tiers: tuple[TierStatus, ...] = ()  # state of each backing tier

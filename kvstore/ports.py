@@ -89,7 +89,7 @@ class BackingTier(Protocol):
     def get(self, keys: Sequence[BlockKey], into: Sequence[ByteArray], deadline: Nanos) -> list[FetchResult]:
         """Read blocks into contiguous buffers of their length.
 
-        The content of a buffer is valid only if its answer is MOVED.
+        The content of a buffer is valid only if the outcome for its block is MOVED.
 
         A block that has not arrived by the deadline is GONE. TierFailed means that nothing can be read now.
         """

@@ -119,7 +119,7 @@ class PoolAllocator:
             changed[name] = True
 
     def abandon(self, opened: OpenNamespace, block: StoredBlock) -> None:
-        """Free the place of a block that was never written."""
+        """Free the place of a reserved block that was not published."""
         block.state = advance(block.state, BlockTransition.ABANDON)
         del opened.writing[block.key.name]
         self.free(block)
@@ -213,7 +213,7 @@ class PoolAllocator:
         assert end == self._extents.capacity_bytes
 
     def _find_room(self, length: int, account: TenantAccount | None) -> int | None:
-        """Return the offset of a free extent, after evicting blocks if necessary.
+        """Allocate an extent, after evicting blocks if necessary, and return its offset.
 
         Return None if the pool or the tenant's quota has no room and no further block can be evicted.
         """
@@ -271,5 +271,5 @@ class PoolAllocator:
         return address.offset
 
     def _policies(self, block: StoredBlock) -> tuple[EvictionPolicy[BlockKey], ...]:
-        """Return the eviction policies that know the block: the pool's, and its tenant's if the tenant has a quota."""
+        """Return the eviction policies for a block: the pool's, and its tenant's if the tenant has a quota."""
         return (self._eviction,) if block.account is None else (self._eviction, block.account.eviction)

@@ -5,7 +5,7 @@ Rules:
 1. Space is counted in pages. Each extent begins at a page boundary, whatever the block size of its namespace.
 2. Neighbouring free extents are always merged, so that blocks of one size leave room for blocks of another.
 3. An extent is taken from the smallest free one that is large enough, so blocks of one size refill their own holes.
-   Allocating and freeing take O(log n) in the number of distinct sizes of free extents, which is small.
+   The time to allocate or free depends only on the number of distinct sizes of free extents, which is small.
 """
 
 from bisect import bisect_left, insort
@@ -70,7 +70,7 @@ class FreeExtents:
         return offsets
 
     def give_back(self, offset: int, length: int) -> None:
-        """Free an extent that `take` returned."""
+        """Free an extent that `take` or `take_several` returned."""
         first, pages = offset // PAGE_BYTES, pages_for(length)
         assert offset % PAGE_BYTES == 0, offset
         assert 0 <= first <= self._pages - pages, (offset, length)

@@ -18,7 +18,8 @@ from kvstore.clock import Nanos
 from kvstore.errors import Exhausted
 from kvstore.pool.open_namespaces import OpenNamespace, StoredBlock
 
-SLACK = 64  # number of ended entries that may stay in the heap before they are swept out
+SLACK = 64
+"""Ended entries are removed from the heap when its length exceeds twice the number of open ids by more than this."""
 
 
 class BlockLease:
@@ -85,7 +86,7 @@ class LeaseTable:
         return found if isinstance(found, BlockLease) else None
 
     def is_unending(self, granted: int) -> bool:
-        """Return whether the id belongs to a lease of the node itself, which clients must not end."""
+        """Return whether the id belongs to a lease or reservation of the node itself, which clients must not end."""
         return granted in self._unending
 
     def writing(self, granted: int) -> PendingWrite | None:
@@ -94,9 +95,9 @@ class LeaseTable:
         return found if isinstance(found, PendingWrite) else None
 
     def end(self, granted: int) -> None:
-        """Remove a lease or reservation before its deadline.
+        """Remove a lease or reservation.
 
-        The deadline stays in the heap for a while without effect.
+        If its deadline has not come yet, its entry stays in the heap for a while without effect.
         """
         self.reservations -= isinstance(self._open.pop(granted), PendingWrite)
         self._unending.discard(granted)
@@ -144,7 +145,7 @@ class _Deadlines:
             yield heapq.heappop(self._heap)[1]
 
     def is_cluttered(self, open_ids: int) -> bool:
-        """Return True if the ended entries outnumber the open ids by more than `SLACK`."""
+        """Return True if the heap has so many entries that `keep` has to remove the ended ones (`SLACK`)."""
         return len(self._heap) > 2 * open_ids + SLACK
 
     def keep(self, open_ids: Container[int]) -> None:

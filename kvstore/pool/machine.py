@@ -18,8 +18,9 @@ The machine does no I/O; the server performs its commands. Rules:
 6. Chains are passed from their first block on. The uses of the blocks of a match or publication are recorded in reverse
    order. A policy that evicts the least recently used block therefore takes the end of a chain first. Blocks in the
    middle of a chain can still be missing; a match stops at the first missing block.
-7. Blocks of different namespaces are never mixed. One set of weights (model, revision, LoRA) in two layouts is a
-   configuration error that would only show as a cache that never hits, so the machine refuses the second layout.
+7. Blocks of different namespaces are never mixed. Two namespaces with the same weights (model, revision, LoRA) are a
+   configuration error that would only show as a cache that never hits. The machine therefore refuses the second
+   namespace until the first one has been unused for a minute (`kvstore.pool.open_namespaces`).
 8. The eviction policy learns of a use when the use ends. If the policy chooses a pinned block, the block is withdrawn
    from the policy and admitted again when its last pin ends. Pinning a chain therefore costs the policy nothing unless
    space is short.
@@ -302,7 +303,11 @@ class BlockMachine:
     # The methods below remove damaged blocks, end leases at their deadline, or return commands, changes and statistics.
 
     def condemn(self, digest: bytes, name: BlockHash, generation: int, now: Nanos) -> bool:
-        """Remove a block whose bytes are wrong; return False if the pool has no block with this hash and generation."""
+        """Remove a block whose bytes are wrong (rule 5).
+
+        Return False if no block with this hash and generation is readable. Raise NamespaceUnknown if the namespace is
+        not open.
+        """
         self.expire(now)
         opened = self._namespaces.get(digest)
         block = opened.readable.get(name)
@@ -326,7 +331,10 @@ class BlockMachine:
         return block.unpacked if block is not None else None
 
     def expire(self, now: Nanos) -> None:
-        """End the leases and reservations whose deadline is not after `now`, and free their blocks and places."""
+        """End the leases and reservations whose deadline is not after `now`.
+
+        The blocks of the leases lose a pin, and the places of the reservations become free.
+        """
         for ended in self._leases.due(now):
             self._end(ended, now)
             self._expired += 1

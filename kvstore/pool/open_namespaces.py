@@ -14,8 +14,8 @@ from kvstore.pool.lifecycle import BlockState
 from kvstore.pool.quotas import TenantAccount
 
 NAMESPACE_IDLE = Nanos(60 * SECOND)
-"""If a namespace was unused for this long, the same weights may be opened in another layout. The time is longer than
-the restart of a worker.
+"""If a namespace was unused for this long, another namespace with the same weights may be opened. The restart of a
+worker takes less time.
 """
 
 
@@ -78,12 +78,14 @@ class OpenNamespaces:
         self._opened: dict[bytes, OpenNamespace] = {}
 
     def open(self, namespace: KvNamespace, now: Nanos) -> None:
-        """Open a namespace; do nothing if it is open already.
+        """Open a namespace; if it is open already, only mark it as used.
+
+        If too many namespaces are open, close the longest unused one without blocks.
 
         Raises:
-            InvalidArgument: A block would not fit into the pool.
-            NamespaceInUse: The same weights are in use in another layout.
-            Exhausted: Too many namespaces hold blocks.
+            InvalidArgument: A block has no bytes, or does not fit into the pool.
+            NamespaceInUse: Another namespace with the same weights was used within `NAMESPACE_IDLE`.
+            Exhausted: Too many namespaces are open, and all of them hold blocks.
         """
         digest = namespace.digest
         if (known := self._opened.get(digest)) is not None:

@@ -6,7 +6,7 @@ Rules:
 2. The space of a block is charged to the block's tenant in whole pages, from the reservation until the place is free.
 3. Each account has its own eviction policy of the node's kind, over the tenant's blocks only. A tenant above its quota
    evicts its own blocks, in the order in which the node would evict them. The node's policy knows these blocks too: in
-   a full pool it evicts the oldest block, whichever tenant it belongs to.
+   a full pool, it chooses among the blocks of all tenants.
 4. When there are too many accounts, those without blocks are forgotten with their counters, the longest unused first.
 """
 
@@ -17,8 +17,8 @@ from kvstore.eviction.policy import EvictionPolicy
 from kvstore.messages import BlockKey, TenantStats
 
 MAX_ACCOUNTS = 1024
-"""If there are at least this many accounts, accounts without blocks are forgotten before another account is made.
-Accounts with blocks are never forgotten."""
+"""If there are at least this many accounts, up to half as many are forgotten before another account is made. Accounts
+with blocks are never forgotten, so there may be more accounts than this."""
 
 
 class TenantAccount:

@@ -2,21 +2,21 @@
 
 Rules:
 
-1. Blocks are sampled by their hash. A block is either always in the sample or never, on each node and after each start
-   (Waldspurger, Park, Garthwaite and Ahmad, "SHARDS", FAST 2015). A cache that sees only a share of the blocks, and has
-   the same share of the capacity, has about the same hit rate as the whole cache.
+1. Blocks are sampled by their hash. For a given sampled share, a block is always in the sample or never, on each node
+   and after each start (Waldspurger, Park, Garthwaite and Ahmad, "SHARDS", FAST 2015). A cache that sees only a share
+   of the blocks, and has the same share of the capacity, has about the same hit rate as the whole cache.
 2. Blocks are sampled, not chains. Chains share their beginnings, so one system prompt would decide whether a whole
    conversation is in the sample. The sampled blocks of a chain form a chain again.
 3. The sampled share is chosen so that about `sampled_blocks` blocks of a full pool are in the sample, whatever the
-   capacity of the pool.
-   The memory of a ghost cache is therefore bounded by `sampled_blocks` and the largest scale.
+   capacity of the pool. The memory of a ghost cache therefore does not grow with the pool.
 4. The sampled share predicts how many of the looked-up blocks are in the sample. If there are fewer than predicted, the
    sample lacks some blocks that most requests use. Such blocks are usually hits, so the missing blocks count as hits.
    If there are more than predicted, the difference is subtracted from the hits.
 5. Observations lose half of their weight after a half-life.
-6. The `MAX_GHOST_CACHES` most used namespaces of a node have a ghost cache.
-7. A namespace takes the ghost cache of another one only if it is used at least `TAKES_OVER` times as much. A new ghost
-   cache has no result for a while, so two equally used namespaces must not replace each other again and again.
+6. At most `MAX_GHOST_CACHES` namespaces of a node have a ghost cache. A further namespace gets one, and the least used
+   of them loses its own, if the further namespace is used much more (rule 7).
+7. "Much more" is at least `TAKES_OVER` times as much. A new ghost cache has no result for a while, so two equally used
+   namespaces must not replace each other again and again.
 8. The uses of at most `MAX_NAMESPACES` namespaces are remembered; the longest unused one is forgotten first.
 """
 
@@ -252,9 +252,9 @@ class GhostCaches:
         )
 
     def _take_over(self, use: _NamespaceUse) -> None:
-        """Give this namespace a ghost cache if there are fewer than `MAX_GHOST_CACHES`.
+        """Give this namespace a new ghost cache if there are fewer than `MAX_GHOST_CACHES`.
 
-        Otherwise take the ghost cache of the least used namespace, if this namespace is used much more (rule 7).
+        Otherwise first end the ghost cache of the least used namespace; do nothing if rule 7 forbids it.
         """
         simulated = self._with_ghost_cache()
         if len(simulated) >= MAX_GHOST_CACHES:

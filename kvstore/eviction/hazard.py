@@ -3,10 +3,10 @@
 Rules:
 
 1. The value of a block is the product of its expected uses per second (`kvstore.eviction.reuse_times`) and the time
-   that a use saves per byte: the time to compute the block less the time to load it. The policy learns the first factor
-   for each class of blocks from their uses.
+   that a use saves per byte because the pool has the block (`kvstore.eviction.hit_savings`). The policy learns the
+   first factor for each class of blocks from their uses.
 2. The class of a block is its number of uses and the rhythm of its chain. The rhythm says whether the last two uses of
-   the longest known part of the chain were less than `RHYTHMS` apart. A conversation that has continued before is more
+   the longest known part of the chain were less than 30 s apart (`RHYTHMS`). A conversation that has continued before is more
    likely to continue again, and an agent returns sooner than a person. Other features of a chain add little: with a
    cache for a twentieth of the blocks, the hit rate of this policy in the second half of the public conversation trace
    is 24.5 %. With boosted trees over a dozen features of chains, it is 25.9 % (`loadtests/kvstore/reuse_bound.py`).
@@ -38,8 +38,8 @@ LEARN_AFTER = 512  # minimum number of block uses between two updates of the lea
 LEARN_SHARE = 1 / 64  # minimum number of block uses between two updates, as a share of all block uses so far
 PAUSE = Nanos(1 * SECOND)  # minimum time between two rankings of all candidates for eviction
 REMEMBERED = 32_768
-"""Minimum number of evicted blocks that are remembered. If more blocks than this are held, as many evicted blocks as
-held ones are remembered."""
+"""Maximum number of evicted blocks that are remembered. If more blocks than this are held, the maximum is the number of
+held blocks."""
 
 
 Row = tuple[int, float]
@@ -76,9 +76,9 @@ class HazardEviction(Generic[K]):
 
         Args:
             saving: Function of a block's key and size in bytes. It returns the seconds per byte that a use of the block
-                saves, because the block is loaded and not computed. The result must be the same for all blocks of a
-                chain. None: a use saves the same time for all blocks.
-            remembered: Minimum number of evicted blocks that are remembered (rule 6).
+                saves because the pool has the block. The policy uses the result for all blocks of the chain. None: a
+                use saves the same time for all blocks.
+            remembered: Number of evicted blocks that are remembered, as `REMEMBERED` defines it (rule 6).
         """
         self._saving = saving
         self._remembered = remembered
@@ -122,7 +122,10 @@ class HazardEviction(Generic[K]):
         return self._tail(run) if run is not None else None
 
     def probability(self, key: K, span: Nanos) -> float:
-        """Return the learned probability that a block of this block's class is used within `span` after its last use."""
+        """Return the learned probability that a block of this block's class is used within `span` after its last use.
+
+        Return 0 for a block that is neither held nor remembered.
+        """
         if self._burst:
             self._use()
         run = self.held.get(key) or self.gone.get(key)
@@ -172,7 +175,10 @@ class HazardEviction(Generic[K]):
         run.following = last if last is not None and last.live else continuation
 
     def _learn(self, blocks: int) -> None:
-        """Count block uses. Update the learned values if enough uses were counted since the last update."""
+        """Count block uses, and rank all candidates again if the last ranking is at least `PAUSE` old.
+
+        Before a ranking, update the learned values if enough uses were counted since the last update.
+        """
         self._uses += blocks
         if self._now < self._ranked_at + PAUSE:
             return
@@ -185,7 +191,10 @@ class HazardEviction(Generic[K]):
         heapq.heapify(self._ranking)
 
     def _former(self, chain: list[K]) -> list[_ChainRun[K] | None]:
-        """Return for each block the run that holds it, or held it before its eviction; None for unknown blocks."""
+        """Return for each block the run that holds it, or held it before its eviction; None for unknown blocks.
+
+        The evicted blocks among them are removed from `gone`.
+        """
         former = list(map(self.held.get, chain))
         if self.gone and None in former:
             gone = self.gone
@@ -202,9 +211,11 @@ class HazardEviction(Generic[K]):
     def _uses_after(self, run: _ChainRun[K], blocks: int) -> int:
         """Take blocks out of a run's cohort because they are used again now, and return how often each has been used.
 
+        The result includes this use, unless rule 5 does not count it. It is at most the last number of `USES`.
+
         Args:
             run: The run to which the blocks belong until now.
-            blocks: Number of blocks that are used again. The returned number of uses includes this use.
+            blocks: Number of blocks that are used again.
         """
         if self._now - run.used_at <= SAME_USE:
             run.cohort.alive -= blocks
@@ -250,7 +261,10 @@ class HazardEviction(Generic[K]):
     # The methods below choose the blocks to evict.
 
     def _least_valued(self) -> _ChainRun[K] | None:
-        """Return the run with the least value, or the last held run that continues the chain of that run (rule 4)."""
+        """Return the run with the least value, or the last held run that continues the chain of that run (rule 4).
+
+        Return None if no block is held.
+        """
         ranking = self._ranking
         while ranking:
             _, _, row, newest = heapq.heappop(ranking)

@@ -28,7 +28,7 @@ MAX_NAMESPACES = 256
 # the value that workers assume before they have measured: `workers.engines.vllm.store_planner`
 UNKNOWN_SECONDS_A_TOKEN = 0.0005
 MEMORY_BYTES_A_SECOND = 5e9  # speed at which one core copies bytes and computes their checksum
-LEAST = 2.0**-60  # result of `saving` for blocks whose hits save nothing, in seconds per byte
+LEAST = 2.0**-60  # least result of `saving`, also for blocks whose hits save nothing, in seconds per byte
 
 
 class HitSavings:
@@ -57,7 +57,8 @@ class HitSavings:
     def report(self, digest: bytes, blocks: int, seconds: float) -> None:
         """Record a worker's report of the time to compute a chain of `blocks` blocks.
 
-        `seconds` is the time for the blocks of the chain that are not in the engine's own cache (rule 2).
+        `seconds` is the time for the blocks of the chain that are not in the engine's own cache (rule 2). If either
+        number is 0, the report is ignored.
         """
         if blocks <= 0 or seconds <= 0:
             return

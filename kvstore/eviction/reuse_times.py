@@ -11,9 +11,10 @@ Rules:
 3. The hazard of a class with few observations is pulled towards the hazard of all classes with the same number of uses.
    That second hazard is pulled towards the hazard of all blocks, and the hazard of all blocks towards a prior. The
    prior falls with the age, so that without observations the longest unused block has the least value. Each pull has the
-   weight of `PRIOR` runs, because the blocks of a run are used again together and are therefore one observation. To
-   convert runs to blocks, the size of a run is averaged over all blocks, not over all runs (Kish's effective sample
-   size). It is some tens of blocks for chats, and hundreds for agents, whose prompts contain their whole history.
+   weight of `PRIOR` runs (consecutive blocks of a chain, `kvstore.eviction.hazard`), because the blocks of a run are
+   used again together and are therefore one observation. To convert runs to blocks, the size of a run is averaged over
+   all blocks, not over all runs (Kish's effective sample size). This average is some tens of blocks for chats, and
+   hundreds for agents, whose prompts contain their whole history.
 4. The value of a block is the highest value of this quotient over all later ages: the probability that the block is
    used before that age, divided by the expected time until its use or until that age, whichever is earlier. (This is
    the Gittins index; Beckmann, Chen and Cidon, "LHD", NSDI 2018, evict by the same quotient.) The value may grow with
@@ -51,7 +52,7 @@ times this number of seconds."""
 
 
 def _edges() -> tuple[int, ...]:
-    """Return the ages in nanoseconds at which buckets begin: 0, 1 and 2 s, then in steps of about 30 % up to a day."""
+    """Return the ages in nanoseconds at which buckets begin: 0, 1 s, then each 1.3 times the last plus 0.7 s, to a day."""
     seconds = [0.0, 1.0]
     while seconds[-1] < 86_400:
         seconds.append(seconds[-1] * 1.3 + 0.7)
@@ -135,7 +136,7 @@ class ReuseTimes:
     def value(self, of: int, age: int) -> float:
         """Return the value of a block of class `of` and age `age` in nanoseconds (rule 4).
 
-        The value is the expected number of uses per second for which the block is kept.
+        The value is a rate: expected uses per second of keeping the block.
         """
         return self._values[of][bisect_right(EDGES, age) - 1]
 
@@ -194,7 +195,8 @@ def prospects(hazards: Floats) -> tuple[Floats, Floats]:
     """Return the share of blocks still unused and the value (rule 4) at each age, both of shape [..., BUCKETS].
 
     To find the value at an age, plot the probability of a use over the expected time until the use. The value is the
-    steepest slope from the point of that age to the point of a later age.
+    steepest slope from the point of that age to the point of a later age. The last age has no later one; its value is
+    half of the value before it.
     """
     surviving = np.ones_like(hazards)
     surviving[..., 1:] = np.cumprod(1 - hazards[..., :-1], axis=-1)

@@ -38,7 +38,7 @@ class _EntryUses:
     __slots__ = ("count", "last")
 
     def __init__(self, now: Nanos):
-        self.count = 0  # number of uses since the block entered its queue
+        self.count = 0  # number of counted uses since the block entered its queue, less the reductions of rule 3
         self.last = now
 
 

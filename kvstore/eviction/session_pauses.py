@@ -4,8 +4,8 @@ Rules:
 
 1. There are two tiers in LRU order: memory, and a lower tier (SSD) that receives the blocks that memory evicts. When a
    session resumes, its blocks that are not in memory are loaded from the lower tier. Blocks that are in neither tier
-   are computed again, and so are all blocks after the first such block. The cost of the resume is the sum of these
-   times.
+   are computed again, and so are all blocks after the first such block. The cost of the resume is the sum of the costs
+   of the chain's blocks (`BlockCosts`).
 2. The length of a pause is predicted from earlier pauses of all sessions. Only those pauses count that followed a pause
    of similar length in their session (`GapTimes`). The length of a pause is known only when it is over. While too few
    lengths are known, the predicted length is `longest_hold`.
@@ -15,8 +15,8 @@ Rules:
    blocks are not evicted.
 4. A pin ends when the session resumes, or at its deadline. Its blocks then count as just used.
 5. Under `ADAPT`, a chain whose pin ends at its deadline is the next to be evicted from memory. A pause is predicted to
-   be long if its `EARLIEST` quantile exceeds `longest_hold`. The chain then gets no pin and is demoted at once. Its
-   blocks are prefetched so that they arrive at the `EARLIEST` quantile, and are pinned from then on by rule 3.
+   be long if its `EARLIEST` quantile exceeds `longest_hold`. The chain then gets no pin, and is the next to be
+   evicted at once. At the `EARLIEST` quantile, its blocks are loaded into memory and pinned as in rule 3.
 6. Requests without a session (number 0) use memory like other requests, but have no pauses and no costs.
 """
 
@@ -35,8 +35,8 @@ EARLIEST = 0.25
 LATEST = 0.9
 LEAST_SEEN = 20  # minimum number of known pauses in a class before the quantiles of the class are used
 GAP_EDGES = tuple(round(1.25**step * SECOND) for step in range(-4, 56))
-"""Bounds between classes of pause lengths, in nanoseconds: from 0.4 s to two days, each bound 1.25 times the one
-before."""
+"""Bounds between classes of pause lengths, in nanoseconds: from 0.4 s to 2.5 days, each bound 1.25 times the
+one before."""
 
 CLASS_EDGES = tuple(each * SECOND for each in (5, 10, 20, 40, 80, 160, 640))
 
@@ -127,7 +127,7 @@ class _PauseReplay:
         self.written = self.prefetched = self.holds = self.overdue = self.most_held = 0
 
     def resume(self, request: TraceRequest) -> tuple[int, int, int] | None:
-        """Replay a request; return three numbers: its blocks that were in memory, in the lower tier, and in neither.
+        """Replay a request; return how many of its blocks come from memory, come from the lower tier, and are computed.
 
         The result is None for the first request of a session, and for requests without a session.
         """
@@ -164,7 +164,10 @@ class _PauseReplay:
         return memory, below, len(chain) - memory - below
 
     def _bring(self, chain: Sequence[int]) -> int:
-        """Load a chain into memory and mark it as just used; return how many blocks were not in memory before."""
+        """Load a chain into memory and mark it as just used; return how many blocks were loaded.
+
+        Blocks at the end of the chain for which memory has no room beside the pinned blocks are not loaded.
+        """
         new = [block for block in chain if block not in self._memory and block not in self._pinned]
         for block in reversed(chain):
             if block in self._memory:
@@ -270,7 +273,8 @@ def replay_pauses(
     """Replay recorded requests, in the order of their arrival, and return the costs of the resumes.
 
     Memory and the lower tier are empty at the start. All pins together pin at most `held_blocks`, which is at most
-    `memory_blocks`. A pin lasts at most `longest_hold` after the end of a request or of a prefetch.
+    `memory_blocks`. A pin lasts at most `longest_hold` after its request or prefetch; both take no time
+    in a replay.
     """
     assert 0 <= held_blocks <= memory_blocks, held_blocks
     pauses = _PauseReplay(policy, memory_blocks, below_blocks, held_blocks, longest_hold)

@@ -2,7 +2,7 @@
 
 Rules:
 
-1. A new block is on probation. A use at least `SAME_USE` later makes it a protected block.
+1. A new block is on probation. A use more than `SAME_USE` after its probation began makes it a protected block.
 2. At most the share `PROTECTED` of all blocks is protected. If there are more, the longest unused protected block goes
    back to probation, as if it had just been used.
 3. The longest unused block on probation is evicted first. Protected blocks are evicted only when no block is on

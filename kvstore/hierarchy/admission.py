@@ -1,13 +1,14 @@
 """Tier admission: decides which blocks are written to a tier that wears out, within a daily write budget.
 
-`kvstore.hierarchy.machine` calls `admits` for each block that is written or used in the pool.
+`kvstore.hierarchy.machine` calls `admits` for each block that is written or used in the pool, unless the tier is
+believed to have the block.
 
 Rules:
 
-1. A block is admitted when it is seen for the second time. Sightings within `apart` after the first one do not count:
-   they belong to the same request, which writes a block and reads it again when another worker continues the request. A
-   block is admitted at its first sighting if a predictor expects its reuse. Thus blocks that are used once are not
-   written.
+1. A block is admitted from its second sighting on, so blocks that are used once are not written. Sightings within
+   `apart` after the first one do not count: they belong to the same request, which writes a block and reads it again
+   when another worker continues the request. A block is admitted at its first sighting only if a predictor expects its
+   reuse.
 2. Old sightings are forgotten, half of them at a time. This limits the memory. A second sighting after the first one
    was forgotten counts as a first one.
 3. Each admitted block is charged to a budget of bytes per day. The budget refills evenly and holds at most

@@ -1,7 +1,7 @@
 """Demotions: decides when blocks are copied from the pool to the backing tiers, and asks tiers what they still hold.
 
-The class is a part of `kvstore.hierarchy.machine`, whose `Hierarchy.offer` chooses the blocks by the admission rule of
-each tier. `kvstore.service.transfer_executor` copies the bytes. Rules:
+The class `Demotions` is a part of `kvstore.hierarchy.machine`, whose `Hierarchy.offer` chooses the blocks by the
+admission rule of each tier. `kvstore.service.transfer_executor` copies the bytes. Rules:
 
 1. No client waits for a demotion. Each tier has a bounded queue; blocks that do not fit are dropped and counted.
 2. While blocks are copied, they are pinned in the pool without a deadline, until the copying thread reports that it is

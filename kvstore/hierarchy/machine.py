@@ -26,8 +26,8 @@ from kvstore.messages import BlockChanges, BlockKey, FetchResult
 from kvstore.pool.machine import BlockMachine
 
 BATCH_BYTES = 8 << 20
-"""Maximum number of bytes that one transfer moves. This is large enough for a disk's full speed, and small enough that
-the first blocks arrive soon."""
+"""Maximum number of bytes that one transfer moves, unless one block is larger. This is large enough for a disk's full
+speed, and small enough that the first blocks arrive soon."""
 
 
 class Hierarchy:
@@ -120,8 +120,8 @@ class Hierarchy:
     def demote_now(self, tier: int, keys: Sequence[BlockKey], now: Nanos) -> int:
         """Queue blocks for a tier regardless of its admission rule, because they are being evacuated.
 
-        Return how many leading blocks of `keys` fit into the queue. Raise NamespaceUnknown if their namespace was never
-        opened.
+        Return how many leading blocks of `keys` fit into the queue. Raise NamespaceUnknown if their namespace is not
+        open.
         """
         which = self._tiers[tier]
         taken = keys[: which.room]

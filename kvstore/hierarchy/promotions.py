@@ -1,15 +1,15 @@
 """Promotions: decides when chains are copied from the backing tiers to the pool.
 
-The class is a part of `kvstore.hierarchy.machine`. Rules:
+The class `Promotions` is a part of `kvstore.hierarchy.machine`. Rules:
 
 1. A promotion follows one chain, from the first block that is not in the pool. It asks the tiers one after the other,
-   the fastest first, for one batch at a time. A batch is readable as soon as it has arrived. The promotion ends at the
-   first block that no tier has (blocks after a gap are useless), when the pool has no space, or at its deadline. After
-   its end it begins no transfer, but transfers that are running still finish.
+   in the order of the settings, for one batch at a time. A batch is readable as soon as it has arrived. The promotion
+   ends at the first block that no tier has or can deliver in time (blocks after a gap are useless), when the pool has
+   no space, or at its deadline. After its end it begins no transfer, but a transfer that is running still finishes.
 2. No block is promoted twice at a time. A request for blocks that are being promoted joins their promotion and may
    extend its deadline.
-3. A promotion begins only if it is predicted to end within the max wait of the request, which is the time that
-   computing the blocks again would take.
+3. A batch is copied from a tier only if the copy is predicted to end before the promotion's deadline. The deadline is
+   the end of the max wait of the request, which is the time that computing the blocks again would take.
 4. Slots for promoted blocks are reserved without a deadline, because the thread that copies a block may hang as long as
    the disk hangs. The slots stay reserved until the thread reports that it is done.
 """
@@ -33,7 +33,7 @@ MAX_UNREPORTED = 1 << 16
 the oldest ones are reported as blocks that were in the pool already."""
 
 FETCH_AT_LEAST = Nanos(1 * SECOND)
-"""Minimum time that a transfer gets after it has begun, even if the max wait of the request ends earlier."""
+"""Minimum time that a `Fetch` gets after it was decided, even if the max wait of the request ends earlier."""
 
 
 class Promotions:
@@ -73,7 +73,7 @@ class Promotions:
 
         `max_wait` is the maximum time that the requester will wait: the time that computing the blocks would take. The
         promoted blocks count towards the quota of `tenant`. Return the number of consecutive blocks after the held ones
-        that are being promoted or looked for.
+        that are being promoted or looked for. If `max_wait` is 0, promote nothing and return 0.
         """
         missing = chain[held : held + MAX_PROMOTION_BLOCKS]
         if not missing or max_wait <= 0 or not self._tiers:
@@ -257,9 +257,9 @@ class Promotions:
 
         A tier with an index in memory reports the blocks that it removes, so the node's knowledge of it is usually
         right. It can be wrong for a block if a report about the block was delayed. Only the first missing block is
-        therefore forgotten. A tier without such an index reports no removals, and may still have blocks after the first missing
-        one. Nevertheless all these blocks are forgotten: offering them to the tier once more costs little, while
-        finding each miss separately would cost one look-up per block.
+        therefore forgotten. A tier without such an index reports no removals, and may still have blocks after the first
+        missing one. Nevertheless the rest of the chain is forgotten too: offering these blocks to the tier once more
+        costs little, while finding each miss separately would cost one look-up per block.
         """
         if count < self._queue.batch_blocks(promotion.block_bytes):
             missing = promotion.chain[promotion.position + count :]
@@ -280,7 +280,7 @@ class Promotions:
         return address
 
     def _release(self, promotion_id: PromotionId, now: Nanos) -> None:
-        """Release the slots of a promotion that ended while its thread was late. The thread has finished now."""
+        """Release the slots of a promotion that ended because a transfer was late. The transfer has finished now."""
         if (reservation := self._late_reservations.pop(promotion_id, None)) is not None:
             self._give_back(reservation, now)
 

@@ -61,7 +61,7 @@ class TierCounters(Struct, kw_only=True):
     loaded: int = 0  # number of promoted blocks
     kept: int = 0  # number of demoted blocks
     dropped: int = 0  # number of blocks that were not demoted because the queue was full
-    # number of promotions that were not begun because computing the blocks was predicted to be faster
+    # number of batches that a tier had, but that were not copied because computing was predicted to be faster
     too_slow: int = 0
     failures: int = 0  # number of transfers that failed or missed their deadline
     fenced: int = 0  # number of times that a failure opened the tier's circuit breaker

@@ -137,7 +137,7 @@ class NodeConnection:
 
     @property
     def session(self) -> NodeSession | None:
-        """Session with the node's last incarnation; None if the node has never answered (rule 6)."""
+        """Result of the last successful handshake; None if no handshake has succeeded yet (rule 6)."""
         return self._session
 
     @property
@@ -149,7 +149,8 @@ class NodeConnection:
         """Call the node by `act(session, seconds left)`; return None if the call fails or cannot be made.
 
         The call ends at `until`, or earlier if the connection's call timeout is over. It returns None at once while the
-        circuit breaker is open, before the node was joined, and after `close`.
+        circuit breaker is open, before the node was joined, and after `close`. Raise InvalidArgument if the node finds
+        the request invalid.
         """
         started = self._clock.now()
         deadline = earlier(until, Nanos(started + self._call_timeout))
@@ -173,12 +174,12 @@ class NodeConnection:
         return None
 
     def session_of(self, incarnation: str) -> NodeSession | None:
-        """Return the session with `incarnation`, the incarnation of the node that made the caller's match.
+        """Return the session with `incarnation`, the node's incarnation that made the caller's match or write grant.
 
-        Return None if this incarnation has ended, or if the node cannot be reached.
+        Return None if this incarnation has ended, if the node cannot be reached, or if it has not been joined yet.
 
-        The match may come from another process that has noticed a restart of the node earlier than this process. A new
-        handshake then shows whether the node has this incarnation.
+        The match or grant may come from another process that has noticed a restart of the node earlier than this
+        process. A new handshake then shows whether the node has this incarnation.
         """
         session = self._session
         if session is None or session.incarnation == incarnation:
@@ -208,7 +209,7 @@ class NodeConnection:
                 self._close_transports(self._session)
 
     def _join(self, reported: str) -> None:
-        """Perform the handshake as soon as the node answers. This method runs in its own thread.
+        """Perform the handshake as soon as the node answers, unless the connection is closed. This runs in its own thread.
 
         `reported` is the message of an earlier failure, which is logged first; empty if there was none.
         """

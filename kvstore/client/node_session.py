@@ -60,6 +60,7 @@ def shake_hands(
         StoreUnreachable: The node does not answer by the deadline, or no data path works. If client and node speak no
             common version of the protocol, the error is its subclass IncompatibleVersion.
         LayoutMismatch: The node stores this model's blocks in another layout; the error names the field that differs.
+        InvalidArgument: The namespace is invalid for the node; the error names the field.
     """
     request = pb.HelloRequest(
         namespace=wire.namespace_message(namespace), digest=namespace.digest, protocols=range_message()
@@ -107,7 +108,10 @@ def with_shared_memory(session: NodeSession, namespace: KvNamespace, clock: Cloc
 
 
 def refusal(address: str, error: grpc.RpcError) -> Exception:
-    """Return the error of `kvstore.errors` for a handshake (the call `Hello`) that failed with this RPC error."""
+    """Return the error of `kvstore.errors` for this RPC error of a handshake (the call `Hello`).
+
+    An RPC error with the status INVALID_ARGUMENT may come from any other call too.
+    """
     details = error.details() or ""
     metadata = cast("Sequence[tuple[str, str]]", error.trailing_metadata() or ())
     field = next((value for key, value in metadata if key == wire.FIELD_KEY), "")

@@ -51,7 +51,8 @@ from kvstore.transports.shared_memory import SharedMemoryTransport
 from kvstore.v1 import blocks_pb2 as pb
 
 SLOWEST_BYTES_PER_SECOND = 100_000_000
-"""A transfer that is slower than this is cancelled, because the engine can compute the blocks faster."""
+"""A transfer is cancelled if it takes longer than its bytes take at this speed, plus the client's call timeout. The
+engine can then compute the blocks faster."""
 
 # Pause between two look-ups of blocks that are being promoted. A shorter pause would find no blocks earlier, because
 # reading a batch takes longer than this from any disk.
@@ -127,7 +128,8 @@ class StoreClient:
             clock: Clock of all deadlines; by default the monotonic clock of the system.
 
         Raises:
-            StoreUnreachable: No node answers in time.
+            StoreUnreachable: No node answers in time, no data path works, or client and node speak no common version of
+                the protocol (its subclass IncompatibleVersion).
             LayoutMismatch: The node stores these weights in another layout; the error names the field that differs.
             InvalidArgument: No node can store such blocks; the error names the invalid field of the namespace.
             BadCredentials: A file of the credentials cannot be used; the error names the field.
@@ -157,10 +159,10 @@ class StoreClient:
     ) -> Self:
         """Connect to a node, or make a client that connects as soon as the node answers.
 
-        Until the node answers, each call returns at once and finds nothing; `joined` tells whether the node has
-        answered. If the node answers later, but stores the blocks in another layout, the client does not use it. The
-        log tells why the node is not used yet. This call waits for the node for at most `wait_seconds`. The other
-        arguments and the errors are those of `connect`.
+        Until then, each call returns at once and finds nothing; `joined` tells whether the client has connected. If the
+        node answers later, but stores the blocks in another layout, the client does not use it. The log tells why the
+        node is not used yet. This call waits for the node for at most `wait_seconds`, or not at all if this is 0. The
+        other arguments and the errors are those of `connect`, but StoreUnreachable is not raised.
         """
         failure = ""
         if wait_seconds > 0:
@@ -189,18 +191,18 @@ class StoreClient:
 
     @property
     def joined(self) -> bool:
-        """True if the node has ever answered."""
+        """True if a handshake with the node has succeeded."""
         return self.connection.session is not None
 
     @property
     def store_id(self) -> str:
-        """Name of the node; empty as long as it has never answered."""
+        """Name of the node; empty before the first successful handshake."""
         session = self.connection.session
         return "" if session is None else session.store_id
 
     @property
     def path(self) -> DataPath | None:
-        """The data path that is used now; None as long as the node has never answered."""
+        """The data path that is used now; None before the first successful handshake."""
         session = self.connection.session
         return None if session is None else session.path
 
@@ -318,7 +320,8 @@ class StoreClient:
             match: Match of this client, or of another client of the same node and namespace.
             indices: Indices of the blocks within the match.
             destinations: One buffer, or one list of consecutive pieces, for each index.
-            deadline: Instant at which the call ends, as for `match`.
+            deadline: Instant at which the call ends, if that is earlier than the time limit of the transfer
+                (`SLOWEST_BYTES_PER_SECOND`).
 
         Returns:
             For each index, whether the block arrived. If it did not, the content of its destination is undefined.
@@ -439,7 +442,7 @@ class StoreClient:
                 until `batch_blocks` other blocks have been requested after it, or until this call ends. If a source
                 raises, this call raises the same exception, publishes nothing and ends the reservation at once.
             tenant: Tenant's salt. The blocks count towards the quota of this tenant.
-            deadline: As for `match`.
+            deadline: Instant at which the call ends; None: only its single steps have time limits.
             trace: As for `match`.
 
         Returns:
@@ -499,7 +502,8 @@ class StoreClient:
 
         `positions` are positions in the grant; `sources` has one shard for each of them. Return for each written block,
         by its position, the rank's contribution to the checksum of the block
-        (`kvstore.layouts.rank_shards.combined_checksums`).
+        (`kvstore.layouts.rank_shards.combined_checksums`). Nothing is written if the node has restarted, or if its
+        shared memory is not mapped.
         """
         session = self.connection.session_of(grant.incarnation) if positions else None
         if session is None or not isinstance(session.transport, SharedMemoryTransport):

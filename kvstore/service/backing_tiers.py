@@ -1,4 +1,4 @@
-"""Backing tiers of a node: opens them from the settings. No other module knows all kinds of tiers."""
+"""Backing tiers of a node: opens them from the settings. Only this module imports the code of all kinds of tiers."""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +27,8 @@ from kvstore.tiers.settings import KeepPolicy, TierSettings
 from kvstore.tiers.ssd.settings import SsdSettings
 from kvstore.tiers.ssd.tier import SsdTier
 
-# Hours of a day. A write budget saves up at most the bytes of one hour, or `LEAST_BURST_BYTES` if that is more.
+# Hours of a day. A write budget saves up at most the bytes of one hour, or `LEAST_BURST_BYTES` if that is more, but
+# never more than the bytes of a day.
 HOURS = 24
 LEAST_BURST_BYTES = 1 << 30
 
@@ -102,9 +103,10 @@ class BackingTiers:
     def evacuation_tier(self, *, leaving: bool, is_given_up: Callable[[int], bool]) -> int | None:
         """Return the index of the tier to which blocks are evacuated; None if no tier is suitable.
 
-        Redis and S3 are suitable. If the node is `leaving`, its peers and its own disk are suitable too
-        (`kvstore.service.evacuation`). `is_given_up` tells for the index of a tier whether its writes fail again and
-        again. If this is so for all suitable tiers, return the first one, because it may recover.
+        Redis and S3 are suitable, in this order. If the node is `leaving`, its peers and then its own disk are suitable
+        too (`kvstore.service.evacuation`). A tier with `keep = "none"` is not suitable. `is_given_up` tells for the
+        index of a tier whether its writes fail again and again. Return the first suitable tier for which this is not
+        so. If it is so for all suitable tiers, return the first one, because it may recover.
         """
         kinds: tuple[type[TierSettings], ...] = (RedisSettings, S3Settings)
         if leaving:
@@ -127,7 +129,7 @@ class BackingTiers:
             evacuation_tier.backend.leave()
 
     def may_write(self, tier: int, size_bytes: int) -> bool:
-        """Charge the tier's write budget; return False if it is used up."""
+        """Charge a write to the tier's write budget; return False if too little of the budget is left."""
         return self._opened[tier].charge(size_bytes)
 
 

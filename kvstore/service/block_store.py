@@ -76,7 +76,7 @@ class NodeIdentity(Struct, frozen=True, kw_only=True):
 
 
 class _ChainUse(Struct, frozen=True):
-    """A chain that a client asked for, or is writing."""
+    """A chain that a client has looked up, with the number of blocks found (`held`), or for which it reserves slots."""
 
     digest: bytes
     hashes: bytes  # concatenated block hashes
@@ -133,7 +133,7 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
         self.settle()
 
     def settle(self) -> None:
-        """Perform what the pool machine and the hierarchy have decided, until they have no more commands."""
+        """Perform what the pool machine and the hierarchy have decided."""
         self._perform()
         self._executor.settle()
         # A tier with an index in memory answers at once, and its answer may cause new commands of the pool machine.

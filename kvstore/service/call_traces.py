@@ -1,4 +1,4 @@
-"""Call traces: makes a span for each call that a client makes to this node for a traced request.
+"""Call traces: makes a span for each match, reservation and publication that a client asks for in a traced request.
 
 Rules:
 
@@ -32,7 +32,8 @@ class CallTraces:
 
         Args:
             name: Name of the call.
-            trace: The field `trace` of the call's request message.
+            trace: The field `trace` of the call's request message. If it is empty or has a wrong length, nothing is
+                exported.
             began: Instant at which the call began.
             attributes: Attributes of the span, such as the numbers of blocks that were asked for and found.
         """

@@ -94,7 +94,7 @@ class _EmbeddedNode:
             raise
 
     def stop(self) -> None:
-        """Stop the node if it still runs."""
+        """Ask the node to stop, if it still runs; do not wait for its end."""
         with contextlib.suppress(RuntimeError):  # raised if the event loop is closed already
             self._loop.call_soon_threadsafe(self._cancel)
 

@@ -12,8 +12,8 @@ Rules:
 3. Only the requester waits, until its deadline. Blocks that are not in the pool, or that the tier has, are skipped. A
    tier that may have lost a block without reporting it is queried again, for many blocks at a time.
 4. Blocks whose write fails are offered again when the tier's circuit breaker allows it, until the deadline. The
-   requester learns how many batches failed and decides when to stop. A block is abandoned if it fails `STRIKES` more
-   times while other blocks arrive.
+   requester learns how many batches failed and decides when to stop. The failures of a block are counted once other
+   blocks have arrived since its first failure. After `STRIKES` counted failures, the block is abandoned.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ LOOK_AGAIN_SECONDS = 0.01  # pause between two checks of a tier's results; writi
 # Maximum number of blocks for which a tier is asked at once whether it still has them. For 256 blocks this takes one round
 # trip to Redis, or half a second of requests to an object store.
 ASKED_AT_ONCE = 256
-STRIKES = 3  # number of failures after which a block is abandoned, if other blocks arrive meanwhile (rule 4)
+STRIKES = 3  # number of counted failures after which a block is abandoned (rule 4)
 GIVEN_UP_AFTER = 3
 """Number of consecutive failed writes after which the next tier is used. It is reached within a third of a second if
 each write fails at once."""
@@ -65,7 +65,7 @@ class Evacuations:
         """Evacuate the blocks of `names` that are in the pool, in the order of `names`, and answer by the deadline.
 
         The caller puts the most valuable blocks first. `leaving` is True if the node will end too. Raise
-        NamespaceUnknown if the namespace was never opened.
+        NamespaceUnknown if the namespace is not open.
         """
         block_bytes = self._machine.block_bytes(digest)
         evacuation_tier = self._backing.evacuation_tier(leaving=leaving, is_given_up=self._is_given_up)
@@ -192,7 +192,8 @@ class Evacuation:
             else:
                 insort(self._waiting, index)
         failures = self._failures()
-        # Demotions end in the order in which they began, so this check costs no more than the number of new results.
+        # Demotions end about in the order in which they began. The check stops at the first one that has not ended, so
+        # it costs no more than the number of new results.
         back = list(takewhile(lambda index: not self._is_going_down(index), self._under_way))
         arrived = {index for index in back if self.hierarchy.has(self._tier, self._keys[index])}
         for index in back:
@@ -201,12 +202,12 @@ class Evacuation:
                 continue
             if has_failed and not self._gives_up(index):
                 insort(self._waiting, index)
-            else:  # the tier refuses the block, or the block is not in the pool any more
+            else:  # the tier refuses the block, the pool has lost it, or it is abandoned (rule 4)
                 self.refused += 1
         self.moved += len(arrived)
 
     def _gives_up(self, index: int) -> bool:
-        """Count a failure of a block; return True if the block has failed too often while other blocks arrived."""
+        """Record a failure of a block; return True if the block is abandoned by rule 4."""
         others_arrived = self.moved > self._failed_at.setdefault(index, self.moved)
         self._strikes[index] = self._strikes.get(index, 0) + others_arrived
         return self._strikes[index] >= STRIKES

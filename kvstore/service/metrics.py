@@ -42,10 +42,10 @@ class NodeSnapshot(Struct, frozen=True, kw_only=True):
     transfers: tuple[TierCounters, ...]  # counters of each backing tier, in the order of `stats.tiers`
     refused_loads: int
     ghost_caches: tuple[NamespaceEstimates, ...]
-    mismatches: int = 0  # number of clients that were refused because of incompatible blocks
+    mismatches: int = 0  # number of clients that were refused because of incompatible blocks or protocol versions
     undecodable: int = 0  # number of requests that were refused because they were not valid messages
     unproven: int = 0  # number of data plane connections that could not prove the secret
-    crowded_out: int = 0  # number of silent data plane connections that were closed for new ones
+    crowded_out: int = 0  # number of unproven data plane connections that were closed for new ones
 
 
 LATENCY_BUCKETS = (
@@ -136,7 +136,7 @@ class NodeMetrics:
         registry.register(_SnapshotCollector(look))
 
     def moved(self, tier: str, operation: str, seconds: float) -> None:
-        """Record the duration of a tier's operation."""
+        """Record that an operation of a tier took this many seconds."""
         self._seconds.labels(tier, operation).observe(seconds)
 
 

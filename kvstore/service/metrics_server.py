@@ -1,4 +1,4 @@
-"""HTTP server of the metrics of a node or a planner, with a bounded number of connections.
+"""HTTP server of the metrics of a store node, a worker or a planner, with a bounded number of connections.
 
 Each connection has a thread, and there are at most `CONNECTIONS`. When one more connection comes, the oldest connection
 of the address with the most connections is closed (`kvstore.net.unproven_connections`), so a scrape is always served.
@@ -45,7 +45,7 @@ class LoopCollector:
         return ()
 
     def collect(self) -> Iterable[Metric]:
-        """Return the metrics; raise TimeoutError if the loop is busy for too long."""
+        """Return the metrics; raise TimeoutError if the event loop does not answer within `LOOP_SECONDS`."""
 
         async def collected() -> list[Metric]:
             return list(self._collector.collect())
@@ -110,7 +110,7 @@ def metrics_certificates(tls: MetricsTls) -> CertificateFiles | None:
 
 
 def metrics_port_context() -> ssl.SSLContext:
-    """Return a context for a port for metrics, without a certificate."""
+    """Return the TLS context of a port for metrics, into which no certificate is loaded yet."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     return context

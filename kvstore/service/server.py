@@ -1,7 +1,7 @@
 """Node process: starts and stops all parts of a store node, and performs its periodic work.
 
 The parts are the pool, the backing tiers, the gRPC control plane, the memory handout, the framed calls, the TCP data
-plane and the metrics.
+plane, the NIXL agent, the metrics and the exporter of traces.
 """
 
 import asyncio
@@ -101,7 +101,7 @@ async def serve(
 
 @contextlib.asynccontextmanager
 async def open_node(settings: StoreSettings, clock: Clock) -> AsyncIterator[StoreEndpoints]:
-    """Run a node while the context is open."""
+    """Run a node while the context is open; yield its addresses. Raise StoreNotStarted as `serve` does."""
     incarnation = uuid.uuid4().hex
     access = load(settings.credentials)
     access.require(settings.listen, settings.data_listen)

@@ -57,7 +57,8 @@ class TransferExecutor:
             clock: Clock of the transfers' deadlines.
             tasks: Task group in which the transfers run.
             on_answer: Called after each answer of a tier, when the hierarchy has decided on the answer.
-            on_moved: Called after each transfer with the tier's name, the operation and its duration in seconds.
+            on_moved: Called after each transfer that a thread has made without an error, with the tier's name, the
+                operation and its duration in seconds.
         """
         self._hierarchy = hierarchy
         self._tiers = tiers
@@ -72,7 +73,7 @@ class TransferExecutor:
         self._running: set[asyncio.Task[None]] = set()
 
     def settle(self) -> None:
-        """Begin the transfers that the hierarchy has decided."""
+        """Begin the transfers that the hierarchy has decided. A `Find` in an index in memory is made at once."""
         while transfers := self._hierarchy.commands():
             for transfer in transfers:
                 if isinstance(transfer, Find) and self._tiers[transfer.tier].finds_in_memory:

@@ -26,7 +26,7 @@ class Watchers:
         self.streams: set[_WatcherStream] = set()
 
     async def watch(self, dump: Sequence[BlockChanges]) -> AsyncGenerator[BlockChanges, None]:
-        """Yield the cache dump, then all changes until the watchers are closed.
+        """Yield the cache dump, then all changes until the caller closes the generator.
 
         Raise WatcherTooSlow if the consumer is too slow.
         """

@@ -47,7 +47,7 @@ class SplitCodec:
         self.codec_id = compressor.codec_id
         self._compressor = compressor
         self._block_bytes = namespace.block_bytes
-        # bytes per value; a block of unknown dtype is treated as single bytes
+        # bytes per value; 1 if the size of a value is not known
         self._width = namespace.element_bytes or 1
         self._plane_bytes = self._block_bytes // self._width
         self._lengths = struct.Struct(f"<{self._width}I")

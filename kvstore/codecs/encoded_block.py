@@ -3,7 +3,7 @@
     version   1 byte
     form      1 byte: 0 if the body is the block's bytes unchanged, 1 if it has the codec's format
     reserved  2 bytes, zero
-    bound     3 × float32: the largest error of decoded values (`ErrorBound`); zeros for a lossless codec
+    bound     3 × float32: the largest error of decoded values (`ErrorBound`); zeros if they are exact
     check     8 bytes: XXH3-64, seeded with the codec's id, the block's key and all fields above. It covers the block's
               bytes for a lossless codec, and the body otherwise
     body

@@ -1,14 +1,15 @@
 """Quantised codecs: store each 16-bit floating-point value as 8 bits that share a scale, with a bound on the error.
 
 - E4M3 has one scale, a power of two, for each head of each layer. Each value keeps 4 significant bits, so its error is
-  at most 1/16 of the value. An encoded block has half the size of the block.
+  at most 1/16 of the value, except near zero (`Fp8Codec`). An encoded block has half the size of the block.
 - INT8 has one scale for each channel. A channel is one element of one head of one layer, over all tokens of the block.
   The error is at most 0.4 % of the channel's largest value. For KV the mean error is a sixth of that of E4M3, because
   the outliers of keys are in few channels. With 16 tokens per block, an encoded block has 0.56 of the block's size;
   with more tokens it has less.
 
-An encoded block begins with the error bound (`kvstore.codecs.encoded_block`). A block with an infinity or a NaN is
-stored unchanged. Values are stored with heads before tokens in every layout, so that values of one scale are adjacent.
+The header of an encoded block has the error bound (`kvstore.codecs.encoded_block`). A block with an infinity or a NaN
+is stored unchanged. Values are stored with heads before tokens, whatever the layout of the namespace, so that the
+values of one head are adjacent.
 """
 
 import numpy as np
@@ -48,7 +49,7 @@ class BlockValues:
     def of(self, block: ByteArray) -> NDArray[np.uint16]:
         """Return the values of a block.
 
-        The array shares the block's memory if the block's values are in the order of the array already.
+        The array shares the block's memory if the values are aligned and in the order of the array already.
         """
         if not self._is_ordered:
             ordered = np.empty_like(block)

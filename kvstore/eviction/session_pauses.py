@@ -14,9 +14,10 @@ Rules:
    `held_blocks`. If a chain does not fit, only its beginning is pinned, as in `kvstore.pool.session_pins`. Pinned
    blocks are not evicted.
 4. A pin ends when the session resumes, or at its deadline. Its blocks then count as just used.
-5. Under `ADAPT`, a chain whose pin ends at its deadline is the next to be evicted from memory. A pause is predicted to
-   be long if its `EARLIEST` quantile exceeds `longest_hold`. The chain then gets no pin, and is the next to be
-   evicted at once. At the `EARLIEST` quantile, its blocks are loaded into memory and pinned as in rule 3.
+5. Under `ADAPT`, a chain whose pin ends at its deadline becomes the next to be evicted from memory. A pause is
+   predicted to be long if its `EARLIEST` quantile exceeds `longest_hold`. In a long pause, the chain gets no pin, and
+   becomes the next to be evicted. At the `EARLIEST` quantile, its blocks are loaded into memory, and pinned as in
+   rule 3.
 6. Requests without a session (number 0) use memory like other requests, but have no pauses and no costs.
 """
 

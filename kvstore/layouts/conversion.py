@@ -50,7 +50,10 @@ class Conversion:
             self._ranks.append(slice(start, self.engine_bytes))
 
     def read(self, stored: Piece) -> ByteArray:
-        """Convert a block of the store to the engine's form: the concatenated objects of all ranks, in order."""
+        """Convert a block of the store to the engine's form: the concatenated objects of all ranks, in order.
+
+        Raise LayoutMismatch if the block has a wrong size.
+        """
         source = _checked_bytes(stored, self.stored_bytes)
         if not self._reading:
             return source.copy()
@@ -60,7 +63,10 @@ class Conversion:
         return held
 
     def write(self, held: Piece) -> ByteArray:
-        """Convert a block of the engine, the concatenated objects of all ranks in order, to the store's form."""
+        """Convert a block of the engine, the concatenated objects of all ranks in order, to the store's form.
+
+        Raise LayoutMismatch if the block has a wrong size.
+        """
         source = _checked_bytes(held, self.engine_bytes)
         if not self._writing:
             return source.copy()

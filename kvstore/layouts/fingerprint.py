@@ -5,7 +5,7 @@
 - `Identical`: the writer's objects have the form that the reader's ranks need.
 - `Convertible`: the values are the same, in another layout or divided among another number of ranks. The answer has a
   plan for each rank of the reader, and the cost per block, so that a router or planner can choose.
-- `Incompatible`: the values differ. The answer names the first field that differs.
+- `Incompatible`: the values differ, or a fingerprint is invalid. The answer names the first such field.
 
 Fingerprints have a version; fingerprints of different versions are incompatible.
 """

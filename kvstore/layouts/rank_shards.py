@@ -4,7 +4,7 @@ Rules:
 
 1. A block in a store has all heads and one checksum (`kvstore.layouts.shards`). A shard consists of runs: contiguous
    pieces of the block. Several ranks write a block together: one rank reserves its slot, each rank writes the runs of
-   its shard, and the first rank publishes the block when all ranks have reported.
+   its shard, and the rank that reserved the slot publishes the block when all ranks have reported.
 2. Each rank reports the contribution of its runs to the checksum, computed from the rank's own bytes. The block's
    checksum is computed only from these contributions, never from the bytes in the pool. If a run is missing or was
    overwritten, the checksum is therefore wrong for readers, and they never use wrong bytes.

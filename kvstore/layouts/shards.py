@@ -56,7 +56,10 @@ class Box(Struct, frozen=True):
 
 
 class BlockShard(Struct, frozen=True):
-    """Describes contiguous bytes that hold a block or a part of it: which layers and heads (`box`), and their order (`layout`)."""
+    """Describes contiguous bytes that hold a block or a part of it.
+
+    `box` says which layers and heads they hold, and `layout` in which order of axes.
+    """
 
     layout: str
     box: Box

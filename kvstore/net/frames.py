@@ -6,8 +6,9 @@ Rules:
    allocated for the payload. The receiver first gets the earlier frames, and then its method `lost` gets a
    `FrameTooLong`. If a stream ends within a frame, `lost` gets a `FrameTorn`.
 2. An incoming payload is copied at most once, however the stream was split. It takes no more memory than has arrived.
-3. Sending never waits. All frames of one iteration of the event loop leave in one write at its end. Bytes that the peer
-   does not read are kept up to `send_limit`; then `send` raises. A sender that checks `full` first, and continues when
+3. Sending never waits. The frames of one iteration of the event loop leave in one write at its end, or earlier if they
+   have more than `HIGH_WATER_BYTES` or `flush` is called. Bytes that the peer does not read are kept up to
+   `send_limit`; then `send` raises. A sender that checks `full` first, and continues when
    the receiver's `resumed` is called, never reaches the limit.
 4. One iteration of the event loop handles one piece of the stream, at most a few hundred KiB. Then other connections
    are served. If `turn_frames` is given, other connections are served after that many frames of a piece.
@@ -254,7 +255,7 @@ class FrameConnection(asyncio.Protocol):
         self._flush()
 
     def allow(self, limit: int) -> None:
-        """Accept and send payloads of up to `limit` bytes from the next piece of the stream on."""
+        """Send payloads of up to `limit` bytes from now on, and accept them from the next piece of the stream on."""
         self._limit = limit
         self._decoder.allow(limit)
 
@@ -279,7 +280,10 @@ class FrameConnection(asyncio.Protocol):
             self.transport.resume_reading()
 
     def close(self, cause: Exception | None = None) -> None:
-        """Send the waiting bytes, then close the connection; `lost` gets `cause` unless another cause comes first."""
+        """Send the waiting bytes, then close the connection; `lost` gets `cause`.
+
+        Do nothing if the connection has ended or is being closed.
+        """
         if not self._over:
             self._flush()
             self._over = True
@@ -287,7 +291,10 @@ class FrameConnection(asyncio.Protocol):
             self.transport.close()
 
     def abort(self, cause: Exception | None = None) -> None:
-        """Close the connection at once, without sending the waiting bytes."""
+        """Close the connection at once, without sending the waiting bytes.
+
+        `lost` gets `cause`, unless the connection was being closed already.
+        """
         if not self._over:
             self._over = True
             self._cause = cause

@@ -114,7 +114,10 @@ def clear_path(field: str, path: str) -> None:
 
 
 def listen(field: str, path: str) -> socket.socket:
-    """Return a listening, non-blocking socket that only this user may connect to."""
+    """Return a listening, non-blocking socket that only this user may connect to.
+
+    Raise StoreNotStarted if the path cannot be used, as `clear_path` does.
+    """
     with folder_lock(field, path):
         clear_path(field, path)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

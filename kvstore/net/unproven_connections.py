@@ -27,7 +27,8 @@ class UnprovenConnections(Generic[Connection]):
     def add(self, connection: Connection, address: str) -> Connection | None:
         """Add a connection from this address.
 
-        If the list is full, return the connection that the caller has to close.
+        If the list was full, remove another connection from it and return that one, which the caller has to close.
+        Otherwise return None.
         """
         gone = self._crowding_out() if len(self) >= self._limit else None
         self._by_address.setdefault(address, {})[connection] = None

@@ -1,6 +1,6 @@
 """Frequent calls of a client to its node: by gRPC, or by frames if the node is on the same host.
 
-A framed call costs a tenth of a gRPC call. Rare calls (Hello, Hold, Condemn, Stats, Watch) use gRPC.
+A framed call costs a tenth of a gRPC call. All other calls, such as Hello, Hold and Stats, are rare and use gRPC.
 
 Rules:
 
@@ -10,12 +10,13 @@ Rules:
 2. A request is a method (1 byte) and its message. An answer is a status (1 byte, a gRPC code) and the message. If the
    status is not 0, the message is replaced by the offending field, a zero byte, and the reason.
 3. Answers have the order of the requests. This client makes one call at a time on a connection, and has as many
-   connections as threads that call at the same time. A release returns without waiting for its answer, which is read
-   before the next request on the connection is sent.
+   connections as threads that call at the same time. A release may return without waiting for its answer, which is
+   then read before the next request on the connection is sent (`NodeCalls.release_soon`).
 4. A peer that violates these rules, or misses a deadline within a call, loses the connection. Nothing else is affected.
 5. Calls use gRPC if a connection for frames is not possible, for example because containers on one host share no
-   sockets, or because the node is full, does not answer or has another version. A client notices an ended connection
-   before it sends a request, so no request is sent twice.
+   sockets, or because the node has too many connections or another version. If the node does not answer by the
+   deadline, the call fails. A client notices an ended connection before it sends a request, so no request is sent
+   twice.
 """
 
 import select
@@ -99,7 +100,8 @@ _CODES = {number_of(code): code for code in grpc.StatusCode}
 class NodeCalls:
     """Makes the frequent calls of one client to its node; the first call opens a connection. Thread-safe.
 
-    All methods raise `grpc.RpcError`.
+    `path` is the path of the memory handout's socket. If it is empty, all calls use gRPC. A method that makes a call
+    raises `grpc.RpcError` if the call fails.
     """
 
     def __init__(self, stub: pb_grpc.BlockStoreStub, path: str, clock: Clock):
@@ -192,7 +194,10 @@ class NodeCalls:
         return answer
 
     def _connection(self, deadline: Nanos) -> "_CallConnection | None":
-        """Return a connection for one call; None if the calls have to use gRPC."""
+        """Return a connection for one call; None if the call has to use gRPC.
+
+        Raise CallRefused at the deadline, or if the calls were ended (`retire`).
+        """
         while True:
             with self._lock:
                 if self._closed:

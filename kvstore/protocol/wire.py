@@ -1,6 +1,6 @@
 """Wire conversion: converts `kvstore.v1` messages to the values of this package, and back.
 
-Each field of a received message is checked.
+The fields of a client's request are checked. The answers of a node are trusted; an incomplete slot in them is dropped.
 """
 
 from collections.abc import Mapping, Sequence
@@ -107,7 +107,8 @@ def agree_with_node(address: str, answer: RangeCarrier) -> int:
 def parse_hello(request: pb.HelloRequest) -> KvNamespace:
     """Return the namespace of a client.
 
-    Raise InvalidArgument if a field is out of range, and LayoutMismatch if the versions of client and node differ.
+    Raise InvalidArgument if a field is out of range, and LayoutMismatch if the format versions of client and node
+    differ, or if the digest does not follow from the fields.
     """
     message = request.namespace
     for field in ("model", "revision", "dtype", "layout", "lora"):
@@ -189,7 +190,7 @@ def parse_leases(lease_ids: Sequence[int]) -> list[LeaseId]:
 
 
 def parse_max_wait(patience_ms: int) -> Nanos:
-    """Return the max wait of a request, limited to a time that is longer than any promotion."""
+    """Return the max wait of a request, limited to `MAX_WAIT_MS`, which is longer than any useful promotion."""
     return Nanos(min(patience_ms, MAX_WAIT_MS) * MILLISECOND)
 
 
@@ -225,7 +226,7 @@ def parse_checksums(request: pb.PublishRequest) -> dict[int, int]:
 
 
 def parse_condemned(request: pb.CondemnRequest) -> list[tuple[BlockHash, int]]:
-    """Return block hashes and generations; raise InvalidArgument if their numbers differ."""
+    """Return block hashes and generations; raise InvalidArgument if their numbers differ, or if `check_hashes` does."""
     names = parse_hashes(request.hashes)
     if len(names) != len(request.generations):
         raise InvalidArgument("generations", f"{len(request.generations)} for {len(names)} hashes")

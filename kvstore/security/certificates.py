@@ -5,7 +5,7 @@ Rules:
 1. When the content of the files is needed, the files are first checked for changes, but at most once in `look_seconds`.
    Handshakes after a renewal therefore use the new certificate, and open connections go on.
 2. If changed files cannot be used, this is logged once, and the earlier content stays in use. Files cannot be used if
-   one is missing, empty, a pipe or not PEM, if the key belongs to another certificate, or if the certificate has
+   one is missing, empty, too large, a pipe or not PEM, if the key belongs to another certificate, or if the certificate has
    expired or is not valid yet. A renewal that is being written can look like this, so the files are looked at again
    until they can be used.
 3. The log warns once a day of a certificate that ends within `warning_seconds`, when the files are checked.
@@ -113,7 +113,7 @@ class CertificateFiles:
             wall_seconds: The wall clock in seconds of Unix time.
 
         Raises:
-            BadCredentials: A file cannot be read; the message names its field.
+            BadCredentials: A file cannot be read, is too large, or is a pipe; the message names its field.
         """
         self.field = field
         self._paths = {"certificate": certificate, "key": key, "authority": authority}

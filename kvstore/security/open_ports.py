@@ -1,9 +1,9 @@
-"""Open ports: warns, when a process starts, of each port at which other hosts need no credentials.
+"""Open ports: warns of each port that other hosts reach without credentials, or with API keys in the clear.
 
 A port that can ask for credentials, such as that of a store node, does not listen beyond loopback without them, unless
 the settings allow it (`insecure`, `metrics_access.open`). Other ports have no such rule: their protocol has no
-authentication (NIXL), or they may serve clients without API keys (the HTTP port of a router). This module warns of such
-ports.
+authentication (NIXL), or they may serve clients without API keys or without TLS (the HTTP port of a router). Processes
+call this module with the open ports of their settings when they start.
 """
 
 import logging

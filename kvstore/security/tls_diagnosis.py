@@ -112,8 +112,8 @@ def diagnose(
 def fault_of_own(credentials: Credentials, *, field: str = "credentials") -> str:
     """Return the reason why peers will reject this process's own certificate.
 
-    Return an empty text if the configured authority (CA) accepts the certificate, or if no certificate or no authority
-    is configured.
+    Return an empty text if the configured authority (CA) accepts the certificate, if no certificate or no authority is
+    configured, or if a file cannot be read.
     """
     if not (credentials.certificate and credentials.authority):
         return ""
@@ -213,7 +213,7 @@ class _TlsProbe:
             yield connection
 
     def _cause_after_handshake(self, connection: ssl.SSLSocket) -> str:
-        """Return why the server ended the connection after the handshake.
+        """Return why the server ended the connection after the handshake; an empty text if it did not end it.
 
         With TLS 1.3, a server refuses the client's certificate only after the handshake.
         """

@@ -6,8 +6,9 @@ Rules:
    process, and not necessarily this one.
 2. Several threads populate the pages with system calls, which report an error when memory runs out. A plain write to a
    page would end the process instead.
-3. Huge pages that the administrator has reserved (hugetlb) are used if enough of them are free. Otherwise the system is
-   asked for transparent huge pages, and `/proc` shows whether it granted any.
+3. By default, huge pages that the administrator has reserved (hugetlb) are used if enough of them are free. Otherwise
+   the system is asked for transparent huge pages, and `/proc` shows whether it granted any. `HugePages` has the other
+   choices.
 4. The file has the kernel's file seals (F_SEAL_SHRINK and F_SEAL_GROW), so no process that maps the file can change its
    size while others use it.
 5. Allocating much memory takes seconds. A caller can cancel it by an event; the chunks in progress are finished first,

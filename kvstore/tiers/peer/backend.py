@@ -2,12 +2,13 @@
 
 Rules:
 
-1. Usually this tier only reads blocks that peers have put into their own pools. If `push` is set, it also writes each
-   chain to the pool of the chain's owner (rule 2).
-2. Rendezvous hashing of a peer's address and a chain's first block gives each chain an order of the peers; the first
-   peer in it is the owner. This needs no table, and the order hardly changes when peers come and go.
-3. The peer that had the block at the last look-up is queried first, then the others in rendezvous order, until
-   `look_ups` peers have answered. A peer that does not answer is not queried for a while, and neither is a peer whose
+1. Usually this tier only reads blocks that peers have put into their own pools. If `push` is set, it also writes the
+   blocks of each call to the pool of their owner (rule 2).
+2. Rendezvous hashing of the peers' addresses and the first block of a call gives an order of the peers, the rendezvous
+   order; the first peer in it is the owner. This needs no table, and the order hardly changes when peers come and go.
+   Calls that begin with different blocks of a chain have different orders.
+3. The peer that was last found to have the call's first block is queried first, then the others in rendezvous order,
+   until `look_ups` peers have answered. A peer that does not answer is not queried for a while, and neither is a peer whose
    blocks are often damaged in transit (`kvstore.tiers.fence`).
 4. Peers are queried only for blocks in their memory (max wait 0), so that two nodes never wait for each other's tiers.
 5. The checksum that was published with a block is verified on the bytes that arrive. Bad blocks are reported to the peer,
@@ -113,7 +114,8 @@ class PeerBackend:
     def holds(self, keys: Sequence[BlockKey], deadline: Nanos) -> list[bool]:
         """Return which blocks the peers have now.
 
-        For each block, only the peer that had it last is asked, with at most `connections.RUNS` look-ups per namespace.
+        For each block, only the peer that was last found to have it is asked. Each peer gets at most `connections.RUNS`
+        look-ups per namespace. Blocks that they do not reach count as missing.
         """
         there: set[BlockKey] = set()
         asked: dict[tuple[str, bytes], list[BlockKey]] = {}
@@ -170,9 +172,9 @@ class PeerBackend:
     def leave(self) -> None:
         """Push all demoted blocks to the other peers from now on, because this node is leaving.
 
-        The blocks of a chain go to the first other peer in the chain's rendezvous order that answers (rule 2). The
-        other nodes look for the chain in the same order, and skip peers that do not answer, such as this node after its
-        end. They therefore ask the peer that has the blocks.
+        The blocks of a call go to the first other peer in their rendezvous order that answers (rule 2). A look-up by
+        another node that begins with the same block has the same order, and skips peers that do not answer, such as
+        this node after its end. It therefore asks the peer that has the blocks.
         """
         others = tuple(address for address in self._settings.peers if address != self._settings.own_address)
         self._settings = replace(self._settings, peers=others, own_address="", push=True)
@@ -187,7 +189,7 @@ class PeerBackend:
     def _give(
         self, namespace: KvNamespace, work: Mapping[BlockKey, BlockWrite], there: dict[BlockKey, bool], deadline: Nanos
     ) -> None:
-        """Write blocks of one chain to the peer that owns the chain."""
+        """Write blocks of one namespace to the owner of the first one; write nothing if this node is the owner."""
         owners = self._owners(next(iter(work)))
         if owners[0] == self._settings.own_address:
             there.update(dict.fromkeys(work, False))
@@ -213,7 +215,7 @@ class PeerBackend:
         answers: dict[int, FetchResult],
         deadline: Nanos,
     ) -> None:
-        """Fetch these blocks from one peer after the other, until all have arrived or `look_ups` peers were queried."""
+        """Fetch these blocks from one peer after the other, until all have arrived or `look_ups` peers have answered."""
         missing = dict(work)
         asked, failure = 0, None
         for address in self._candidates(next(iter(work.values())).key):
@@ -251,7 +253,10 @@ class PeerBackend:
         return sorted(ranked, key=lambda address: address != hinted)
 
     def _owners(self, key: BlockKey) -> list[str]:
-        """Return the peer that owns the chain which begins with this block. After `leave`, return all peers, the owner first."""
+        """Return the owner of the blocks of a call that begins with this block (rule 2).
+
+        After `leave`, return all other peers in rendezvous order.
+        """
         ranked = ranking(self._settings.peers, key)
         return ranked if self._left else ranked[:1]
 
@@ -314,7 +319,7 @@ class PeerBackend:
 
 
 def ranking(peers: Sequence[str], key: BlockKey) -> list[str]:
-    """Return the peers in rendezvous order for the chain that begins with this block."""
+    """Return the peers in rendezvous order for a call that begins with this block."""
 
     def weight(address: str) -> tuple[int, str]:
         return xxhash.xxh3_64_intdigest(key.digest + key.name + address.encode()), address
@@ -323,7 +328,7 @@ def ranking(peers: Sequence[str], key: BlockKey) -> list[str]:
 
 
 class PeerHints:
-    """Remembers for each block the peer that had it at the last look-up."""
+    """Remembers for each block the peer that was last found to have it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

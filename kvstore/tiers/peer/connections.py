@@ -88,7 +88,7 @@ class PeerNodeConnection:
         """Return how many leading blocks the peer has in its memory.
 
         Raises:
-            TierFailed: The peer did not answer.
+            TierFailed: The peer is fenced, or did not answer.
         """
         return len(self._match(self._open(deadline), names, 0, deadline))
 
@@ -98,7 +98,7 @@ class PeerNodeConnection:
         A run ends at a block that the peer does not have, and the next run begins after this block.
 
         Raises:
-            TierFailed: The peer did not answer, or announced blocks and delivered none.
+            TierFailed: No block arrived: the peer is fenced, did not answer, or did not deliver the announced blocks.
         """
         store = self._open(deadline)
         answers = [GONE] * len(names)
@@ -143,7 +143,7 @@ class PeerNodeConnection:
         Return how many of the blocks the peer did not have before, and for each block whether the peer has it now.
 
         Raises:
-            TierFailed: The peer did not answer.
+            TierFailed: The peer is fenced, or did not answer.
         """
         store = self._open(deadline)
         try:
@@ -158,7 +158,7 @@ class PeerNodeConnection:
         At most `RUNS` look-ups are made; blocks that they do not reach count as missing.
 
         Raises:
-            TierFailed: The peer did not answer.
+            TierFailed: The peer is fenced, or did not answer.
         """
         return self._held(self._open(deadline), names, deadline)
 

@@ -35,7 +35,8 @@ def open_redis(
     """Make a tier on a Redis server; it connects to the server when a call needs a connection.
 
     Raises:
-        StoreNotStarted: The client library is not installed, or the password cannot be read.
+        StoreNotStarted: The client library is not installed, the password cannot be read, or the URL has an invalid
+            option.
     """
     try:
         connections = RedisConnections(settings, RedisConnector(settings, clock), clock)

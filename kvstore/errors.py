@@ -80,7 +80,8 @@ class NamespaceUnknown(StoreError):
     """The namespace is not open at the node.
 
     No client has opened it since the node started, or the node has closed it to make room for another namespace
-    (`kvstore.pool.open_namespaces`). The client has to repeat the handshake (the call `Hello`) and then the failed call.
+    (`kvstore.pool.open_namespaces`). The client has to repeat the handshake (the call `Hello`) and then the failed
+    call.
     """
 
     def __init__(self, digest: bytes):

@@ -101,7 +101,7 @@ class Address(Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Match(Struct, frozen=True, kw_only=True):
-    """Longest prefix of a chain that is in a node's pool, pinned until the lease is released or ends.
+    """Longest prefix of a chain that is in a node's pool. With a lease, its blocks are pinned until the lease ends.
 
     A match can be pickled or encoded by msgspec. A process other than the one that made it can read its blocks.
     """
@@ -145,7 +145,7 @@ class BlockOutcome(StrEnum):
     """Result of copying one block."""
 
     MOVED = "moved"  # the block arrived with the right checksum
-    GONE = "gone"  # the slot belongs to another block by now, or the node does not answer
+    GONE = "gone"  # the block did not arrive: its source does not have it any more, or did not answer in time
     CORRUPT = "corrupt"  # the bytes do not match the checksum
 
 
@@ -183,7 +183,10 @@ class TierStatus(Struct, frozen=True, kw_only=True):
 
 
 class BlockChanges(Struct, frozen=True, kw_only=True):
-    """Blocks of one namespace and tier that became readable or stopped being readable. No block is in both lists."""
+    """Blocks of one namespace and tier that became readable (`stored`) or stopped being readable (`removed`).
+
+    No block is in both lists. In a cache dump, `stored` has all readable blocks.
+    """
 
     digest: bytes
     stored: tuple[BlockHash, ...] = ()
@@ -278,9 +281,9 @@ class StoreClientCounters(Struct, frozen=True, kw_only=True):
     corrupt: int = 0  # number of blocks whose checksum was wrong
     # number of corrupt blocks that the node did not condemn, usually because they were damaged only in transit
     damaged: int = 0
-    # number of matched blocks that could not be read, because the lease had ended or the node did not answer
+    # number of matched blocks that could not be read, for example because the lease had ended
     lost: int = 0
-    dropped: int = 0  # number of blocks that were not written, because the store was full or did not answer
+    dropped: int = 0  # number of blocks that were not written, for example because the store was full
     failures: int = 0  # number of calls that the node did not answer, or refused because a limit was reached
 
 

@@ -88,7 +88,7 @@ class CounterDefinition(MetricDefinition, frozen=True):
         return f"{self.name}_total"
 
     def samples(self, values: Mapping[Labels, float]) -> CounterMetricFamily:
-        """Return a metric family with one sample for each entry of `values`, which maps label values to the number."""
+        """Return a metric family with one sample for each entry of `values`, which maps label values to a value."""
         family = CounterMetricFamily(self.name, self.meaning, labels=self.labels)
         for labels, value in values.items():
             family.add_metric(labels, value)
@@ -109,7 +109,7 @@ class GaugeDefinition(MetricDefinition, frozen=True):
         return MetricType.GAUGE
 
     def samples(self, values: Mapping[Labels, float]) -> GaugeMetricFamily:
-        """Return a metric family with one sample for each entry of `values`, which maps label values to the number."""
+        """Return a metric family with one sample for each entry of `values`, which maps label values to a value."""
         family = GaugeMetricFamily(self.name, self.meaning, labels=self.labels)
         for labels, value in values.items():
             family.add_metric(labels, value)
@@ -132,7 +132,7 @@ class HistogramDefinition(MetricDefinition, frozen=True):
         return MetricType.HISTOGRAM
 
     def samples(self, values: Mapping[Labels, BucketCounts]) -> HistogramMetricFamily:
-        """Return a metric family with one histogram for each entry of `values`, which maps label values to counts."""
+        """Return a metric family with one histogram for each entry of `values`, which maps label values to its data."""
         family = HistogramMetricFamily(self.name, self.meaning, labels=self.labels)
         for labels, (counts, total) in values.items():
             below = accumulate(counts)

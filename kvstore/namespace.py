@@ -1,4 +1,4 @@
-"""KV namespaces: everything besides the tokens that must be equal for a block to be reusable.
+"""KV namespaces: what has to be equal, besides the tokens, so that a block can be reused.
 
 A layout is the order of a block's axes, outermost first, one letter each:
 

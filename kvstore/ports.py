@@ -12,8 +12,8 @@ class MemoryTier(Protocol):
     """The pool: a bounded space in memory for the bytes of blocks.
 
     The tier moves bytes and decides nothing: the `BlockMachine` decides where each block lies, who may read it and
-    which block is evicted. A read or write must fail if the generation of its address differs from the generation of
-    the last claim of this place. Calls do not wait, and may come from several threads for different addresses.
+    which block is evicted. A read or write fails if the generation of its address differs from the generation of the
+    last claim of this place. Calls do not wait, and may come from several threads for different addresses.
     """
 
     @property

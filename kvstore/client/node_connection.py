@@ -209,7 +209,7 @@ class NodeConnection:
                 self._close_transports(self._session)
 
     def _join(self, reported: str) -> None:
-        """Perform the handshake as soon as the node answers, unless the connection is closed. This runs in its own thread.
+        """Perform the handshake as soon as the node answers; end when the connection is closed. Runs in its own thread.
 
         `reported` is the message of an earlier failure, which is logged first; empty if there was none.
         """

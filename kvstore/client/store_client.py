@@ -401,7 +401,7 @@ class StoreClient:
 
         Args:
             names: Hashes of the blocks, the most valuable first.
-            leaving: True if the node will end too, so that the blocks in its memory would be lost.
+            leaving: True if the node will end together with its worker, so that the blocks in its memory would be lost.
 
         Returns:
             The numbers of copied and refused blocks; None if the node cannot be reached.

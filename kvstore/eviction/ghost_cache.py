@@ -142,7 +142,7 @@ class GhostCache(Generic[K]):
         self._faded_at = Nanos(0)
 
     def looked_up(self, chain: Sequence[K], now: Nanos) -> None:
-        """Record that a client looked up a chain. `chain` has all its blocks, not only those found."""
+        """Record that a client looked up a chain. `chain` has all blocks of this chain, not only those found."""
         if now >= self._faded_at + FADE_EVERY:
             self._fade(now)
         sampled = self._sample(chain, self.share)

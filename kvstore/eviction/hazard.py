@@ -6,10 +6,11 @@ Rules:
    that a use saves per byte because the pool has the block (`kvstore.eviction.hit_savings`). The policy learns the
    first factor for each class of blocks from their uses.
 2. The class of a block is its number of uses and the rhythm of its chain. The rhythm says whether the last two uses of
-   the longest known part of the chain were less than 30 s apart (`RHYTHMS`). A conversation that has continued before is more
-   likely to continue again, and an agent returns sooner than a person. Other features of a chain add little: with a
-   cache for a twentieth of the blocks, the hit rate of this policy in the second half of the public conversation trace
-   is 24.5 %. With boosted trees over a dozen features of chains, it is 25.9 % (`loadtests/kvstore/reuse_bound.py`).
+   the longest known part of the chain were less than 30 s apart (`RHYTHMS`). A conversation that has continued before
+   is more likely to continue again, and an agent returns sooner than a person. Other features of a chain add little:
+   with a cache for a twentieth of the blocks, the hit rate of this policy in the second half of the public conversation
+   trace is 24.5 %. With boosted trees over a dozen features of chains, it is 25.9 %
+   (`loadtests/kvstore/reuse_bound.py`).
 3. Blocks that are admitted at one instant belong to one chain, and are admitted from its end on. Consecutive blocks of
    this chain with the same class form a *run*. All runs with the same class and the same saving per byte form a *row*,
    ordered by last use. The value as a function of the age has a single maximum, so the least valuable run of a row is

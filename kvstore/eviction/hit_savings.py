@@ -4,13 +4,14 @@ Rules:
 
 1. A hit saves the time that the block would cost without the pool, less the time to read it from the pool. Without the
    pool, the block would be loaded from the first backing tier that is known to have it, at the tier's measured speed.
-   If no tier has it, or if computing is faster, the block would be computed.
+   If no tier has it, if this speed is not known, or if computing is faster, the block would be computed.
 2. The workers of a namespace report the time to compute blocks: the max wait of a look-up is the time to compute the
    blocks of its chain, learned from the engine's steps. Blocks in the engine's own cache are part of the chain, but
    their time is not part of the max wait, so the time per block of such a look-up is too low. Therefore the highest
    time per block of the last `SAMPLES` look-ups is used.
-3. Until a worker has reported, the time to compute one token is `UNKNOWN_SECONDS_A_TOKEN`. The speed of reading the
-   pool is `MEMORY_BYTES_A_SECOND`; a node cannot measure it, because clients on its host read the memory directly.
+3. Until a worker has reported, a fixed time to compute one token is assumed (`seconds_a_token`). A fixed speed of
+   reading the pool is assumed too (`memory_bytes_a_second`): a node cannot measure it, because clients on its host read
+   the memory directly.
 4. Results are rounded to powers of two, because the policy keeps one row of blocks for each distinct result. The inputs
    are not more exact than that.
 """
@@ -37,7 +38,10 @@ class HitSavings:
     def __init__(
         self, *, seconds_a_token: float = UNKNOWN_SECONDS_A_TOKEN, memory_bytes_a_second: float = MEMORY_BYTES_A_SECOND
     ):
-        """Start without reports. The caller has to call `attach` before the other methods."""
+        """Start without reports, and with the assumptions of rule 3.
+
+        The caller has to call `attach` before the other methods.
+        """
         self._seconds_a_token = seconds_a_token
         self._memory_seconds_a_byte = 1 / memory_bytes_a_second
         # seconds per block that workers have reported, by namespace digest
@@ -49,7 +53,7 @@ class HitSavings:
         The caller makes those parts after the eviction policy, so the functions cannot be arguments of `__init__`.
 
         `namespace` returns the namespace of a digest. `below` returns the seconds to load a block of a given size from
-        a backing tier; None if no tier has the block.
+        a backing tier; None if no tier has the block, or if the tier's speed is not known.
         """
         self._namespace = namespace
         self._below = below

@@ -52,7 +52,10 @@ times this number of seconds."""
 
 
 def _edges() -> tuple[int, ...]:
-    """Return the ages in nanoseconds at which buckets begin: 0, 1 s, then each 1.3 times the last plus 0.7 s, to a day."""
+    """Return the ages in nanoseconds at which buckets begin: 0, 1 s, 2 s, and so on up to about a day.
+
+    Each age after 1 s is 1.3 times the age before it, plus 0.7 s.
+    """
     seconds = [0.0, 1.0]
     while seconds[-1] < 86_400:
         seconds.append(seconds[-1] * 1.3 + 0.7)

@@ -1,8 +1,9 @@
 """Tier hierarchy: decides which blocks are copied between a node's pool and its backing tiers.
 
-`kvstore.hierarchy.promotions` copies chains from the tiers to the pool, and `kvstore.hierarchy.demotions` copies blocks
-from the pool to the tiers. Both use `kvstore.hierarchy.tier_states`, which holds what the node knows about each tier,
-and `kvstore.hierarchy.transfer_queue`, which holds the decided transfers. None of these modules does I/O. Each module
+`kvstore.hierarchy.promotions` decides which chains are copied from the tiers to the pool, and
+`kvstore.hierarchy.demotions` which blocks are copied from the pool to the tiers. Both use
+`kvstore.hierarchy.tier_states`, which holds what the node knows about each tier, and
+`kvstore.hierarchy.transfer_queue`, which holds the decided transfers. None of these modules does I/O. Each module
 lists its own rules; these rules hold for all of them:
 
 1. Only the pool machine leases and evicts blocks. The hierarchy reserves slots of the pool for promoted blocks, and

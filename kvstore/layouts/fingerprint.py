@@ -1,4 +1,6 @@
-"""Fingerprint: describes the meaning and the memory layout of a reader's or writer's blocks, and compares descriptions.
+"""Fingerprint: describes the meaning and the memory layout of blocks, and compares two descriptions.
+
+A reader and a writer of blocks, such as an engine and a store, have one fingerprint each.
 
 `negotiate` tells whether a reader can use a writer's blocks, and at what cost. It returns one of three answers:
 

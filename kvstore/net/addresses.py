@@ -71,7 +71,8 @@ def refuse_plain_key(field: str, url: str, key_field: str, permission: str) -> N
         field: The settings field of the URL, for the message.
         url: ``http://host:port`` or ``https://host:port``.
         key_field: The settings field of the key.
-        permission: The settings field that would allow this. The caller calls this function only if the field is false.
+        permission: The settings field that would allow the key to be sent unencrypted. The caller calls this function
+            only if the field is false.
     """
     if not is_plain_hop(url):
         return

@@ -13,8 +13,9 @@ Rules:
 4. Connections that never had a call that counts by rule 1 are shut down first, then idle connections. Within each
    group, the connection that was seen first is shut down first. Therefore a caller that sends a call at once is served,
    however many silent connections there are.
-5. The sockets are examined only when the process has more open files than the port may have connections, or when the
-   guard remembers more than twice as many callers. At other times, a check costs one `stat` call.
+5. The sockets are examined only when the number of open files shows that the port may have too many connections, or
+   when the guard remembers more than twice as many callers as the port may have connections. At other times, a check
+   costs one `stat` call.
 """
 
 import asyncio

@@ -5,9 +5,9 @@ The machine does no I/O; the server performs its commands. Rules:
 1. A writer reserves a block and publishes it with its checksum. A published block is readable. A match under a lease
    pins it. A block leaves the pool by eviction, or because its bytes were found wrong. `kvstore.pool.lifecycle` has the
    table of transitions.
-2. Each reservation and each lease has an owner and a deadline. The machine ends a reservation or lease that was not
-   published or released by then, so a dead process occupies no block for longer. Only the owner of a reservation can
-   publish it. Any process that knows the id of a lease may release it, because the reader is often another process than
+2. Each reservation and each lease has a deadline. The machine ends a reservation or lease that was not published or
+   released by then, so a dead process occupies no block for longer. A reservation has an owner, who alone can publish
+   it. Any process that knows the id of a lease may release it, because the reader is often another process than
    the one that matched. Only the node's own reservations and pins may be without a deadline, because its threads report
    when they have finished copying.
 3. A publication ends its reservation. If it does not name a reserved block, the place of that block becomes free.
@@ -217,9 +217,9 @@ class BlockMachine:
 
         If the space is not enough for all of them, the blocks at the end of the chain get no place.
 
-        `lease` is the maximum duration in nanoseconds. Only the node itself may pass None: its reservation then lasts
-        until it publishes the blocks. The blocks are charged to the quota of `tenant`. Raise NamespaceUnknown or
-        Exhausted (too many reservations) without reserving anything.
+        `lease` is the maximum duration of the reservation in nanoseconds. Only the node itself may pass None: its
+        reservation then lasts until it publishes the blocks. The blocks are charged to the quota of `tenant`. Raise
+        NamespaceUnknown or Exhausted (too many reservations) without reserving anything.
         """
         assert lease is None or lease > 0, lease
         self.expire(now)

@@ -6,8 +6,8 @@ Rules:
 2. All session pins together have a limit in bytes. A block counts once, in whole pages, however many sessions pin it.
    If a chain does not fit, only its first blocks are pinned: a later match of the chain stops at the first missing
    block.
-3. A pin is a lease of the pool machine: its blocks are pinned until its deadline, or until the session releases it. A
-   block that is condemned is removed from all session pins.
+3. A pin is a lease of the pool machine: its blocks are pinned until its deadline, or until it is released. A block that
+   is condemned is removed from all session pins.
 """
 
 from collections.abc import Iterator, Sequence

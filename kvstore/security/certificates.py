@@ -5,8 +5,8 @@ Rules:
 1. When the content of the files is needed, the files are first checked for changes, but at most once in `look_seconds`.
    Handshakes after a renewal therefore use the new certificate, and open connections go on.
 2. If changed files cannot be used, this is logged once, and the earlier content stays in use. Files cannot be used if
-   one is missing, empty, too large, a pipe or not PEM, if the key belongs to another certificate, or if the certificate has
-   expired or is not valid yet. A renewal that is being written can look like this, so the files are looked at again
+   one is missing, empty, too large, a pipe or not PEM, if the key belongs to another certificate, or if the certificate
+   has expired or is not valid yet. A renewal that is being written can look like this, so the files are looked at again
    until they can be used.
 3. The log warns once a day of a certificate that ends within `warning_seconds`, when the files are checked.
 4. All classes here may be used by several threads.

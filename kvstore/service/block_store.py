@@ -126,7 +126,10 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
         self._executor = executor
 
     def tick(self) -> None:
-        """End leases and reservations whose time has passed. The server calls this periodically."""
+        """End leases and reservations whose time has passed, and begin demotions that waited for a circuit breaker.
+
+        The server calls this periodically.
+        """
         now = self._clock.now()
         self._machine.expire(now)
         self._hierarchy.tick(now)

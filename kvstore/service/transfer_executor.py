@@ -56,7 +56,7 @@ class TransferExecutor:
             pool: Memory of the pool, from which and to which blocks are copied.
             clock: Clock of the transfers' deadlines.
             tasks: Task group in which the transfers run.
-            on_answer: Called after each answer of a tier, when the hierarchy has decided on the answer.
+            on_answer: Called when the hierarchy has decided on an answer of a tier, a failure, or a late transfer.
             on_moved: Called after each transfer that a thread has made without an error, with the tier's name, the
                 operation and its duration in seconds.
         """

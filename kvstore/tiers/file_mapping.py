@@ -2,7 +2,7 @@
 
 Rules:
 
-1. A request for more memory than the machine has fails before anything is allocated. Otherwise the system would kill a
+1. A request for more memory than is available fails before anything is allocated. Otherwise the system would kill a
    process, and not necessarily this one.
 2. Several threads populate the pages with system calls, which report an error when memory runs out. A plain write to a
    page would end the process instead.

@@ -4,12 +4,12 @@ Rules:
 
 1. Usually this tier only reads blocks that peers have put into their own pools. If `push` is set, it also writes the
    blocks of each call to the pool of their owner (rule 2).
-2. Rendezvous hashing of the peers' addresses and the first block of a call gives an order of the peers, the rendezvous
-   order; the first peer in it is the owner. This needs no table, and the order hardly changes when peers come and go.
-   Calls that begin with different blocks of a chain have different orders.
+2. Rendezvous hashing of the peers' addresses and the first block of a call of the tier gives an order of the peers, the
+   rendezvous order; the first peer in it is the owner. This needs no table, and the order hardly changes when peers
+   come and go. Calls that begin with different blocks of a chain have different orders.
 3. The peer that was last found to have the call's first block is queried first, then the others in rendezvous order,
-   until `look_ups` peers have answered. A peer that does not answer is not queried for a while, and neither is a peer whose
-   blocks are often damaged in transit (`kvstore.tiers.fence`).
+   until `look_ups` peers have answered. A peer that does not answer is not queried for a while, and neither is a peer
+   whose blocks are often damaged in transit (`kvstore.tiers.fence`).
 4. Peers are queried only for blocks in their memory (max wait 0), so that two nodes never wait for each other's tiers.
 5. The checksum that was published with a block is verified on the bytes that arrive. Bad blocks are reported to the peer,
    which removes a block if it finds the block bad too. The function `connect`, which the node passes in, opens the
@@ -215,7 +215,7 @@ class PeerBackend:
         answers: dict[int, FetchResult],
         deadline: Nanos,
     ) -> None:
-        """Fetch these blocks from one peer after the other, until all have arrived or `look_ups` peers have answered."""
+        """Fetch these blocks from one peer after the other, until all arrived or `look_ups` peers have answered."""
         missing = dict(work)
         asked, failure = 0, None
         for address in self._candidates(next(iter(work.values())).key):

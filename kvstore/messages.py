@@ -111,7 +111,8 @@ class Match(Struct, frozen=True, kw_only=True):
     names: tuple[BlockHash, ...] = ()
     slots: Slots = Slots()
     loading: int = 0  # number of blocks after the matched ones that are being promoted; match again to find them
-    # Number of promoted blocks in this match, by tier. Each promoted block is reported in one match only.
+    # Number of promoted blocks in this match, by tier; empty without a lease. Each promoted block is reported in one
+    # match only.
     promoted: dict[str, int] = {}
 
     def __len__(self) -> int:

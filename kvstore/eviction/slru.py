@@ -3,8 +3,8 @@
 Rules:
 
 1. A new block is on probation. A use more than `SAME_USE` after its probation began makes it a protected block.
-2. At most the share `PROTECTED` of all blocks is protected. If there are more, the longest unused protected block goes
-   back to probation, as if it had just been used.
+2. When a block becomes protected, at most the share `PROTECTED` of all blocks stays protected: the longest unused
+   protected blocks go back to probation, as if they had just been used.
 3. The longest unused block on probation is evicted first. Protected blocks are evicted only when no block is on
    probation, the longest unused one first.
 """
@@ -16,8 +16,8 @@ from kvstore.clock import Nanos
 from kvstore.eviction.policy import SAME_USE, K
 
 PROTECTED = 0.8
-"""Maximum share of protected blocks. Karedla, Love and Wherry, "Caching strategies to improve disk system performance"
-(IEEE Computer, 1994), found shares from 0.6 to 0.8 equally good."""
+"""Maximum share of protected blocks (rule 2). Karedla, Love and Wherry, "Caching strategies to improve disk system
+performance" (IEEE Computer, 1994), found shares from 0.6 to 0.8 equally good."""
 
 
 class SlruEviction(Generic[K]):

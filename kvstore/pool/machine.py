@@ -133,7 +133,7 @@ class BlockMachine:
 
         With a lease of 0, nothing is pinned and no hits or misses are counted. `names` has the block hashes in order,
         in a sequence or as concatenated bytes. Hits and misses are counted for the `tenant` too. Raise NamespaceUnknown
-        or Exhausted (too many leases) without pinning anything.
+        or Exhausted (`max_leases` is reached) without pinning anything.
         """
         self.expire(now)
         opened = self._namespaces.use(digest, now)
@@ -173,7 +173,7 @@ class BlockMachine:
         """Pin the longest readable prefix for a paused session, as far as the limit of session pins allows.
 
         The session's former pin in that namespace ends first, even if this call fails. Raise NamespaceUnknown or
-        Exhausted (too many leases) without pinning.
+        Exhausted (`max_leases` is reached) without pinning.
         """
         assert span > 0, span
         self.release_hold(digest, session, now)
@@ -219,7 +219,7 @@ class BlockMachine:
 
         `lease` is the maximum duration of the reservation in nanoseconds. Only the node itself may pass None: its
         reservation then lasts until it publishes the blocks. The blocks are charged to the quota of `tenant`. Raise
-        NamespaceUnknown or Exhausted (too many reservations) without reserving anything.
+        NamespaceUnknown or Exhausted (`max_leases` is reached) without reserving anything.
         """
         assert lease is None or lease > 0, lease
         self.expire(now)

@@ -2,8 +2,8 @@
 
 Rules:
 
-1. Only calls with a valid field `trace` get a span. Callers send this field only for sampled requests, so every span is
-   exported.
+1. Only calls with a valid field `trace` get a span. Callers send this field only for sampled requests, so this module
+   samples nothing itself.
 2. No call waits for the collector (`kvstore.tracing.exporter`).
 """
 

@@ -69,7 +69,7 @@ class _WatcherStream:
 def _cut(changes: BlockChanges) -> list[BlockChanges]:
     """Divide changes into messages of limited size.
 
-    There is always at least one message, because an empty dump is information too: the store is empty.
+    There is always at least one message, because an empty one is information too: the namespace has no blocks.
     """
     stored, removed = changes.stored, changes.removed
     if len(stored) + len(removed) <= NAMES_A_MESSAGE:

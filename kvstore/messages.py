@@ -146,7 +146,8 @@ class BlockOutcome(StrEnum):
     """Result of copying one block."""
 
     MOVED = "moved"  # the block arrived with the right checksum
-    GONE = "gone"  # the block did not arrive: its source does not have it any more, or did not answer in time
+    # the block was not copied: it is not there any more, its slot has another block, or no answer came in time
+    GONE = "gone"
     CORRUPT = "corrupt"  # the bytes do not match the checksum
 
 

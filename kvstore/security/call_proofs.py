@@ -189,7 +189,7 @@ class _ProofClient:
 
 
 class ProofUnaryInterceptor(_ProofClient, grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):
-    """Adds a proof to each synchronous call, and checks the node's proof if the answer is one message."""
+    """Adds a proof to each synchronous call, and checks the node's proof if the call succeeds with one message."""
 
     def intercept_unary_stream(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
         details, _ = self._proven(client_call_details, request)
@@ -204,7 +204,10 @@ class ProofUnaryInterceptor(_ProofClient, grpc.UnaryUnaryClientInterceptor, grpc
 
 
 class ProofAioUnaryInterceptor(_ProofClient, grpc.aio.UnaryUnaryClientInterceptor):
-    """Adds a proof to each call that an event loop makes, and checks the node's proof. The answer is one message."""
+    """Adds a proof to each call that an event loop makes and whose answer is one message.
+
+    The node's proof is checked if the call succeeds.
+    """
 
     async def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
         details, is_answered = self._proven(client_call_details, request)

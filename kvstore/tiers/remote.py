@@ -2,12 +2,16 @@
 
 Rules:
 
-1. If a call is interrupted, it returns the blocks that it has got until then; if it has got none, it fails. This module
-   counts each failure once.
-2. No operation begins after the tier is closed or after the deadline of its call; a late call counts as a failure.
-3. A backend is not called for blocks that it cannot take because their namespace is not open here. Such a block is
-   refused on `put`, and a miss on `get`.
-4. If a requested block is missing, the next call of `gone` reports it.
+1. If the backend fails during `get` or `put`, the call returns the answers that the backend has entered until then. If
+   there are none, the call raises `TierFailed`. If the backend fails during `find` or `holds`, the call always raises it.
+   This module counts each failure once.
+2. A call that begins after the tier is closed sends nothing to the server. This also holds for a call that begins after
+   its deadline; such a call counts as a failure.
+3. A block that the backend cannot take (`TierBackend.takes`) is neither written nor looked up on the server. Such a block
+   belongs, for example, to a namespace that is not open on this node. `put` counts it as refused, and for `find`, `holds`
+   and `get` it is missing.
+4. If `get` finds that a block is missing or bad on the server, the next call of `gone` reports it, unless it was written
+   again before.
 5. A block that is found bad is read again before it is removed (`kvstore.tiers.second_reading`): it may have been damaged
    in transit, and other nodes use the same server. A server whose answers are often damaged is fenced
    (`kvstore.tiers.fence`): until the fence opens, calls fail at once.
@@ -62,18 +66,19 @@ class BlockRead(Struct, frozen=True):
 
 
 class BackendHealth(Struct, frozen=True):
-    """Counts of bad blocks, which a backend returns if it detects bad blocks itself."""
+    """Counts of a backend that detects bad blocks itself; all are 0 for other backends."""
 
-    corrupt: int = 0
-    damaged: int = 0
+    corrupt: int = 0  # number of bad blocks that it has found
+    damaged: int = 0  # number of these blocks that were damaged in transit
     fenced: int = 0  # number of servers that are fenced now
 
 
 class TierBackend(Protocol):
     """Port of the remote tier: reads and writes blocks on one kind of server, such as Redis.
 
-    Calls come from several threads, have at least one block, and keep their deadline. Each call may raise `TierFailed`
-    at any time; the answers that it has entered until then are used.
+    The tier calls the methods from several threads. The methods with blocks get at least one block. A method with a
+    deadline ends by this deadline. It may raise `TierFailed` at any time; the answers that it has entered until then
+    are used.
     """
 
     def takes(self, key: BlockKey, block_bytes: int | None = None) -> bool:
@@ -93,7 +98,7 @@ class TierBackend(Protocol):
         ...
 
     def get(self, work: Mapping[int, BlockRead], answers: dict[int, FetchResult], deadline: Nanos) -> None:
-        """Fetch blocks, and enter an answer for each block.
+        """Fetch blocks, and enter the answer for each block into `answers`, under the number that it has in `work`.
 
         The content of a buffer is valid only if its answer is MOVED.
         """
@@ -108,7 +113,7 @@ class TierBackend(Protocol):
         ...
 
     def health(self) -> "BackendHealth":
-        """Return the counts of a backend that detects bad blocks itself; zeros for the others."""
+        """Return the counts of bad blocks that the backend itself has detected."""
         ...
 
     def close(self) -> None:
@@ -253,7 +258,10 @@ class RemoteTier(Generic[S]):
         return is_late
 
     def _examine(self, corrupt: Mapping[BlockKey, int], deadline: Nanos) -> int:
-        """Remove blocks that are stored corrupt, and return how many were damaged in transit instead."""
+        """Read the first `EXAMINED` bad blocks again, and return how many of them were damaged in transit.
+
+        Blocks whose stored value is damaged are removed. `corrupt` has the length of each bad block.
+        """
         until = min(deadline, Nanos(self._clock.now() + EXAMINE_WITHIN))
         stored_corrupt, damaged = [], 0
         for key in list(corrupt)[:EXAMINED]:

@@ -3,8 +3,9 @@
 Rules:
 
 1. A value is a head of 64 bytes, then the payload: the block as the namespace's codec encodes it. Integers are big-endian.
-   The head: magic "FKVR", format version (1), codec id (1), 2 zero bytes, namespace digest (16), block hash (16), block
-   length (8), payload length (8), CRC-32C of the payload (4), CRC-32C of the head up to here (4).
+   The head, with the number of bytes of each field: magic "FKVR" (4), format version (1), codec id (1), zeros (2),
+   namespace digest (16), block hash (16), block length (8), payload length (8), CRC-32C of the payload (4), CRC-32C of
+   the head up to here (4).
 2. A value is not trusted, because other programs may write to the server. A block is returned only if the head names
    the requested block, the lengths agree, both checksums are right and the codec has decoded the payload.
 3. A value that is garbage, truncated or another block's is corrupt. It is removed if a second reading agrees
@@ -56,7 +57,7 @@ class RecordSource(Protocol):
         ...
 
     def fill(self, into: memoryview) -> None:
-        """Read the next `len(into)` bytes; at least that many must be left.
+        """Read the next `len(into)` bytes. The caller never asks for more bytes than are left.
 
         Raises:
             OSError: The bytes did not arrive, or not in time.
@@ -204,7 +205,7 @@ class RecordFramer:
     def proof(self, key: BlockKey, block_bytes: int, length: int, read: Read) -> bytes | None:
         """Return a proof that a value is corrupt: a digest of its length and of the bytes that show it.
 
-        Return None if it is not corrupt.
+        Return None if it is not corrupt, or if the namespace of the block is not open on this node.
 
         `length` is the value's length. Errors of `read`, which fetches parts of the value, are passed on.
         """

@@ -6,8 +6,8 @@ Rules:
    that. Each has a new connection.
 2. The readings have to agree on the length and on every byte that proves the damage. If an answer is for another request
    than the one that was sent, the readings do not agree. A reading that fails or is incomplete proves nothing.
-3. The second reading asks for smaller pieces, and for the last piece first. A fault that damages every answer at the same
-   offset therefore damages the value at different offsets in the two readings.
+3. The second reading fetches each range in two halves, the later half first. A fault that damages every answer at the
+   same offset therefore damages the value at different offsets in the two readings.
 """
 
 from collections.abc import Callable
@@ -60,11 +60,13 @@ class ReadingsDiffer(OSError):
 
 
 def judge(open_reading: Open, proof: Proof) -> ReadingVerdict:
-    """Read a value twice, each time by a new connection, and return whether the stored value is damaged.
+    """Read a value by a new connection, and return the verdict about it. If it is bad, read it once more first.
+
+    The verdict is never UNREAD. It is UNSURE if a reading raises `ReadingsDiffer` or `ValueError`.
 
     Raises:
-        OSError: A reading failed. If `open_reading` or a reading raises another exception, it is passed on, and also
-            means that a reading failed.
+        OSError: A reading failed. Other exceptions of `open_reading` and of the readings are passed on too, and mean the
+            same.
     """
     with open_reading() as reading:
         if reading is None:

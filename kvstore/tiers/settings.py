@@ -9,7 +9,7 @@ from kvstore.codecs.registry import CodecSettings
 
 
 class KeepPolicy(StrEnum):
-    """Rule for the blocks of the pool that are copied to a tier."""
+    """Rule that says which blocks of the pool are copied to a tier."""
 
     ALL = "all"  # every block, as soon as it is written
     REUSED = "reused"  # blocks that were used again, or are likely to be

@@ -83,7 +83,8 @@ class SharedMemoryTier:
             cancelled: Another thread sets this event to cancel the allocation.
 
         Raises:
-            StoreNotStarted: There is not enough memory, or not in the required pages; or `cancelled` was set.
+            StoreNotStarted: There is not enough memory, not enough of it in the pages that `huge_pages` requires, or
+                `cancelled` was set.
         """
         clock = clock or MonotonicClock()
         self._capacity_bytes = capacity_bytes - capacity_bytes % PAGE_BYTES

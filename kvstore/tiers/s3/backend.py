@@ -1,17 +1,20 @@
-"""S3 backend: keeps blocks in an S3-compatible object store, each as an object with the key ``prefix/namespace/name``.
+"""S3 backend: keeps each block as one object in an S3-compatible object store.
+
+The key of an object is ``prefix/namespace digest/block hash``, with digest and hash in hex.
 
 Rules:
 
-1. A request moves one block, and several requests run at a time. A request is repeated only once, and only if it was
-   sent on an idle connection that the server had closed. There are no multipart uploads, because blocks are too small
+1. Each request is about one block, and several requests run at a time. A request is repeated only once, and only if it
+   was sent on an idle connection that the server had closed. There are no multipart uploads, because blocks are too small
    to gain from them.
 2. An object is written as a whole or not at all, and only where none exists, if the server supports that
-   (``If-None-Match: *``). `kvstore.tiers.remote_records` verifies each object. A bad object is read again by new
-   connections, and removed only if its stored bytes are bad.
+   (``If-None-Match: *``). An object that this node cannot use is replaced, unless it has a newer format.
+   `kvstore.tiers.remote_records` verifies each object. A bad object is read again by new connections, and removed only if
+   its stored bytes are bad.
 3. `find` searches for the length of the stored prefix, because chains are written from their start. Each round sends
    `parallel` HEAD requests and divides the range by that number. Three rounds are enough for thousands of blocks, and one
-   for a complete chain. A missing block in the middle is noticed when the blocks are fetched. Blocks that were found
-   lately are not asked about again.
+   for a complete chain. A missing block in the middle is noticed when the blocks are fetched. No request is sent for a
+   block that was found or missing a short time ago (`kvstore.tiers.s3.sightings`).
 4. The bucket's lifecycle rules decide what is evicted.
 """
 
@@ -39,7 +42,8 @@ THERE_ALREADY = frozenset({"412", "PreconditionFailed"})
 BEING_WRITTEN = frozenset({"409", "ConditionalRequestConflict"})
 UNCONDITIONAL_ONLY = frozenset({"501", "NotImplemented"})
 FULL = frozenset({"507", "EntityTooLarge", "QuotaExceeded", "InsufficientStorage", "XMinioStorageFull"})
-"""Codes of an object store's errors, or HTTP statuses, by which it refuses an object because it is full."""
+"""Codes of an object store's errors, or HTTP statuses, by which it refuses an object: the store is full, or the object is
+too large."""
 
 Name = TypeVar("Name")
 Item = TypeVar("Item")
@@ -50,8 +54,8 @@ def open_s3(settings: S3Settings, *, codecs: Callable[[bytes], Codec], clock: Cl
     """Make a tier in a bucket. An object store that does not answer yet is used as soon as it does.
 
     Raises:
-        StoreNotStarted: The client library is not installed, there are no credentials, or the object store denies access
-            to the bucket; the message names the field.
+        StoreNotStarted: The client library is not installed, or the object store shows that a setting is wrong, such as
+            the bucket, the region or the credentials. The message begins with the name of the setting.
     """
     try:
         clients = S3Clients(settings)
@@ -95,7 +99,7 @@ class S3Backend:
         )
 
     def holds(self, keys: Sequence[BlockKey], deadline: Nanos) -> list[bool]:
-        """Return which blocks are stored; a block that was found lately counts as stored (rule 3)."""
+        """Return which blocks are stored; a block that was found or missing lately is not looked up again (rule 3)."""
         now = self._clock.now()
         recalled = {key: self.sightings.recall(key, now) for key in keys}
         there = {key: is_there for key, is_there in recalled.items() if is_there is not None}
@@ -197,7 +201,7 @@ class S3Backend:
         return fetched
 
     def _head(self, client: Any, key: BlockKey, deadline: Nanos) -> bytes:
-        """Return the first bytes of an object; nothing if the object is missing or empty."""
+        """Return the first `HEAD_BYTES` bytes of an object, or all if it is shorter; empty if the object is missing."""
         where = f"bytes=0-{HEAD_BYTES - 1}"
         try:
             answer = client.get_object(Bucket=self._settings.bucket, Key=self._name(key), Range=where)
@@ -211,7 +215,7 @@ class S3Backend:
             return bytes(head)
 
     def _read_twice(self, _: Any, key: BlockKey, *, block_bytes: int, deadline: Nanos) -> ReadingVerdict:
-        """Read a block twice, each time by a new client instead of the shared one."""
+        """Return the verdict of `judge` about a block. Each reading has a new client instead of the shared one."""
         return judge(partial(self._reading, key, deadline), partial(self._records.proof, key, block_bytes))
 
     @contextmanager

@@ -61,10 +61,11 @@ class S3Clients:
         self._clients: dict[float, Any] = {}
 
     def check_bucket(self) -> None:
-        """Check that the bucket can be used.
+        """Check that the bucket can be used. If the object store does not answer, only log it.
 
         Raises:
-            StoreNotStarted: There are no credentials, or the object store denies access; the message names the field.
+            StoreNotStarted: A setting is wrong, such as the bucket, the region or the credentials. The message begins
+                with the name of the setting.
         """
         bucket = self._settings.bucket
         try:
@@ -178,7 +179,7 @@ class S3Body:
 
 
 def error_code(error: Any) -> str:
-    """Return the error code of an answer, or its HTTP status if it has no code."""
+    """Return the error code of an answer, or its HTTP status if it has no code; empty if it has neither."""
     found: Iterable[Any] = (
         error.response.get("Error", {}).get("Code"),
         error.response.get("ResponseMetadata", {}).get("HTTPStatusCode"),

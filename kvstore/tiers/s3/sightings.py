@@ -44,7 +44,10 @@ class S3Sightings:
             self._seen.forget(key)
 
     def recall(self, key: BlockKey, now: Nanos) -> bool | None:
-        """Return whether an object exists; None if the object store has to be queried."""
+        """Return whether an object exists, as far as this node knows; None if the object store has to be queried.
+
+        An object that may have to be replaced (`suspect`) counts as missing.
+        """
         with self._lock:
             is_there, until = self._seen.get(key) or (False, now)
             if key in self._suspects:
@@ -62,7 +65,7 @@ class S3Sightings:
 def leading(count: int, width: int, are_there: Callable[[Sequence[int]], Sequence[bool]]) -> int:
     """Return how many leading items exist, assuming that no item after a missing one exists.
 
-    Each round asks `are_there` about `width` indices. The first round includes the last item, so one round is enough if
+    Each round asks `are_there` about at most `width` indices. The first round includes the last item, so one round is enough if
     all items exist.
     """
     low, high = 0, count  # all items before `low` exist, and none from `high` on

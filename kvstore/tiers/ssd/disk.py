@@ -42,7 +42,9 @@ class DiskFile(Protocol):
         ...
 
     def read(self, into: Sequence[ByteArray], offset: int) -> int:
-        """Fill buffers one after the other; return the number of bytes read, which is less at the end of the file.
+        """Fill buffers one after the other; return the number of bytes read.
+
+        The number is smaller than the size of the buffers only if the file ends before they are full.
 
         Raises:
             OSError: The bytes could not be read; the content of `into` is undefined.
@@ -248,7 +250,11 @@ def _is_ours(entry: "os.DirEntry[str]") -> bool:
 
 
 def _can_write(path: Path, flags: int) -> bool:
-    """Return whether a page can be written with these flags."""
+    """Return whether a page can be written with these flags for `os.open`; True if the disk is full.
+
+    Raises:
+        OSError: The write failed, and the flags are not the cause.
+    """
     page = aligned(PAGE_BYTES)
     probe = path / PROBE
     try:

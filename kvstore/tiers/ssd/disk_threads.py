@@ -77,10 +77,10 @@ class DiskThreads:
             threading.Thread(target=self._help, name=f"{name}-{index}", daemon=True).start()
 
     def run(self, jobs: Sequence[Job], deadline: Nanos) -> None:
-        """Run jobs in any order, several at a time; jobs that could not begin by the deadline are skipped.
+        """Run disk operations in any order, several at a time; skip those that cannot begin by the deadline.
 
         Raises:
-            Exception: A job raised it; other jobs may have been skipped.
+            Exception: An operation raised it; other operations may have been skipped.
         """
         call = _JobGroup(jobs)
         for _ in range(min(len(jobs), self._threads) - 1):
@@ -89,14 +89,14 @@ class DiskThreads:
         call.wait()
 
     def close(self) -> None:
-        """End the threads after their current jobs."""
+        """End the threads after their current operations."""
         for _ in range(self._threads - 1):
             self._calls.put(None)
 
     def _help(self) -> None:
         while (entry := self._calls.get()) is not None:
             self._work(*entry)
-            del entry  # releases the buffers of the finished call before the thread waits for the next job
+            del entry  # releases the buffers of the finished call before the thread waits for the next one
 
     def _work(self, call: "_JobGroup", deadline: Nanos) -> None:
         while call.has_more() and (left := deadline - self._clock.now()) > 0:
@@ -112,7 +112,7 @@ class DiskThreads:
 
 
 class _JobGroup:
-    """Holds the jobs of one call of `DiskThreads.run`, and the exception that one of them raised."""
+    """Holds the disk operations of one call of `DiskThreads.run`, and the exception that one of them raised."""
 
     def __init__(self, jobs: Sequence[Job]) -> None:
         self._jobs = deque(jobs)
@@ -143,10 +143,10 @@ class _JobGroup:
                 self._changed.notify_all()
 
     def wait(self) -> None:
-        """Drop the jobs that have not begun, and wait for the others.
+        """Drop the operations that have not begun, and wait for the others.
 
         Raises:
-            Exception: A job raised it.
+            Exception: An operation raised it.
         """
         with self._changed:
             self._jobs.clear()

@@ -133,7 +133,10 @@ class SsdReader:
             )
 
     def _condemn(self, place: RecordLocation) -> None:
-        """Remove a block, and overwrite its header so that recovery cannot restore it. The caller has pinned the segment."""
+        """Remove a block, and overwrite its header (`kvstore.tiers.ssd.segments.record_format`, rule 7).
+
+        The caller has pinned the segment.
+        """
         if not self._state.drop(place):
             return
         volume = self._volumes[place.segment.folder]

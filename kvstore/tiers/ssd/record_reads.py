@@ -37,8 +37,8 @@ class RecordFinding(Enum):
     """State of a record that was read."""
 
     GOOD = auto()
-    BAD = auto()  # the record is damaged, incomplete, or of another block
-    DISCARDED = auto()
+    BAD = auto()  # the record is damaged, incomplete, of another block, or cannot be decoded
+    DISCARDED = auto()  # the header was overwritten, because the block was found bad earlier
     OTHER_CODEC = auto()  # the record is intact, but was written with another codec, under other settings
 
 

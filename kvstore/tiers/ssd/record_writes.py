@@ -29,8 +29,8 @@ def compose(
 ) -> list[ByteArray]:
     """Return the pieces of memory that together are adjacent records, the first of which begins at `first_page`.
 
-    `payloads` has at most `disk_threads.BATCH_RECORDS` blocks. If a payload begins at a page of memory, only its
-    partial last page is copied.
+    `payloads` has at most `disk_threads.BATCH_RECORDS` blocks. If a payload begins at a page boundary in memory,
+    only its partial last page is copied.
     """
     pieces: list[ByteArray] = []
     copies = scratch.payloads(sum(_copied_bytes(payload.content) for payload in payloads))

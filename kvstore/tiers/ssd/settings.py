@@ -57,8 +57,8 @@ class SsdSettings(TierSettings, frozen=True, kw_only=True, tag="ssd"):
     """Maximum number of bytes that one system call reads or writes, unless a single block is larger."""
 
     max_calls: Annotated[int, Meta(ge=1, le=65_536)] = 64
-    """Maximum number of calls in the tier at a time. Further calls are answered with misses, so that they do not pile up
-    on a hanging disk."""
+    """Maximum number of calls in the tier at a time. Further calls end at once without reading or writing a block, so that
+    they do not pile up on a hanging disk."""
 
     direct: bool = True
     """Bypass the page cache (O_DIRECT) if the file system supports it. Often used blocks are in the node's pool already;

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class SsdCounters(Struct):
-    """Counters of the tier since it was opened; `kvstore.messages.TierStatus` explains them."""
+    """Counters of the tier since it was opened; `kvstore.messages.TierStatus` explains all but `rescued`."""
 
     hits: int = 0
     misses: int = 0
@@ -30,7 +30,7 @@ class SsdCounters(Struct):
     bytes_written: int = 0
     refused: int = 0
     evicted: int = 0
-    rescued: int = 0
+    rescued: int = 0  # number of blocks that were copied from evicted segments to new ones
     corrupt: int = 0
     failures: int = 0
 

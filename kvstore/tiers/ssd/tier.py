@@ -4,15 +4,15 @@ Rules:
 
 1. A block enters the index only after its whole record is written. A record that a killed process left incomplete is
    detected when the tier is opened, or by its checksum when it is read, and is a miss.
-2. A block that fails its checksum or cannot be decoded is CORRUPT. It is dropped, and its record is overwritten so that
-   recovery cannot restore it.
+2. A block that fails its checksum or cannot be decoded is CORRUPT. It is dropped, and the header of its record is
+   overwritten, so that it is a plain miss if a later recovery lists it.
 3. While a call reads from a segment, its file is not reused (`kvstore.tiers.ssd.segments.segment`).
 4. No operation begins after its call's deadline. An operation that hangs in the system cannot be cancelled: its call
    returns only when the operation does, and its buffers stay in use. A caller that cannot wait so long has to stop
    waiting by itself. Calls that wait behind a hanging operation end at their deadline, and calls beyond `max_calls` end
    at once.
-5. If an operation fails, only its own blocks are lost. A call raises `TierFailed` only if none of its operations has a
-   result.
+5. If an operation fails, only its own blocks are lost. A call raises `TierFailed` only if an operation failed and none
+   has a result, or if the tier is closed.
 6. Writes are synced only if the settings demand it. A killed process loses no written bytes, and after a power cut a
    block is either complete or a miss.
 """
@@ -82,7 +82,7 @@ class SsdTier:
             clock: The clock of deadlines.
             disks: Opens a directory; a real one by default.
             admit_rewrite: Decides whether blocks may be copied out of an evicted segment; called from any thread.
-            score: Chooses the segment to evict; by default the one that the settings name.
+            score: Computes the scores of segments for eviction; by default as `settings.eviction` says.
 
         Raises:
             StoreNotStarted: A setting cannot be used here; the message begins with its name. Nothing is left open.
@@ -177,7 +177,10 @@ class SsdTier:
         return self.state.count.rescued
 
     def close(self) -> None:
-        """Write the missing footers and close the directories, after waiting a few seconds for running calls."""
+        """Wait at most `CLOSE_SECONDS` for running calls, then write the missing footers and close the directories.
+
+        If a call still runs after this time, no footer is written, and the files stay open until the process ends.
+        """
         with self.state.lock:
             if self._closed:
                 return

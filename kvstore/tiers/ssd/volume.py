@@ -4,10 +4,10 @@ Rules:
 
 1. The segments of a directory together stay under its limit (`SsdSettings.share_bytes`). The disk space that the file
    system needs to manage their files is counted too. A new file is made only if it fits; otherwise a whole segment is evicted.
-2. The blocks of an evicted segment are first removed from the index, under the lock. Its file is reused when no call
-   reads from it any more. Blocks that were read often are rescued if the write budget allows it: they are read from the
-   file before it is reused, and written to the next segment.
-3. The file system is used only outside the lock. One call that needs a segment makes room; other calls wait for it until
+2. When a segment is evicted, all its blocks are removed from the index, under `SsdState.lock`. Its file is reused when no
+   call reads from it any more. Blocks that were read often are rescued if the write budget allows it: they are read from
+   the file before they leave the index, and written to the next segment.
+3. The file system is used only outside this lock. One call that needs a segment makes room; other calls wait for it until
    their deadline.
 4. A circuit breaker stops writes to a directory that cannot be written to.
 """
@@ -47,7 +47,8 @@ from kvstore.tiers.ssd.settings import FOLDER_BYTES, SsdSettings, Sync, footprin
 from kvstore.tiers.ssd.state import FailureLog, SsdState
 
 RESUME_SHARE = 8
-"""After a restart, records are appended to a segment if at least 1/RESUME_SHARE of it is free."""
+"""After a restart, records are appended to the newest segment if at least 1/RESUME_SHARE of it is free, and if it has the
+size that the settings want."""
 
 AdmitRewrite = Callable[[int], bool]
 """A function that decides whether a number of bytes may be copied out of an evicted segment (`SsdSettings.rescue_hits`)."""
@@ -63,7 +64,7 @@ class RecordRun(Struct, frozen=True):
 
 
 class VolumeFull(Exception):
-    """No segment has become free by the deadline."""
+    """No segment has become free by the deadline, or the directory has no segment."""
 
 
 class Volume:
@@ -109,7 +110,7 @@ class Volume:
         return max(self._limit_bytes, 0) // footprint(self._settings.segment_bytes)
 
     def restore(self, found: Sequence[tuple[Segment, RecoveredSegment | UnreadableSegment]], now: Nanos) -> None:
-        """Take over the recovered segments, the oldest first, and append to the newest one again.
+        """Take over the recovered segments, and make the newest one ACTIVE again if enough of it is free (`RESUME_SHARE`).
 
         If the segments exceed the directory's limit, some are removed: the unreadable ones first, then the oldest ones.
         """
@@ -233,7 +234,7 @@ class Volume:
 
         Raises:
             VolumeFull: No segment became free by the deadline.
-            OSError: The new segment could not be written.
+            OSError: The new segment could not be made or written.
         """
         self._stop_appending()
         rescued: list[SsdWrite] = []
@@ -322,7 +323,11 @@ class Volume:
             )
 
     def _grow(self) -> Segment | None:
-        """Make one more segment file; return None if the directory's limit or the device has no room for it."""
+        """Make one more segment file; return None if the directory's limit allows none, or if making it failed.
+
+        Raises:
+            OSError: Making the file failed, and the directory has no other segment.
+        """
         size_bytes = self._settings.segment_bytes
         if self._bytes + footprint(size_bytes) > self._limit_bytes:
             return None
@@ -345,7 +350,10 @@ class Volume:
         return segment
 
     def _choose(self) -> Segment | None:
-        """Choose the segment to evict. Segments without readers come first, because their files are free at once."""
+        """Choose the SEALED segment to evict; return None if there is none.
+
+        Segments without readers come first, because their files are free at once.
+        """
         now = self._clock.now()
         sealed = [segment for segment in self.segments if segment.state is SegmentState.SEALED]
         return min(

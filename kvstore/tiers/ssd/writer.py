@@ -44,7 +44,7 @@ class SsdWriter:
         deadline: Nanos,
         checksums: Sequence[int],
     ) -> list[bool]:
-        """Write blocks by the deadline; return which the tier has then, as `kvstore.ports.BackingTier.put` demands."""
+        """Write blocks by the deadline, and return which of them the tier has now (see `kvstore.ports.BackingTier.put`)."""
         names = [flat(key) for key in keys]
         call = _WriteCall()
         new = self._begin(names)

@@ -20,12 +20,13 @@ class SegmentUse(Struct, frozen=True, kw_only=True):
     sequence: int  # sequence number of the segment; a segment that is begun later has a higher one
     blocks: int  # number of readable blocks
     live_share: float  # share of the segment's bytes that readable blocks occupy, from 0 to 1
-    hits: int  # number of reads of its blocks since they were written
-    used_at: Nanos  # instant at which a block was last read or written
+    hits: int  # number of reads of its blocks since the segment was begun or, if that was later, the tier was opened
+    used_at: Nanos  # instant of the last read or write of a block; if there was none, when `hits` began to count
 
 
 Score = Callable[[SegmentUse, Nanos], float]
-"""A function that returns the value of keeping a segment at an instant; of equal segments, the older one is evicted first."""
+"""A function that returns the value of keeping a segment, at a given instant. Of segments with equal scores, the older one
+is evicted first."""
 
 
 def reuse(use: SegmentUse, now: Nanos) -> float:

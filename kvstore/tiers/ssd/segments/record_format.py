@@ -14,7 +14,8 @@ Rules:
 5. All bytes except padding are covered by a CRC-32C and a version. A structure that fails the check is ignored.
 6. Each read of a block also reads the record's header and compares all fields. Even if a table is wrong, on disk or in
    memory, a read therefore never returns wrong bytes.
-7. The header of a bad block is overwritten, so that a table that is read later cannot restore the block.
+7. The header of a bad block is overwritten. A footer's table may still list the block, but a read then finds no valid
+   header, and the block is a miss. A search of the whole file does not find the block either.
 """
 
 import struct

@@ -40,7 +40,7 @@ class RecoveredSegment(Struct, frozen=True, kw_only=True):
 
     nonce: bytes
     sequence: int
-    next_page: int  # first page after the last undamaged record
+    next_page: int  # first page after the last record; records in damaged parts of the file do not count
     last_sequence: int  # a number that no sequence number of the segment or of its records exceeds
     keys: list[Key]
     pages: "array[int]"

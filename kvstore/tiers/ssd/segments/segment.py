@@ -3,9 +3,12 @@
     FREE -> ACTIVE -> FULL -> SEALED -> LEAVING -> FREE
 
 Records are appended to an ACTIVE segment. A FULL segment waits for unfinished writes and then for its footer. A SEALED
-segment is only read, and may be evicted. A LEAVING segment has no blocks any more, and waits until calls have finished
-reading its file. A file is reused only while its segment is FREE, so a reader never sees bytes that were written after
-the reuse.
+segment is only read, and may be evicted. A LEAVING segment is being evicted: its blocks leave the index, and it waits
+until calls have finished reading its file. A file is reused only while its segment is FREE, so a reader never sees bytes
+that were written after the reuse.
+
+Two transitions are not in the diagram. When the tier is opened, recovered segments are SEALED, and the newest one may
+become ACTIVE again. If the head of a new ACTIVE segment cannot be written, the segment becomes LEAVING.
 """
 
 from array import array

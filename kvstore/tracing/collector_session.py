@@ -18,10 +18,10 @@ PIECE_BYTES = 8 << 10
 
 
 class BoundedAnswers(HTTPAdapter):
-    """Sends requests and reads at most `MOST_ANSWER_BYTES` of each answer, in a limited time after its head."""
+    """Sends requests and reads their answers, which may have at most `MOST_ANSWER_BYTES`."""
 
     def __init__(self, timeout_seconds: float) -> None:
-        """Limit the time to receive the body of each answer to `timeout_seconds`."""
+        """Limit the time to receive the body of each answer to `timeout_seconds`; it begins when the headers have arrived."""
         super().__init__()
         self._timeout = nanos(timeout_seconds)
 
@@ -37,7 +37,7 @@ class BoundedAnswers(HTTPAdapter):
         """Send a request.
 
         Raises:
-            requests.RequestException: The collector is away, or its answer is too long or too slow.
+            requests.RequestException: The collector cannot be reached, or its answer is too long or too slow.
         """
         response = super().send(request, stream=True, timeout=timeout, verify=verify, cert=cert, proxies=proxies)
         try:
@@ -60,9 +60,9 @@ class BoundedAnswers(HTTPAdapter):
 
 
 def collector_session(timeout_seconds: float) -> requests.Session:
-    """Return a session that reads at most `MOST_ANSWER_BYTES` of each answer.
+    """Return a session that accepts answers of at most `MOST_ANSWER_BYTES`.
 
-    The body of an answer has to arrive within `timeout_seconds` after its head.
+    The body of an answer has to arrive within `timeout_seconds` after its headers.
     """
     session = requests.Session()
     for scheme in ("http://", "https://"):

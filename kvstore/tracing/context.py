@@ -38,10 +38,10 @@ class TraceContext(Struct, frozen=True, kw_only=True):
 
     trace_id: bytes  # 16 bytes, not all zero
     parent_id: bytes = b""  # the 8 bytes of the calling span's id; empty if the trace begins with this request
-    # True: spans are exported when they end. False: they may be kept until the request has failed or was slow.
+    # True: the request is traced. False: its spans are exported only if it fails or is slow (tail sampling).
     sampled: bool = False
     state: str = ""  # `tracestate` of the client, unchanged
-    baggage: tuple[tuple[str, str], ...] = ()  # the named members of `baggage`
+    baggage: tuple[tuple[str, str], ...] = ()  # those members of `baggage` that the caller has named
 
 
 def read_trace_context(
@@ -90,9 +90,9 @@ def read_baggage(text: str, keys: Collection[str]) -> tuple[tuple[str, str], ...
 
 
 def call_trace(context: TraceContext | None) -> bytes:
-    """Return the field `trace` for the calls to store nodes that an attempt makes; empty if the attempt is not traced.
+    """Return the value of the field `trace` in an attempt's calls to store nodes; empty if the request is not sampled.
 
-    The node's spans are children of the router's span, and not of the worker's, which is lost if the worker dies.
+    It makes the node's spans children of the router's span, and not of the worker's, which is lost if the worker dies.
     """
     if context is None or not context.sampled:
         return b""

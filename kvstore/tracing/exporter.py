@@ -6,8 +6,8 @@ Rules:
    the queue is a function that makes the spans of one request, attempt or call (`EndedSpans`). Entries that arrive while
    the queue is full are dropped and counted too.
 2. Memory is bounded by `most_waiting` entries, one batch, and a bounded part of the collector's answer.
-3. Spans are made in the thread, from facts that do not change any more, so that a thread that serves requests only has
-   to note these facts.
+3. Spans are made in the exporter's thread, from facts that do not change any more. So a thread that serves requests only
+   has to note these facts.
 4. OpenTelemetry is imported when an exporter opens, and only then.
 """
 
@@ -52,7 +52,8 @@ class TraceExporter:
         `cause` returns why the collector has not taken the latest spans; empty if that is not known.
         """
         self.exported = 0  # number of spans that the collector has taken
-        self.failed = 0  # number of spans that the collector has not taken
+        # number of spans that the collector has not taken; an entry whose spans cannot be made counts as one
+        self.failed = 0
         self.overflowed = 0  # number of entries that were dropped because the queue was full
         self._send = send
         self._most_waiting = most_waiting

@@ -11,7 +11,7 @@ Seconds = Annotated[float, Meta(ge=0, le=1e6)]
 
 
 class TracingSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Traces in the format of OpenTelemetry (OTLP). They need the extra `tracing`."""
+    """Traces in the format of OpenTelemetry (OTLP). They need the package installed with its extra `tracing`."""
 
     endpoint: str = ""
     """URL of the collector, such as ``http://127.0.0.1:4317`` for gRPC or ``http://127.0.0.1:4318/v1/traces`` for HTTP. With ``https``

@@ -135,7 +135,7 @@ class NixlAgent:
         return number
 
     def is_done(self, transfer: int) -> bool:
-        """Return whether all bytes of the transfer have been moved; its number is then no longer valid."""
+        """Return whether all bytes of the transfer have been moved. If so, its number is no longer valid."""
         with self._translated():
             state = self._agent.check_xfer_state(self._transfers[transfer])
             if state == "PROC":

@@ -75,7 +75,7 @@ class TcpTransport:
                 cannot use a node that demands a proof.
 
         Raises:
-            StoreUnreachable: The node does not answer in time, or does not prove the key.
+            StoreUnreachable: The node does not answer in time, or client and node do not have the same key.
             NamespaceUnknown: The node does not know the namespace.
         """
         self._host, self._port = host_port(address)

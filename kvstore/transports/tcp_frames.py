@@ -8,9 +8,10 @@ Rules:
 2. A request is a REQUEST, one ENTRY for each block (at most `WINDOW`), and for PUT the bytes of all blocks in order.
    A reply is a REPLY and one status byte for each block. In a reply to GET, the bytes of the DONE blocks follow in order,
    and then a second status byte for each block: whether the slot still belonged to the block after its last byte was read.
-3. Replies come in the order of the requests. A client may send one more request before it reads a reply. Then it has to
-   read, because the node reads nothing while a reply waits to be sent.
-4. Each block has a CRC-32C, in the entry or in the client's match. The side that receives the block verifies it.
+3. Replies come in the order of the requests. A client may send a second request before it reads the reply to the first
+   one. Then it has to read, because the node reads nothing while a reply waits to be sent.
+4. The side that receives a block verifies its CRC-32C. The node takes the checksum from the ENTRY of a PUT. The client has
+   it from the match in which it found the block.
 5. A violation of these rules ends the connection at once.
 """
 

@@ -2,9 +2,9 @@
 
 Rules:
 
-1. Everything runs on one event loop, and bytes move between sockets and the pool directly. A connection asks the pool
-   machine for the addresses of blocks right before it receives their bytes, and again after every wait, because a block
-   may have lost its place meanwhile.
+1. Everything runs on one event loop, and bytes move between sockets and the pool directly. For a PUT, a connection asks
+   the pool machine for the addresses of the blocks right before it receives their bytes, and again after every wait,
+   because a block may have lost its place meanwhile. For a GET, it asks before it sends the bytes, and again after that.
 2. A connection is a generator that follows the protocol step by step (`kvstore.transports.tcp_frames`). It makes
    non-blocking system calls, and yields the readiness that it needs before the next one.
 3. After a connection has moved `TURN_BYTES`, other connections are served first.
@@ -113,7 +113,10 @@ class DataPlaneServer:
         return f"[{bound[0]}]:{bound[1]}" if ":" in bound[0] else f"{bound[0]}:{bound[1]}"
 
     def cut_stalled(self, now: Nanos) -> None:
-        """Close connections that have stalled in the middle of an exchange. The server calls this regularly."""
+        """Close connections that have stalled in the middle of an exchange, and accept new ones if that was stopped.
+
+        The node calls this regularly.
+        """
         for connection in list(self.connections):
             if connection.busy and now - connection.moved_at >= STALLED:
                 connection.cut()

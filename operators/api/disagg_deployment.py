@@ -298,11 +298,11 @@ class WatchdogSpec(Resource, frozen=True):
     """End a worker whose engine makes no progress. Off: the worker stays, and its requests fail when their deadlines pass."""
 
     floor_seconds: Annotated[int, Meta(ge=1, le=3600)] = 10
-    """The least time that an engine with work may spend without a step, however fast its earlier steps were."""
+    """Smallest time limit for the next step of an engine with work, however fast its earlier steps were."""
 
     ceiling_seconds: Seconds = 300
-    """The most time that an engine with work may spend without a step. It also applies to first steps and to work of a new
-    kind, for which no step has been measured."""
+    """Largest time limit for the next step of an engine with work. It also applies to first steps and to work of a new kind,
+    for which no step has been measured."""
 
 
 PORT = "([1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"

@@ -145,7 +145,7 @@ class ServingObjective(Resource, frozen=True):
     """Maximum time to first token, in milliseconds."""
 
     tpot_ms: Milliseconds = 50
-    """Maximum time between two output tokens of a request, in milliseconds."""
+    """Maximum of the mean time per output token of a request, after the first token, in milliseconds."""
 
     percentile: Annotated[int, Meta(ge=50, le=99)] = 90
     """Percentage of the requests that must keep both limits, `ttft_ms` and `tpot_ms`."""

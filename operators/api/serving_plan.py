@@ -152,8 +152,8 @@ class ServingPlanStatus(Resource, frozen=True):
     in the measured time."""
 
     tpot_ms: int = 0
-    """Time between output tokens in milliseconds at the percentile of the objective, as measured last. 0: no request was
-    served in the measured time."""
+    """Mean time per output token of a request, after the first token, in milliseconds at the percentile of the objective, as
+    measured last. 0: no request was served in the measured time."""
 
     conditions: Conditions = ()
     """The conditions `TargetFound` and `Settled`, and conditions that name what hinders the planner."""

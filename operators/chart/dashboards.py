@@ -26,7 +26,7 @@ ALIKE = frozenset(
     }
 )
 """Metrics that several processes report about the same objects: for example, every router reports the same workers.
-A dashboard shows the value of one process, and not the sum over all processes."""
+A dashboard shows the highest value that a process reports, and not the sum over all processes."""
 
 COLUMNS, WIDTH, HEIGHT = 3, 8, 7
 
@@ -51,7 +51,7 @@ class Row(Struct, frozen=True):
 
 
 class Queries:
-    """Builds the queries and panels of a dashboard from the metrics of one process."""
+    """Builds the queries and panels of a dashboard from the metrics of one kind of process, such as the router."""
 
     def __init__(self, definitions: Definitions) -> None:
         self._catalogue = by_name(definitions)

@@ -45,7 +45,10 @@ def named_types(of: type[Struct]) -> dict[str, type[Struct] | type[Enum]]:
 
 @cache
 def documented_fields(kind: type[Struct] | None) -> Mapping[str, str]:
-    """Return the docstring of each field of a type and its bases, by the name that the field has in JSON."""
+    """Return the docstring of each field of a type and its bases, by the name that the field has in JSON.
+
+    Fields without a docstring are left out. The result is empty if `kind` is None.
+    """
     if kind is None:
         return {}
     wire = {each.name: each.encode_name for each in msgspec.structs.fields(kind)}

@@ -1,9 +1,9 @@
 """Generator of the Helm chart: writes those files of the chart that are generated from types.
 
-The command is `python -m operators.chart.generate deploy/helm/fleet`. Values, their schema and the README come from
-`operators.chart.values`, `Chart.yaml` from `operators.chart.package`, custom resource definitions from
-`operators.chart.crds`, the rights of operator and planner from `operators.rbac`, and dashboards from
-`operators.chart.dashboards`. A test compares the chart with the generated content.
+The command is `python -m operators.chart.generate deploy/helm/fleet`. Values and their schema come from
+`operators.chart.values`, `Chart.yaml` and the README from `operators.chart.package`, resource presets from
+`operators.chart.presets`, custom resource definitions from `operators.chart.crds`, the rights of operator and planner from
+`operators.rbac`, and dashboards from `operators.chart.dashboards`. A test compares the chart with the generated content.
 """
 
 import argparse

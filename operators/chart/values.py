@@ -467,8 +467,8 @@ class Monitors(_Values, frozen=True):
 
 class MetricsKey(_Values, frozen=True):
     name: Name = ""
-    """Name of a Secret in the release's namespace. Empty: the PodMonitor of the routers sends no key, and with `keySha256` the operator and
-    the planner have none."""
+    """Name of a Secret in the release's namespace. Empty: the PodMonitor of the routers sends no key, and with `keySha256` there is no
+    PodMonitor for the operator and the planner."""
 
     key: str = "key"
     """Key in the Secret whose value is the metrics key."""
@@ -573,7 +573,7 @@ class Etcd(_Values, frozen=True):
     """Endpoints of an existing etcd, each as `host:port`; empty: no existing etcd is used."""
 
     tls: bool = False
-    """Use TLS with the certificate that `tls` names."""
+    """Use TLS with the certificate of the top-level value `tls`."""
 
     install: bool = False
     """Install a small etcd for trials. For production, use one with backups and monitoring."""

@@ -70,7 +70,7 @@ class Applier:
         """Perform the actions in their order; return the refusals of the API server.
 
         Raises:
-            KubernetesError: The API server failed.
+            KubernetesError: The API server failed, or an object has changed since the decision (`ObjectConflict`).
             NotLeading: This process does not lead, so it must not write.
         """
         refusals = []
@@ -162,8 +162,8 @@ class Applier:
         """Create an object or update it (rule 4).
 
         Raises:
-            ObjectConflict: The object was replaced by another one of the same name, or the name of a new object was
-                taken. That object is in the cache from now on.
+            ObjectConflict: The object in the cache belongs to another owner by now or was replaced by another object of
+                its name, or the name of a new object is taken. In the last case, the existing object is in the cache now.
         """
         view, metadata = VIEW_OF_KIND[kind], manifest["metadata"]
         cache = self._store.of(kind, view)

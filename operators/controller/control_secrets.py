@@ -96,7 +96,7 @@ class ControlSecrets:
         self._master = _read(found.data, f"{self._namespace}/{self._name}")
 
     async def _owned(self) -> Manifest:
-        """Return metadata with a reference to the owner; empty if there is no owner, or if it cannot be read."""
+        """Return metadata with a reference to the owner; empty if none is named, if it does not exist, or may not be read."""
         if not self._owner:
             return {}
         try:

@@ -1,4 +1,4 @@
-"""Kubernetes events for `kubectl describe`: changes of conditions, and steps of scaling. Pure.
+"""Kubernetes events for `kubectl describe`: changes of conditions, steps of scaling, and edits without effect. Pure.
 
 Rules:
 
@@ -35,14 +35,17 @@ NORMAL_REASONS = frozenset(
         *("RegistrationUnknown", "NotRegistered", "NotTold"),
     }
 )
-"""Reasons that occur at every normal start, change or end. Their Kubernetes events have the type Normal; events with
-other reasons have the type Warning."""
+"""Reasons that occur at every normal start, change or end. If a condition gets another status than in HEALTHY_STATUS, its
+Kubernetes event has the type Warning, unless the reason is one of these. All other events of conditions are Normal."""
 
 CONTROLLER = f"{GROUP}/operator"
 
 
 def turns(before: Sequence[Condition], after: Sequence[Condition]) -> Iterator[KubernetesEvent]:
-    """Yield an event for each condition whose status or reason has changed."""
+    """Yield an event for each condition in RECORDED_CONDITIONS whose status or reason has changed.
+
+    A condition that was not there before counts as changed only if it shows a problem.
+    """
     was = {each.type: (each.status, each.reason) for each in before}
     for each in after:
         if each.type in RECORDED_CONDITIONS and was.get(each.type, (HEALTHY_STATUS[each.type], "")) != (
@@ -58,7 +61,7 @@ def turns(before: Sequence[Condition], after: Sequence[Condition]) -> Iterator[K
 
 
 def steps(actions: Sequence[Action], generation: int) -> Iterator[KubernetesEvent]:
-    """Yield an event for each scaling action."""
+    """Yield an event for each action that scales or removes a workload, or that deletes a pod."""
     for each in actions:
         match each:
             case Scale(kind, name, replicas, was):

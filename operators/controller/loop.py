@@ -1,4 +1,4 @@
-"""Controller: reconciles one key. It reads the caches, decides, writes, and enqueues the key for a later reconcile."""
+"""Controller: reconciles one key. It reads the caches, decides, writes, and enqueues the key again if it has to."""
 
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -41,14 +41,14 @@ from operators.status.scaler import plan_status, scaler_status
 from operators.telemetry import ReconcileOutcome
 
 WRITES_BEFORE_PAUSE = 20
-"""If this number of reconciles of a key in a row have written something, the controller pauses for a second after each
-further one that writes. In this case, another program may be undoing the operator's writes, and both would write
+"""After a reconcile that has written something, the key is usually due again at once. After this number of such reconciles
+in a row, it is due only after a second: another program may be undoing the operator's writes, and both would write
 without end.
 """
 
 TROUBLE_RECHECK = Nanos(15 * SECOND)
-"""The time between two reconciles of a deployment whose pods do not start. The deployment is reconciled without a change,
-because no watch event tells the controller that a time limit has passed."""
+"""The time between two reconciles of a deployment whose pods do not start, or with a worker group that fits into no domain.
+The deployment is reconciled without a change, because no watch event tells the controller that a time limit has passed."""
 
 TURN_RECHECK = SECOND
 """The time between two reconciles of a deployment with groups that wait for their turn (`operators.controller.gate_keeper`)."""
@@ -217,7 +217,7 @@ class Controller:
     def _last_sizes(
         self, key: ReconcileKey, desired: DesiredDeployment, scalers: Mapping[str, int]
     ) -> Mapping[str, int]:
-        """Return the number of replicas that the RoleScaler of each role requested last, by role.
+        """Return the number of replicas that the RoleScaler of each role requested last, by role; Static roles have none.
 
         This process remembers these numbers, also for RoleScalers that were deleted since. They may be newer than the
         numbers in the deployment's status, which is written later.
@@ -318,7 +318,7 @@ class Controller:
         await self._write_status(key, kinds.DISAGG_DEPLOYMENT, custom, said)
 
     async def _write_status(self, key: ReconcileKey, kind: ApiKind, custom: CustomObject, said: Any) -> None:
-        """Write the status if it differs from the last one and `operators.status.rate_limiter` allows it now.
+        """Write the status `said` if `custom` has another status and `operators.status.rate_limiter` allows it now.
 
         If it may be written only later, enqueue `key` for that time.
         """
@@ -379,7 +379,10 @@ def _sorted(status: Any) -> Any:
 
 
 def _urgent(there: Any, said: Any) -> bool:
-    """Return whether a new status should be written at once, because it shows more than progress of a start or rollout."""
+    """Return whether the status `said` should be written at once.
+
+    It can wait if it only shows the progress of a start or a rollout, for the same specification as the last status.
+    """
     if there is None or there.observed_generation != said.observed_generation:
         return True
     if isinstance(said, DisaggDeploymentStatus):

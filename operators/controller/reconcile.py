@@ -52,7 +52,7 @@ class Apply(Struct, frozen=True, tag=True):
 
 
 class Scale(Struct, frozen=True, tag=True):
-    """Change a number of replicas, but only if the number still is `was`.
+    """Change a number of replicas, but only if the number still is `was`, or the number in the cache if `was` is None.
 
     So a write of a former leader that arrives late changes nothing.
     """
@@ -237,7 +237,7 @@ def _in_removal_order(child: ObservedChild) -> list[str]:
 
 
 def _deletion_costs(child: ObservedChild, observed: ObservedState) -> list[SetDeletionCost]:
-    """Return the deletion costs to annotate on the pods of children that lose replicas.
+    """Return the deletion costs to annotate on the pods of a child that loses replicas.
 
     Leave out pods whose cost is unknown or annotated already.
     """

@@ -25,7 +25,7 @@ DEFAULT_REPLICAS = 1
 
 
 class Renderings:
-    """Remembers the revision of each deployment's workers, and the shared objects of the latest deployments."""
+    """Remembers the revision of each deployment's workers, and the shared objects of the deployments reconciled last."""
 
     def __init__(self, images: Images) -> None:
         """Create the object without any remembered results; `images` are the images for deployments that name none."""

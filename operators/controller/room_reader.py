@@ -4,8 +4,8 @@ Rules:
 
 1. Nodes and pods of the whole cluster are listed only when a group is about to be created, and at most once in the time
    FRESH, because these lists may be long.
-2. The room of a new group counts as taken (promised) until the group's pods exist, so that two groups do not get the
-   same room.
+2. The room of a new group counts as taken (promised) until the group's pods exist, but at most for the time PROMISED. So
+   two groups do not get the same room.
 3. If the operator has no right to list nodes and pods, `read` returns an unknown room (`nodes` is None), and asks the
    API server again only after the time DENIED.
 """

@@ -4,8 +4,8 @@ At the end, the reader reports the fields that no call has read.
 
 Rules:
 
-1. Each method that reads a field checks the type of the value. For a wrong type, it raises an error that names the path
-   of the field. Helm charts write numbers as texts, so a text of digits counts as a number.
+1. Each method that reads a field, except `any`, checks the type of the value. For a wrong type, it raises an error that
+   names the path of the field. Helm charts write numbers as texts, so a text of digits counts as a number.
 2. A field that no call has read has no equivalent in Fleet, and a note with its path says so. Fields that are empty,
    false or 0 get no note, because they probably repeat a default.
 3. Notes contain the names of fields, but never their values, which may be secret.
@@ -70,7 +70,7 @@ class DocumentReader:
         self.notes.append(Note(self.at(name), message))
 
     def note_if(self, name: str, message: str = NO_EQUAL) -> None:
-        """Add a note about a field if it has a value."""
+        """Read a field, and add a note about it if its value was probably written on purpose (`says_something`)."""
         if says_something(self.any(name)):
             self.note(name, message)
 
@@ -151,8 +151,8 @@ class DocumentReader:
         """Add a note for each field that was not read, in this object and in its inner objects.
 
         Args:
-            but: Texts of notes, by the name of the field, that replace the usual note. A field whose text is empty here
-                gets no note.
+            but: Texts that replace the usual note about fields of this object itself, by the name of the field. A field
+                whose text is empty gets no note.
         """
         said = but or {}
         for name in list(self._unread):

@@ -5,8 +5,8 @@ Rules:
 1. Two versions are supported. v1alpha1 has the field `services`, an object. v1beta1 has the field `components`, a list
    of objects with a pod template each. Objects of both versions are read into the same records, and then converted by
    the same code.
-2. The type of a service decides which role it becomes. If the type is only `worker`, the flags of its command decide. If
-   it has no type, the flags decide first, and then its name.
+2. The type of a service decides which role it becomes. If the type is `worker` or an unknown one, the flags of its command
+   decide. If it has no type, the flags decide first, and then its name.
 3. A frontend becomes the router, because Fleet's router does the work of Dynamo's frontend. An endpoint picker becomes
    the endpoint picker of the router. Planners are left out with a note, because a ServingPlan takes their place. Encoders
    are left out with a note too, because Fleet has no separate workers for images.
@@ -97,7 +97,7 @@ def imported(manifest: Mapping[str, Any], name: str = "", namespace: str = "") -
         namespace: Namespace of the deployment; if it is empty, the namespace in the manifest is used.
 
     Raises:
-        ConfigurationRefused: The manifest has another version, or a field has an impossible value.
+        ConfigurationRefused: The manifest has another version, no worker or no model, or a field has an impossible value.
     """
     notes: list[Note] = []
     root = DocumentReader(manifest, "", notes)

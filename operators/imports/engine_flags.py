@@ -3,8 +3,9 @@
 Rules:
 
 1. Flags that become fields of the deployment (model, parallelism, role) are not passed to the worker. Flags for ports,
-   KV events and other things that Fleet's workers set themselves are dropped. All other flags are passed to the engine
-   unchanged, as `--set` arguments of the worker's command.
+   KV events and other things that Fleet's workers set themselves are dropped. All other flags become `--set` arguments of
+   the worker's command: some set a setting of the worker (SETTINGS), and the others go to the engine unchanged
+   (`vllm.extra_args`). The flag `no-x` becomes `x` with the value false.
 2. Flags whose value is a JSON object or list cannot be passed on the worker's command line; a note names them. Flags
    whose names look like those of secrets are not passed on either, because anybody who may look at a pod can read its
    arguments.
@@ -86,7 +87,8 @@ class Flags(Struct, frozen=True):
     """Words of the command line that are not flags, such as ``python3`` or ``dynamo.vllm``."""
 
     named: Mapping[str, str]
-    """Value of each flag, by the flag's name without its leading dashes; ``true`` for a flag without a value."""
+    """Value of each flag, by the name that the flag has in vLLM, without leading dashes. It is ``true`` for a flag without a
+    value. Several values of a flag are joined by spaces."""
 
     @property
     def model(self) -> str:
@@ -106,7 +108,8 @@ class Flags(Struct, frozen=True):
 def flags_of(command: Sequence[str], args: Sequence[str], variables: Mapping[str, str]) -> Flags:
     """Parse a container's command and arguments.
 
-    Names of environment variables in the arguments are replaced by their values in `variables`.
+    References to environment variables, such as ``$NAME``, are replaced by the values in `variables`. A reference to an
+    unknown variable stays.
     """
     tokens = [*command, *args]
     if command and command[0] in SHELLS:
@@ -189,7 +192,10 @@ TAKEN = frozenset(
 
 
 def settings_of(flags: Mapping[str, str], path: str, notes: list[Note]) -> list[str]:
-    """Return arguments of Fleet's worker with the effect of the flags that are neither in TAKEN nor in OURS."""
+    """Return arguments of Fleet's worker with the effect of the flags that are neither in TAKEN nor in OURS.
+
+    A flag that must not be passed on (rule 2) gets a note instead.
+    """
     said: dict[str, str] = {}
     for name, value in flags.items():
         if name in TAKEN or name in OURS:

@@ -1,4 +1,4 @@
-"""Secret names: decides by the name of a variable or flag whether its value is a secret.
+"""Secret names: decides by the name and the value of a variable or flag whether the value is a secret.
 
 Imports never copy secrets into objects or notes.
 """
@@ -11,7 +11,7 @@ _AMOUNT = re.compile(r"[0-9.]+|true|false", re.IGNORECASE)
 
 
 def is_secret(name: str, value: str) -> bool:
-    """Return whether a value is probably a secret, which must not be shown.
+    """Return whether a value is probably a secret, which must not be shown; an empty value is none.
 
     Args:
         name: Name of an environment variable, or of a flag without its dashes. The word `token` alone does not prove a

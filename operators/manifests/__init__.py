@@ -14,8 +14,8 @@ Rules:
    from a ConfigMap; `--set` arguments add those that only the pod knows, such as its address.
 4. The user's `podTemplate` overrides the pod template of the operator: lists with names (containers, environment,
    volumes, ports, mounts) are merged by name, and other values are replaced.
-5. Pods run as the user `nobody`, without privileges, with a read-only root file system. They write only to volumes:
-   memory, an emptyDir, or, for fetched models, the claim in `cacheClaim`.
+5. Pods run as a user other than root, without privileges, with a read-only root file system. They write only to volumes:
+   an emptyDir, or, for fetched models, the claim in `cacheClaim`. A user's `podTemplate` may change this.
 
 The controller calls `shared` and `workloads`. The modules `settings`, `pods`, `services` and `policies` build single
 children or parts of them. All of these modules use `names` and `objects`.

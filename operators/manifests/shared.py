@@ -20,7 +20,8 @@ def shared(
     """Return the manifests of the routers with their Services, and of the shared objects of all roles.
 
     The shared objects are a disruption budget for each role, a Service that names the pods of each role of workers, the
-    network policies, and optional kinds.
+    network policies, and a PodMonitor and an InferencePool if the API server has these kinds. An InferencePool is made only
+    if the specification asks for it.
 
     Args:
         deployment: The desired deployment.

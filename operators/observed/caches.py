@@ -65,7 +65,10 @@ def affected_keys(kind: ApiKind, view: NamedObject, store: InformerCaches) -> It
 
 
 def all_keys(store: InformerCaches) -> Iterator[ReconcileKey]:
-    """Yield the keys of all objects of custom kinds, and of the deployments that these objects name."""
+    """Yield the keys of all DisaggDeployments and ServingRequests, and of the deployments that other custom objects name.
+
+    A key may come several times.
+    """
     for kind in kinds.CUSTOM_KINDS:
         for each in store.of(kind, CustomObject):
             yield from affected_keys(kind, each, store)

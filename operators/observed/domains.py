@@ -39,7 +39,7 @@ FACTORS = {
     **{f"{letter}i": Decimal(1024) ** power for power, letter in enumerate("KMGTPE", 1)},
 }
 PODS = "pods"
-"""Name of the resource of a node that is the number of pods which the node may run."""
+"""Name of a resource of nodes: the number of pods that the node may run."""
 
 REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 
@@ -119,7 +119,7 @@ class NodeRoom(Struct, frozen=True):
 
 
 class ClusterRoom(Struct, frozen=True):
-    """Holds the free resources of all usable nodes. `nodes` is None if the operator has no right to list nodes."""
+    """Holds the free resources of all usable nodes. `nodes` is None if the operator may not list nodes and pods."""
 
     nodes: tuple[NodeRoom, ...] | None = None
 

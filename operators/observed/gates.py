@@ -29,7 +29,7 @@ class GatedGroup(Struct, frozen=True):
     gate."""
 
     begun: bool = False
-    """True if the operator's gate has been removed from some of the pods."""
+    """True if the operator's gate has been removed from at least one of the pods."""
 
     unplaced: bool = False
     """True if no pod has the operator's gate any more, and all pods have waited for a node for longer than the time limit

@@ -203,7 +203,7 @@ def scalers_of(store: InformerCaches, namespace: str, deployment: str) -> dict[s
 
 
 def routers_of(pods: Iterable[Pod]) -> Iterator[Pod]:
-    """Return the router pods that are not being deleted."""
+    """Yield the router pods that have not ended and are not being deleted."""
     return (pod for pod in pods if pod.alive and pod.metadata.labels.get(TYPE) == RoleType.ROUTER)
 
 
@@ -362,7 +362,7 @@ def _group_child(
 
 
 def _is_half_scheduled(pods: Sequence[Pod], before: datetime) -> bool:
-    """Return whether some pods of a group have a node, while others have waited for one from a time before `before`."""
+    """Return whether some pods of a group have a node, while another pod began to wait for one earlier than `before`."""
     unplaced = [pod.unplaced_since for pod in pods if pod.unplaced_since is not None]
     return len(pods) > len(unplaced) > 0 and min(unplaced) < before
 

@@ -6,7 +6,7 @@ Pure.
 
 Rules:
 
-1. Pods that are being deleted are not considered.
+1. Pods that are being deleted, or that have the phase Succeeded or Failed, are not considered.
 2. The last output of a container is shown only if it is a line of Fleet's own command. Such a line begins with `fleet: `
    and never contains secrets. Other output is not shown, because it may contain secrets.
 3. A trouble has one of the reasons in `TroubleReason`. A reason that can cause another reason precedes it in the order:
@@ -94,7 +94,7 @@ def troubles(
     products: Sequence[str],
     domains: Mapping[str, str],
 ) -> tuple[PodTrouble, ...]:
-    """Return the troubles of a deployment's pods, the most informative first.
+    """Return the troubles of a deployment's pods, sorted by their reasons (rule 3).
 
     Args:
         pods: All pods of the deployment.
@@ -118,10 +118,9 @@ def _refused_pods(controller: WorkloadResource) -> PodTrouble | None:
 
 
 def _unfit_groups(pods: Iterable[Pod], domains: Mapping[str, str]) -> Iterator[PodTrouble]:
-    """Yield a trouble for each group without nodes.
+    """Yield a trouble for each worker group if the scheduler reports for all its pods that it finds no node.
 
-    Only groups whose domain the scheduler chooses are examined. The scheduler has reported for all pods of such a group
-    that it finds no node for them.
+    Only groups whose domain the scheduler chooses are examined.
     """
     groups: dict[tuple[str, str], list[Pod]] = {}
     for pod in pods:

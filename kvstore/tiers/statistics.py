@@ -47,7 +47,7 @@ class TierStatistics:
                 self._gone.pop(key, None)
 
     def gone(self) -> list[BlockKey]:
-        """Return the blocks that were lost since the last call, for `BackingTier.gone`."""
+        """Return the blocks that were lost since the last call and have not been written again, for `BackingTier.gone`."""
         with self._lock:
             gone, self._gone = self._gone, {}
         return list(gone)

@@ -3,7 +3,7 @@
 Rules:
 
 1. Everything runs on one event loop, and bytes move between sockets and the pool directly. For a PUT, a connection asks
-   the pool machine for the addresses of the blocks right before it receives their bytes, and again after every wait,
+   the pool machine for the addresses of the blocks right before it receives their bytes. It asks again after every wait,
    because a block may have lost its place meanwhile. For a GET, it asks before it sends the bytes, and again after that.
 2. A connection is a generator that follows the protocol step by step (`kvstore.transports.tcp_frames`). It makes
    non-blocking system calls, and yields the readiness that it needs before the next one.

@@ -1,9 +1,14 @@
 """Generator of the Helm chart: writes those files of the chart that are generated from types.
 
-The command is `python -m operators.chart.generate deploy/helm/fleet`. Values and their schema come from
-`operators.chart.values`, `Chart.yaml` and the README from `operators.chart.package`, resource presets from
-`operators.chart.presets`, custom resource definitions from `operators.chart.crds`, the rights of operator and planner from
-`operators.rbac`, and dashboards from `operators.chart.dashboards`. A test compares the chart with the generated content.
+The command is `python -m operators.chart.generate deploy/helm/fleet`. A test compares the chart with the generated
+content, which comes from these modules:
+
+- `operators.chart.values`: the values and their schema
+- `operators.chart.package`: `Chart.yaml` and the README
+- `operators.chart.presets`: resource presets
+- `operators.chart.crds`: custom resource definitions
+- `operators.rbac`: the rights of operator and planner
+- `operators.chart.dashboards`: dashboards
 """
 
 import argparse

@@ -7,8 +7,8 @@ Rules:
 2. The object that the API server returns for a write is put into the cache at once, so that the next reconcile sees it
    (`fleet.net.kubernetes.cache`, rule 1).
 3. A write that was sent before the Lease was lost, and that arrives late, is harmless. Replicas change only if their
-   number is still the observed one, and a removal names the uid of the object, so it never removes a later object of the
-   same name. After a late apply, the next leader finds a wrong digest and applies its own manifest.
+   number is still the observed one. A removal names the uid of the object, so it never removes a later object of the same
+   name. After a late apply, the next leader finds a wrong digest and applies its own manifest.
 4. A new object is created only if its name is free, and an object is changed only if it has the uid that the cache
    knows. So an operator with an outdated cache never overwrites an object of somebody else. If the name of a new object
    is taken, the existing object is read into the cache, and the next reconcile decides with this knowledge.
@@ -162,8 +162,8 @@ class Applier:
         """Create an object or update it (rule 4).
 
         Raises:
-            ObjectConflict: The object in the cache belongs to another owner by now or was replaced by another object of
-                its name, or the name of a new object is taken. In the last case, the existing object is in the cache now.
+            ObjectConflict: The object belongs to another owner by now, or was replaced by another object of its name. For
+                a new object: its name is taken, and the existing object of this name is in the cache now.
         """
         view, metadata = VIEW_OF_KIND[kind], manifest["metadata"]
         cache = self._store.of(kind, view)

@@ -4,9 +4,9 @@ Rules:
 
 1. All pods of a group are created with a scheduling gate. The scheduler ignores pods with a gate, so these pods hold no
    GPUs. To open a gate means to remove it from the pod.
-2. The scheduler places only one group at a time. The gates of a group are opened when all of its pods exist, and no other
-   group of this operator has pods without a gate that still wait for a node. So two groups cannot each hold half of a
-   domain and wait for the other half.
+2. The scheduler places only one group at a time. The gates of a group are opened only when all of its pods exist. They
+   stay closed while pods of another group of this operator, whose gates are open, still wait for nodes (rule 5 limits this
+   time). So two groups cannot each hold half of a domain and wait for the other half.
 3. The operator's gate is the last gate to open. A group whose pods also have gates of other controllers is not in the
    queue: the scheduler would not look at its pods, and all other groups would wait until the other controller removes
    its gate.

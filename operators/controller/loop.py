@@ -108,7 +108,7 @@ class Controller:
         self._edits: dict[ReconcileKey, tuple[KubernetesEvent, ...]] = {}
 
     def edited(self, before: CustomObject, after: CustomObject) -> None:
-        """Remember that a deployment was edited, so that its next reconcile can record Kubernetes events about the edit."""
+        """Remember the Kubernetes events about an edit without effect; the next reconcile of the deployment records them."""
         if edit_events := tuple(events.replicas_ignored(before, after)):
             self._edits[deployment_key(after.metadata.namespace, after.metadata.name)] = edit_events
 

@@ -16,8 +16,8 @@ Rules:
 4. Only one source sets the number of replicas of a role: for a Static role the specification, and for other roles the
    RoleScaler. The operator creates a RoleScaler with the number in the specification, and never changes this number
    afterwards. If somebody deletes the RoleScaler, the operator creates a new one with the present number.
-5. Before the replicas of a Deployment are reduced, each pod whose deletion cost is known is annotated with this cost,
-   because the controllers of Kubernetes remove the pods with the lowest cost first. If groups are StatefulSets, the
+5. Before the replicas of a Deployment are reduced, each pod whose deletion cost is known is annotated with this cost. The
+   controllers of Kubernetes remove the pods with the lowest cost first. If groups are StatefulSets, the
    operator itself removes the groups with the fewest warm blocks. A LeaderWorkerSet always removes its last groups. How a
    pod drains is set in `operators.manifests.pods` and decided in `workers.machine`.
 """
@@ -46,7 +46,7 @@ MOST_DELETION_COST = 2**31 - 1  # the maximum value that Kubernetes accepts
 
 
 class Apply(Struct, frozen=True, tag=True):
-    """Server-side apply of a manifest. The manifest contains all fields of the object that the operator owns."""
+    """Server-side apply of a manifest. The manifest contains every field that the operator owns in the object."""
 
     manifest: Manifest
 
@@ -162,7 +162,10 @@ def reconcile(
 def _present_children(
     desired: DesiredDeployment, observed: ObservedState, worker_revision: str, images: Images
 ) -> Iterator[Manifest]:
-    """Yield the manifests of the children that have the revision `worker_revision`, with their current numbers of replicas."""
+    """Yield the manifests of the existing children with the revision `worker_revision`, and of their ConfigMaps.
+
+    The numbers of replicas are the current ones.
+    """
     for role in desired.workers:
         for each in observed.children:
             if (each.role, each.replicas.revision) != (role.name, worker_revision) or not each.kind:

@@ -2,12 +2,12 @@
 
 Rules:
 
-1. Nodes and pods of the whole cluster are listed only when a group is about to be created, and at most once in the time
-   FRESH, because these lists may be long.
+1. Nodes and pods of the whole cluster are listed only when a group is about to be created, because these lists may be
+   long. They are listed at most once in the time FRESH.
 2. The room of a new group counts as taken (promised) until the group's pods exist, but at most for the time PROMISED. So
    two groups do not get the same room.
-3. If the operator has no right to list nodes and pods, `read` returns an unknown room (`nodes` is None), and asks the
-   API server again only after the time DENIED.
+3. If the operator has no right to list nodes and pods, `read` returns an unknown room (`nodes` is None). It asks the API
+   server again only after the time DENIED.
 """
 
 from fleet.core.clock import SECOND, Clock, Nanos

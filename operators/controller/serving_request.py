@@ -189,8 +189,9 @@ def _applied(
 def _ready(applied: ConditionUpdate, there: CustomObject | None) -> ConditionUpdate:
     """Return the condition Ready of the request.
 
-    It is the condition Ready of the request's deployment. It is False if the proposal was not applied to the deployment,
-    with the reason of the condition Applied, or if the deployment's status is older than its specification.
+    It is the condition Ready of the request's deployment, with two exceptions. If the proposal was not applied to the
+    deployment, it is False with the reason of the condition Applied. If the deployment's condition is older than its
+    specification or missing, it is False too.
     """
     _, holds, reason, message = applied
     if holds != TRUE or there is None:

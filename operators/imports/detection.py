@@ -19,8 +19,8 @@ def imported(documents: Sequence[Any], name: str = "", namespace: str = "") -> I
         namespace: Namespace of all deployments. If it is empty, the namespaces in the documents are used.
 
     Raises:
-        ConfigurationRefused: No document belongs to a known project, a document is not an object, a field is missing or
-            has an impossible value, or `name` is given and the file results in several deployments.
+        ConfigurationRefused: No document belongs to a known project, or a document is not an object. A field is missing or
+            has an impossible value. Or `name` is given, and the file results in several deployments.
     """
     objects: list[dict[str, Any]] = []
     notes: list[Note] = []

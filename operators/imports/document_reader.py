@@ -137,7 +137,7 @@ class DocumentReader:
         return [str(each) for each in values]
 
     def words(self, name: str) -> dict[str, str]:
-        """Return the object in a field, such as labels or annotations, all of whose values must be texts."""
+        """Return the object in a field, such as labels or annotations, with its values as texts."""
         table = self.table(name)
         return {each: table.text(each) for each in table.names}
 

@@ -125,7 +125,10 @@ def without_secrets(container: dict[str, Any], path: str, notes: list[Note]) -> 
 
 
 def variables_of(*lists: list[Any]) -> dict[str, str]:
-    """Return the environment variables in the lists that have a literal value, by name. Secrets are left out (rule 3)."""
+    """Return the values of the environment variables in the lists, by name. If a name comes several times, the last one counts.
+
+    Variables with `valueFrom` are left out, and secrets too (rule 3).
+    """
     return {
         name: value
         for variables in lists

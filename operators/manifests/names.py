@@ -119,8 +119,8 @@ def host_of(service: str, namespace: str) -> str:
 
     The name ends with `svc`, without the domain of the cluster, because resolvers append the domain.
 
-    A name without `svc`, such as `llama-decode.dev` for the namespace `dev`, could also be a name on the internet, and
-    resolvers would ask there if the Service is missing.
+    A name without `svc`, such as `llama-decode.dev` for the namespace `dev`, could also be a name on the internet. Resolvers
+    would ask there if the Service is missing.
     """
     return f"{service}.{namespace}.svc"
 

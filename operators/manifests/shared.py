@@ -19,9 +19,9 @@ def shared(
 ) -> list[Manifest]:
     """Return the manifests of the routers with their Services, and of the shared objects of all roles.
 
-    The shared objects are a disruption budget for each role, a Service that names the pods of each role of workers, the
-    network policies, and a PodMonitor and an InferencePool if the API server has these kinds. An InferencePool is made only
-    if the specification asks for it.
+    The shared objects are a disruption budget for each role, a Service that names the pods of each role of workers, and the
+    network policies. If the API server has these kinds, there is also a PodMonitor, and an InferencePool if the
+    specification asks for it.
 
     Args:
         deployment: The desired deployment.

@@ -59,7 +59,7 @@ class WorkerLease(Struct, frozen=True, kw_only=True):
 def registered(
     leases: Iterable[WorkerLease], reports: ReportedWorkers | None, now: datetime
 ) -> dict[str, WorkerRegistration] | None:
-    """Return the workers of a deployment that at least one router knows, by pod, or None if nothing is known (rule 4).
+    """Return the workers of a deployment that count as known (rule 2), by pod, or None if nothing is known (rule 4).
 
     Args:
         leases: Leases of all workers of the deployment, also Leases that have expired.
@@ -81,7 +81,7 @@ def registered(
 def partly_unknown(
     leases: Iterable[WorkerLease], reports: ReportedWorkers | None, now: datetime
 ) -> dict[str, tuple[str, ...]]:
-    """Return the workers that only some routers know, each with the routers that do not know it.
+    """Return the workers that only some of the reporting routers know, each with the routers that do not know it.
 
     Workers with a valid Lease are left out, because every router finds them by the Lease.
     """

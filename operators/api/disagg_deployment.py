@@ -514,7 +514,7 @@ class RoleStatus(Resource, frozen=True):
     """Requested number of replicas, lowered as far as the GPU budget and the ratio bounds demand."""
 
     replicas: int = 0
-    """Existing replicas, of all revisions."""
+    """Existing replicas of all revisions, without those that are being removed."""
 
     ready: int = 0
     """Replicas whose pods are all ready."""

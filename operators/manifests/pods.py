@@ -248,7 +248,7 @@ def _container(
         "volumeMounts": mounts,
     }
     scheme = {"scheme": "HTTPS"} if deployment.spec.routing.tls_secret else {}
-    # A command of the user would not answer probes, and the kubelet would restart it, so it gets no probes.
+    # A command of the user may not answer these two probes, and the kubelet would restart it, so it gets neither.
     if not is_foreign(role):
         live = (
             # Clients cannot use up the connections of this port, so a healthy router always answers the probe.

@@ -188,7 +188,9 @@ class RecordFramer:
     def take(self, key: BlockKey, value: RecordSource, into: ByteArray) -> FetchResult:
         """Read a value from the server, and copy its block into `into`.
 
-        If the answer is not MOVED, a part of the value may be left unread.
+        The result is CORRUPT if the value is bad. It is GONE if this node cannot use the value: the namespace is not open
+        here, or the value has another codec, another block length or a newer format. If the result is not MOVED, a part
+        of the value may be left unread.
 
         Raises:
             OSError: The value could not be read.

@@ -60,7 +60,7 @@ class ReadingsDiffer(OSError):
 
 
 def judge(open_reading: Open, proof: Proof) -> ReadingVerdict:
-    """Read a value by a new connection, and return the verdict about it. If it is bad, read it once more first.
+    """Read a value, and a second time if it is bad; return the verdict. Each reading has a new connection.
 
     The verdict is never UNREAD. It is UNSURE if a reading raises `ReadingsDiffer` or `ValueError`.
 

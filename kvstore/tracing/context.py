@@ -78,7 +78,10 @@ def is_trace_state(text: str) -> bool:
 
 
 def read_baggage(text: str, keys: Collection[str]) -> tuple[tuple[str, str], ...]:
-    """Return the members of `baggage` with these keys; none if the header is longer than allowed."""
+    """Return the members of `baggage` with these keys; none if the header is longer than allowed.
+
+    Members after the first `MOST_BAGGAGE_MEMBERS` are ignored. A value is cut after `LONGEST_BAGGAGE_VALUE` characters.
+    """
     if not text or len(text) > LONGEST_BAGGAGE:
         return ()
     found: dict[str, str] = {}

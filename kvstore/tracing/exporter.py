@@ -84,7 +84,7 @@ class TraceExporter:
         return len(self._waiting)
 
     def close(self) -> None:
-        """Send the waiting entries, in at most `CLOSE_SECONDS`."""
+        """Send the waiting entries, but wait for this at most `CLOSE_SECONDS`."""
         self._stop.set()
         self._thread.join(CLOSE_SECONDS)
 

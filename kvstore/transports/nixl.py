@@ -280,7 +280,7 @@ class _NixlConnection:
         A slot is valid if its place in the pool has the slot's generation, so that the place was not given to another block.
 
         Raises:
-            NixlAgentFailed: The read has not ended at `until`.
+            NixlAgentFailed: The read failed, or has not ended at `until`.
         """
         pages = np.array([slot.offset // PAGE_BYTES for slot in slots], dtype=np.uint64)
         remote = np.full((len(slots), 3), (0, STAMP_BYTES, 0), dtype=np.uint64)

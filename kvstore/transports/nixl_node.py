@@ -64,7 +64,7 @@ class NixlNode:
         The first successful start also logs a warning that other hosts can reach the ports of NIXL.
 
         Raises:
-            StoreNotStarted: NIXL cannot be used here.
+            StoreNotStarted: The process ended or did not answer in time, so NIXL cannot be used here.
         """
         pool = self._tier.fileno()
         self.process = await asyncio.create_subprocess_exec(

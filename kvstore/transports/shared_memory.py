@@ -106,8 +106,8 @@ class SharedMemoryTransport:
     ) -> list[int | None]:
         """Write one rank's shard of each block into reserved slots; return what each shard adds to its block's checksum.
 
-        The result is None for a block that was not written, because its place belongs to another block or the deadline
-        has passed.
+        The result is None for a block that was not written: its place is outside the pool or belongs to another block, or
+        the deadline has passed.
         """
         assert len(slots) == len(blocks), (len(slots), len(blocks))
         return [

@@ -149,7 +149,10 @@ def _manifest(request: CustomObject, reply: Proposal, there: CustomObject | None
 
 
 def _leaving(roles: Sequence[Manifest], there: CustomObject | None) -> Iterator[Manifest]:
-    """Yield each role that the proposal does not contain any more and that still has pods, with 0 replicas."""
+    """Yield, with 0 replicas, the roles of workers that the request has made and that the proposal no longer contains.
+
+    A role is left out as soon as the deployment reports that its pods have gone.
+    """
     if there is None:
         return
     named = {role["name"] for role in roles}

@@ -125,7 +125,7 @@ def without_secrets(container: dict[str, Any], path: str, notes: list[Note]) -> 
 
 
 def variables_of(*lists: list[Any]) -> dict[str, str]:
-    """Return the values of the environment variables in the lists, by name. If a name comes several times, the last one counts.
+    """Return the values of the environment variables in the lists, by name; of equal names, the last one counts.
 
     Variables with `valueFrom` are left out, and secrets too (rule 3).
     """

@@ -360,7 +360,7 @@ def _engine(reader: DocumentReader, template: PodTemplate) -> tuple[Flags, bool]
 
 
 def _resources(reader: DocumentReader, template: PodTemplate) -> tuple[int, GpuVendor]:
-    """Read the resources of a pod; return the number and the vendor of its GPUs."""
+    """Return the number and the vendor of a pod's GPUs, and copy its other resources to the pod template."""
     resources = reader.any("resources")
     if says_something(resources) and isinstance(resources, dict):
         for name in ("requestCPU", "requestMemory", "requestGPU", "requestGPUType", "limitCPU", "limitMemory"):

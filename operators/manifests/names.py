@@ -145,7 +145,7 @@ def base_name(deployment: DesiredDeployment, role: RoleSpec) -> str:
 
 
 def config_name(deployment: DesiredDeployment, role: RoleSpec, of_revision: str) -> str:
-    """Return the name of a role's ConfigMap; without a revision in it if `of_revision` is empty.
+    """Return the name of a role's ConfigMap. If `of_revision` is empty, the name contains no revision.
 
     The ConfigMap of routers has the same name in all revisions. The router pods have a label with a digest of the settings.
     If the settings change, this label changes, so Kubernetes replaces the pods.

@@ -43,8 +43,8 @@ def revision(deployment: DesiredDeployment, images: Images) -> str:
     """Return the revision of a deployment's workers, as 8 characters. All roles of workers have the same revision.
 
     It changes if the pod template or the settings of a role change, or if a role is added or removed. The pods of all
-    workers are then replaced. It does not depend on the kinds that the API server has. So the pods of workers are not replaced when
-    somebody installs LeaderWorkerSets in the cluster.
+    workers are then replaced. It does not depend on the kinds that the API server has. So the pods of workers are not
+    replaced when somebody installs LeaderWorkerSets in the cluster.
     """
     roles = sorted(deployment.workers, key=lambda role: role.name)
     pods: list[Any] = [

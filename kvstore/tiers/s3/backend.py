@@ -54,8 +54,8 @@ def open_s3(settings: S3Settings, *, codecs: Callable[[bytes], Codec], clock: Cl
     """Make a tier in a bucket. An object store that does not answer yet is used as soon as it does.
 
     Raises:
-        StoreNotStarted: The client library is not installed, or the object store shows that a setting is wrong, such as
-            the bucket, the region or the credentials. The message begins with the name of the setting.
+        StoreNotStarted: The client library is not installed, or a setting is wrong, such as the bucket, the region or the
+            credentials. The message begins with the name of the setting.
     """
     try:
         clients = S3Clients(settings)

@@ -65,8 +65,8 @@ class S3Sightings:
 def leading(count: int, width: int, are_there: Callable[[Sequence[int]], Sequence[bool]]) -> int:
     """Return how many leading items exist, assuming that no item after a missing one exists.
 
-    Each round asks `are_there` about at most `width` indices. The first round includes the last item, so one round is enough if
-    all items exist.
+    Each round asks `are_there` about at most `width` indices. The first round includes the last item, so one round is
+    enough if all items exist.
     """
     low, high = 0, count  # all items before `low` exist, and none from `high` on
     while low < high:

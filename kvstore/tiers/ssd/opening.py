@@ -110,7 +110,10 @@ def _take(disks: Disks, field: str, folder: str) -> Disk:
 def _recover(
     volumes: Sequence[Volume], threads: int, state: SsdState
 ) -> list[list[tuple[Segment, RecoveredSegment | UnreadableSegment]]]:
-    """Read the files of all volumes, several at a time; return for each volume its segments with their contents."""
+    """Read the files of all volumes, several at a time; return for each volume its segments with their contents.
+
+    Files that cannot be opened are left out.
+    """
     with ThreadPoolExecutor(threads, thread_name_prefix="ssd-open") as pool:
         reading = [[pool.submit(_open, volume.disk, name) for name in volume.disk.segments()] for volume in volumes]
         opened = [[future.result() for future in futures] for futures in reading]

@@ -170,7 +170,7 @@ class _ReadCall:
 
 
 def _runs(found: Sequence[RecordRead]) -> list[Sequence[RecordRead]]:
-    """Divide records into runs that are adjacent in one segment."""
+    """Divide sorted records into runs. The records of a run are adjacent in one segment."""
     runs, first = [], 0
     for index in range(1, len(found) + 1):
         if index < len(found):

@@ -285,7 +285,7 @@ class Volume:
             self._state.lock.notify_all()
 
     def _free_segment(self, rescued: list[SsdWrite], needed_pages: int, deadline: Nanos) -> Segment:
-        """Find or make a free segment; blocks rescued from an evicted segment are added to `rescued`."""
+        """Find or make a free segment, or evict one; add the blocks that are rescued from it to `rescued`."""
         spare_bytes = self._settings.segment_bytes * 15 // 16 - needed_pages * PAGE_BYTES
         share_bytes = int(min(self._settings.rescue_share * self._settings.segment_bytes, spare_bytes))
         while True:

@@ -35,7 +35,7 @@ class Reading(Protocol):
 
 
 class ReadingVerdict(Enum):
-    """Outcome of two readings of one value."""
+    """Outcome of the readings of one value."""
 
     SOUND = auto()  # the value is correct
     CORRUPT = auto()  # the stored value is damaged

@@ -28,8 +28,8 @@ class TracingSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     read at the start, and must not repeat a header of `headers`. Empty: no file."""
 
     insecure: bool = False
-    """Allow sending `headers` over http, without encryption, to another host. Set this only for networks to which nobody
-    else has access."""
+    """Allow sending the headers (`headers` and `headers_file`) over http, without encryption, to another host. Set this only
+    for networks to which nobody else has access."""
 
     certificate: str = ""
     """File with the authority of a collector with ``https``; empty: the authorities that the machine trusts."""

@@ -219,7 +219,7 @@ class TcpTransport:
 
 
 class _BlockTransfer:
-    """Records one block that is being moved, and its outcome so far."""
+    """Holds one block that is being moved, and its outcome so far."""
 
     def __init__(self, slot: Slot, parts: list[ByteArray]):
         self.slot = slot

@@ -381,7 +381,7 @@ class DataPlaneConnection:
 
 
 class _IncomingBlock:
-    """Records one block of a PUT that is being received."""
+    """Holds the slot and the progress of one block of a PUT that is being received."""
 
     def __init__(self, slot: Slot):
         self.slot = slot

@@ -40,7 +40,7 @@ MOST_FAILED = 64
 
 
 class FailedDomains:
-    """Remembers the domains in which pods of roles found no nodes, for a time."""
+    """Remembers for a time the domains in which pods of roles found no nodes."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock

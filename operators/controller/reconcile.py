@@ -52,9 +52,10 @@ class Apply(Struct, frozen=True, tag=True):
 
 
 class Scale(Struct, frozen=True, tag=True):
-    """Change a number of replicas, but only if the number still is `was`, or the number in the cache if `was` is None.
+    """Change the number of replicas of a workload, but only if it is still `was`.
 
-    So a write of a former leader that arrives late changes nothing.
+    If `was` is None, the number in the cache is expected instead. So a write of a former leader that arrives late changes
+    nothing.
     """
 
     kind: str

@@ -11,7 +11,7 @@ PEERS = 50054
 """The port at which the routers of a deployment exchange their state."""
 
 HEALTH = 8080
-"""The router's port for probes and Prometheus; clients do not reach it."""
+"""The router's port for probes and Prometheus. It is not in the Service for clients."""
 
 GROUP_PORT = 50063
 """The port at which the first pod of a worker group listens for the other pods of the group."""
@@ -71,7 +71,7 @@ class GroupPlacement(Struct, frozen=True, kw_only=True):
     """Says where the pods of a group may run: the domain, the nodes to avoid, and whether a gate holds them back."""
 
     domain: str = ""
-    """The value of the node label `topology.domain` of the role; empty if the scheduler chooses the domain."""
+    """The value of the node label that `topology.domain` of the role names; empty if the scheduler chooses the domain."""
 
     avoided: tuple[str, ...] = ()
     """Names of the nodes on which the pods must not run."""

@@ -100,7 +100,7 @@ def troubles(
         pods: All pods of the deployment.
         controllers: The child objects of the deployment that create pods.
         products: GPU products that the deployment's roles name.
-        domains: The node label `topology.domain` of each role that has one, by role.
+        domains: The node labels that `topology.domain` of the roles names, by role. Roles without one are left out.
     """
     found = [trouble for each in controllers if (trouble := _refused_pods(each)) is not None]
     found += _unfit_groups(pods, domains)

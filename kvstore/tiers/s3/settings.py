@@ -41,7 +41,7 @@ class S3Settings(TierSettings, frozen=True, kw_only=True, tag="s3"):
     """Time limit for the check of the bucket at the start. An object store that answers later is used from then on."""
 
     known_seconds: Annotated[float, Meta(ge=0, le=86400)] = 60.0
-    """Time for which a block that was seen counts as stored. Objects rarely vanish, and a wrong guess costs one fetch."""
+    """Time for which a block that was seen counts as stored. Objects rarely vanish; if one has, its block is a miss."""
 
     missing_seconds: Annotated[float, Meta(ge=0, le=3600)] = 1.0
     """Time for which a missing block counts as missing. It is short, because other nodes write blocks."""

@@ -33,7 +33,7 @@ class SegmentState(Enum):
 
 
 class Segment:
-    """Records the state of one segment file and its blocks.
+    """Holds the state of one segment file and its blocks.
 
     The ordinal of a block is its number in the segment, from 0 on, in the order in which the blocks became readable.
     """

@@ -4,7 +4,7 @@ Rules:
 
 1. GPUs and RDMA devices are set as limits, because Kubernetes does not share them between pods. CPU and memory are
    requested without a limit. So the scheduler finds a node with enough free CPU and memory, and a pod that uses more
-   memory than it requests for a while is not killed.
+   memory than it requests is killed only if the node runs out of memory.
 2. An engine on GPUs needs host memory for its processes, and CPUs for its processes and its API server. An engine on
    CPUs needs memory for its processes, its KV cache, and the weights twice: the file cache of the operating system has
    a second copy.

@@ -5,7 +5,8 @@ Rules:
 1. A deployment owns the objects whose owner reference has its uid. An object with another owner does not belong to the
    deployment, even if its name and labels match: a deployment that was deleted and created again does not own the
    objects of the deleted deployment. An object that has no owner and carries the operator's labels is an orphan; it is
-   left over by `kubectl delete --cascade=orphan`. It belongs to the deployment that its labels name.
+   left over by `kubectl delete --cascade=orphan`. It belongs to the deployment that its labels name. An orphaned workload
+   must also have the name that the operator would give it.
 2. A replica is one pod, or a group of pods that start and end together. A group is ready when all of its pods are
    ready, and it is registered when its first pod is registered.
 3. A group needs nodes for all of its pods. A scheduler that does not know groups may find nodes for only some of the
@@ -203,7 +204,7 @@ def scalers_of(store: InformerCaches, namespace: str, deployment: str) -> dict[s
 
 
 def routers_of(pods: Iterable[Pod]) -> Iterator[Pod]:
-    """Yield the router pods that have not ended and are not being deleted."""
+    """Yield the router pods that are not being deleted, except those with the phase Succeeded or Failed."""
     return (pod for pod in pods if pod.alive and pod.metadata.labels.get(TYPE) == RoleType.ROUTER)
 
 

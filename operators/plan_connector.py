@@ -3,11 +3,11 @@
 Rules:
 
 1. The connector writes a number by server-side apply, with `writer` as the field manager. The write fails if the
-   RoleScaler has changed since it was read. Annotations hold the id of the plan and the number that was requested
-   before the plan. Only the operator creates RoleScalers.
+   RoleScaler's specification has changed since the observation on which the write is based. Annotations hold the id of
+   the plan and the number that was requested before the plan. Only the operator creates RoleScalers.
 2. `managedFields` record who owns a number. The operator owns the number at first, because it creates the RoleScaler.
-   If the owner is neither the operator nor the planner, the planner must not change the number: the pool is pinned. So
-   `kubectl scale`, an HPA and KEDA work without knowing about planners.
+   If the number has an owner other than the operator and the planner, the planner must not change it: the pool is
+   pinned. So `kubectl scale`, an HPA and KEDA work without knowing about planners.
 3. A write of the same number does not remove the other owners, so it cannot end the pinning. Instead, a pool is given
    back to the planner by an annotation with the present generation of the RoleScaler. While the RoleScaler has this
    generation, the pool is not pinned.
@@ -41,14 +41,15 @@ from operators.observed.pod_troubles import UNPLACED
 PLAN, BEFORE = f"{GROUP}/plan", f"{GROUP}/replicas-before"
 RELEASED = f"{GROUP}/released"
 """Annotation with the generation of a RoleScaler at which its number was given back to the planner. Every other write
-of the connector removes the annotation."""
+of the connector sets the annotation to an empty text."""
 
 PINNED = "pinned: "
 """Beginning of the text `PoolObservation.pinned` if somebody other than the operator and the planner owns the number of
 replicas."""
 
 TRIES = 4
-"""Maximum number of attempts to write a RoleScaler; an attempt fails if the RoleScaler's status changes meanwhile."""
+"""Maximum number of attempts to write a RoleScaler. An attempt fails if any part of the RoleScaler, such as its status,
+changes between the connector's reading and its write."""
 
 Decoded = TypeVar("Decoded")
 
@@ -115,7 +116,7 @@ class _Scaler(NamedObject, frozen=True, kw_only=True):
 
     @property
     def released(self) -> bool:
-        """Return whether `spec.replicas` was given back to the planner, and nobody has changed it afterwards."""
+        """Return whether `spec.replicas` was given back to the planner, and the specification has not changed since."""
         return self.metadata.annotations.get(RELEASED) == str(self.metadata.generation)
 
     def _annotation(self, name: str) -> str:
@@ -181,9 +182,10 @@ class KubernetesConnector:
         The writer of this connector must be the planner.
 
         Raises:
-            PlanRefused: A pool does not exist, or its `scaling.mode` is not Planner.
-            PlanConflict: Another write interfered with each of `TRIES` attempts to release a pool. The pools before it
-                are released.
+            PlanRefused: A pool or its RoleScaler does not exist, its `scaling.mode` is not Planner, or the API server
+                refused the write.
+            PlanConflict: The specification of a pool's RoleScaler has just changed, or another write interfered with
+                each of `TRIES` attempts. The pools that precede this pool in `pools` are released.
             ConnectorUnreachable: The API server does not answer; some of the pools may be released.
         """
         assert self._writer is PlanWriter.PLANNER, "another writer would only pin the pool again"
@@ -221,8 +223,8 @@ class KubernetesConnector:
         """Write a number of replicas into the RoleScaler of a pool.
 
         Raises:
-            PlanConflict: The specification of the RoleScaler has changed since the observation `pool`, or another write
-                interfered with each of `TRIES` attempts.
+            PlanConflict: The specification of the RoleScaler has changed since the observation `pool`, the RoleScaler
+                was deleted, or another write interfered with each of `TRIES` attempts.
             PlanRefused: The API server refused the write.
         """
         for _ in range(TRIES):
@@ -325,9 +327,9 @@ class KubernetesConnector:
 
 
 def _serving(role: _RoleStatus, status: _Status) -> int:
-    """Return the number of replicas that are ready and known to routers.
+    """Return the number of replicas that serve: the smaller one of the numbers of ready and of registered replicas.
 
-    If it is unknown which workers routers know, count all ready replicas.
+    If it is unknown which workers are registered, count all ready replicas.
     """
     unknown = _condition(status.conditions, "RolesRegistered", "Unknown")
     return role.ready if unknown is not None else min(role.ready, role.registered)

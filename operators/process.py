@@ -53,8 +53,8 @@ async def serve_operator(
         stop: The caller sets this event to end the operator.
 
     Raises:
-        ConfigurationRefused: The address is in use, a certificate file cannot be used, or the API server's address is not
-            configured.
+        ConfigurationRefused: The settings cannot be used here; for example, the address is in use, a certificate file
+            cannot be read, or the API server's address is not configured.
     """
     namespace = _namespace(settings)
     try:

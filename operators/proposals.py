@@ -7,8 +7,8 @@ Rules:
 1. A proposal is complete: if it is applied without changes, its pods serve the described requests. Engine options for
    which a role has no field (the longest request, the batch size, the prompt tokens of a step) are arguments in its
    podTemplates, followed by the arguments of the request.
-2. Each prediction is given together with its goal, the median error of predictions of this kind, and the measurements
-   from which it was computed.
+2. Each predicted latency is given together with its goal and the median error of such predictions. A text (`basis`)
+   says on which measurements the predictions are based.
 3. If no deployment keeps the goals, the reply names the goal that fails, the best possible value, and what would have to
    change. Messages contain only numbers and Fleet's own names. They repeat no text of the user, except the name of an
    unknown field of the model's config.
@@ -98,7 +98,7 @@ class Proposal(Struct, frozen=True, kw_only=True):
 
 
 class Infeasible(Struct, frozen=True, kw_only=True):
-    """Explains why no deployment keeps the goals."""
+    """Explains why there is no proposal: no deployment keeps the goals, or the request cannot be used."""
 
     reason: str
     message: str

@@ -1,30 +1,32 @@
 """Replica steps: computes the next number of replicas of each role and revision. Pure.
 
-Scaling, rebalancing and rollouts all consist of the same small steps. `operators.controller.reconcile` asks this module
-for one step in each of its calls.
+Scaling, rebalancing and rollouts all consist of the same small steps: one replica of a role is added or removed.
+`operators.controller.reconcile` asks this module for the next steps (`next_changes`).
 
 Rules:
 
-1. A *revision* is everything that workers must share to understand each other's blocks. In the end, all workers of a
-   deployment have the present revision: replicas of old revisions are removed, and replicas of the present one are
-   added. If a specification is reverted, its old revision becomes the present one again. This module remembers nothing
-   between calls, so any change can be reversed at any moment.
-2. Each call takes one step, and the caller then waits until the pods have changed. The limits below count the replicas
-   that exist now and those that the step requests. A replica *exists* until its pod has gone: a draining replica still
-   holds its GPUs.
-3. The GPUs of all existing or requested replicas never exceed the budget. So if the budget is used up, a rebalance
-   first shrinks one role, waits for its drain, and then grows the other role.
+1. A *revision* stands for the pod templates and settings of all workers; only workers of one revision understand each
+   other's blocks. In the end, all workers of a deployment have the present revision: replicas of old revisions are
+   removed, and replicas of the present one are added. If a specification is reverted, its old revision becomes the
+   present one again. This module remembers nothing between calls, so any change can be reversed at any moment.
+2. Each call takes as many steps as these rules allow, and the caller then waits until the pods have changed. The limits
+   below count the replicas that exist now and those that the steps request. A replica *exists* until its pod has gone:
+   a draining replica still holds its GPUs.
+3. No step takes the GPUs of all existing or requested replicas above the budget, or further above it. So if the budget
+   is used up, a rebalance first shrinks one role, waits for its drain, and then grows the other role.
 4. Growth never takes a role above its target plus `surge`, and shrinking never takes its serving replicas below its
    target minus `unavailable`. Replicas that cannot serve may always be removed.
 5. A prefill replica serves only together with a decode replica of its own revision, and the other way round. So the last
-   pair of an old revision stays until a pair of the new revision is ready. If this rule alone blocks every step,
-   replicas may lose their partners, as long as at least one replica of each role can still serve.
+   pair of an old revision stays until a pair of the new revision is ready. If no step is possible with this rule, and no
+   earlier step is still under way, replicas may lose their partners, as long as at least one replica of each role can
+   still serve.
 6. The ratio of prefill to decode replicas stays within its bounds while roles are scaled. If the replicas of a role
    differ from its target by at most `surge` (above) or `unavailable` (below), the target counts in the ratio instead of
    the replicas, so that a rollout does not change the ratio. If the ratio allows no step of a single role, prefill and
    decode roles change together. If there are no prefill replicas or no decode replicas, the ratio is not checked. If the
-   ratio is already out of its bounds, a step is allowed if the ratio does not get worse.
-7. A role changes by at most `max_step` replicas in one call.
+   present ratio or the ratio of the targets is out of its bounds, a step may take the ratio as far out as they are.
+7. In one call, the number of a role's replicas in one revision changes by at most `max_step`. A change of prefill and
+   decode roles together (rule 6) may be larger, if the ratio allows no smaller one.
 """
 
 from collections.abc import Iterator, Sequence
@@ -65,7 +67,7 @@ class RevisionReplicas(Struct, frozen=True, kw_only=True):
 
     @property
     def changing(self) -> bool:
-        """True if the existing replicas do not yet match the requested number, so that the caller may wait for them."""
+        """True if replicas are still to be created, to become ready or to end, so that the caller may wait for them."""
         return self.leaving > 0 or not self.asked == self.pods == self.ready
 
     @property
@@ -135,9 +137,9 @@ def targets(pools: Sequence[ScaledRole], bounds: ScalingBounds) -> list[ScaledRo
     """Return the roles with possible targets: the requested targets, lowered until GPU budget and ratio allow them.
 
     If the budget is too small, the target of the role that requests the most GPUs is lowered by one. This is repeated
-    until the budget is enough. A target is lowered to 0 only if no role has a target above 1. After that, if there are
-    too many prefill or decode replicas for the ratio, the targets of this side are lowered, but not below 1. If that is
-    not enough, the ratio stays out of its bounds.
+    until the budget is enough. A target is lowered to 0 only if no role with GPUs has a target above 1. After that, if
+    there are too many prefill replicas for the ratio, the targets of prefill roles are lowered, but not below 1; too many
+    decode replicas are treated alike. If that is not enough, the ratio stays out of its bounds.
     """
     wanted = {pool.name: pool.target for pool in pools}
     while bounds.gpu_budget and sum(wanted[pool.name] * pool.gpus for pool in pools) > bounds.gpu_budget:
@@ -152,7 +154,7 @@ def targets(pools: Sequence[ScaledRole], bounds: ScalingBounds) -> list[ScaledRo
 
 
 def next_changes(pools: Sequence[ScaledRole], bounds: ScalingBounds) -> list[ReplicaChange]:
-    """Return the changes of one step.
+    """Return the changes that the next steps make together (rule 2).
 
     The list is empty if all targets are reached, or if the next step has to wait until the pods have changed.
 

@@ -2,15 +2,15 @@
 
 Rules:
 
-1. When an object changes, only the keys of the deployments that it affects are enqueued. A reconcile reads only the
+1. When an object changes, only the keys of the custom objects that it affects are enqueued. A reconcile reads only the
    caches. After a reconcile that has written something, the key is reconciled again at once, until nothing is left to
    write.
 2. Every process fills all caches, also if it does not lead. So a new leader knows all objects, and it reconciles all
    deployments at once.
 3. Only one reconcile of a deployment runs at a time. A failed reconcile is repeated after a pause that grows with each
    failure. It does not delay other deployments.
-4. When the operator stops, running reconciles are finished first, and then the Lease is given back, so that another
-   operator can lead at once. No deployment changes because the operator stops.
+4. When the operator stops, it first waits until running reconciles have finished, but at most `STOP_SECONDS`. Then it
+   gives the Lease back, so that another operator can lead at once. No deployment changes because the operator stops.
 """
 
 import asyncio
@@ -162,7 +162,7 @@ class Operator:
         return sum(each.restarts for each in self._informers.values())
 
     def by_readiness(self) -> dict[str, int]:
-        """Return the number of deployments by the status of their condition Ready."""
+        """Return the number of deployments by the status of their condition Ready; without the condition, it is Unknown."""
         counts = {"True": 0, "False": 0, "Unknown": 0}
         for each in self._deployments():
             status = next((said.status for said in conditions_of(each) if said.type == "Ready"), "Unknown")
@@ -277,7 +277,7 @@ class Operator:
                 outcome, pause = ReconcileOutcome.FAILED, _pause(error)
                 if isinstance(error, ObjectMissing):
                     self._missed.set()
-                # Another writer has changed the object at the same time, which is normal; the key is reconciled again.
+                # Another writer has changed or deleted the object at the same time, which is normal, so DEBUG suffices.
                 level = logging.DEBUG if isinstance(error, ObjectConflict | ObjectMissing) else logging.WARNING
                 cause = f"{type(error).__name__}: {error}"
                 log.log(
@@ -314,7 +314,7 @@ class Operator:
         return key
 
     async def _rest(self) -> None:
-        """Wait until the next key is due or a key is added, but at most REST_SECONDS."""
+        """Wait until the next key is due or a key is added, but at most REST_SECONDS, or STANDBY_SECONDS on standby."""
         self._woken.clear()
         seconds, due = REST_SECONDS, self._queue.next()
         if not self._acts():

@@ -2,10 +2,12 @@
 
 Rules:
 
-1. A router gives the attempts of such an answer an answer key (`Start.answer_key`). The worker keeps their tokens: those
-   that other workers have generated (`Start.generated_tokens`), and its own, before they are sent. So it has all tokens
-   that a client can have, however suddenly the router ends. Any router of the cluster may ask for them by the key.
-2. An answer is kept for a set time after its end. If the stream to its router ends, the answer ends with it.
+1. A router gives an attempt of such an answer an answer key (`Start.answer_key`). The worker keeps the tokens that other
+   workers have generated (`Start.generated_tokens`), and each token that it generates itself, before it sends the token.
+   So it has all tokens that a client can have, however suddenly the router ends. Any router of the cluster may ask for
+   the tokens by the key.
+2. An answer with at least one token is kept for a set time after its end. If the stream to its router ends, the answer
+   ends with it.
 3. If the tokens exceed the memory limit, the answers that have ended are forgotten first, beginning with the earliest
    end, and then the running ones, beginning with the earliest start.
 4. Routers use a key for one attempt only. If a key is used again nevertheless, the tokens of the new attempt replace
@@ -81,7 +83,7 @@ class AnswerKeeper:
                 self._forget(now)
 
     def end(self, answer: KeptTokens, now: Nanos) -> None:
-        """Note that no more tokens of an answer follow. From now on its tokens are kept for the set time."""
+        """Note that no more tokens of an answer follow. From now on its tokens, if any, are kept for the set time."""
         if self._running.get(answer.key) is answer:
             answer.ended_at = now
             if answer.tokens:
@@ -91,7 +93,7 @@ class AnswerKeeper:
             self._forget(now)
 
     def find(self, key: AnswerKey, most: int, now: Nanos) -> TokenBytes:
-        """Return the first tokens of an answer, at most `most`; empty if the answer is unknown."""
+        """Return the first tokens of an answer, at most `most` tokens; empty if the answer is unknown."""
         self._forget(now)
         answer = self._running.get(key) or self._ended.get(key)
         return b"" if answer is None else answer.tokens[:most].tobytes()

@@ -4,13 +4,13 @@ Rules:
 
 1. Only attempts whose router sent a trace context are followed. The span of an attempt is a child of the router's span.
 2. A sampled attempt is exported when it ends. An attempt that is not sampled is kept in memory after its end, because
-   its request may still become slow or fail elsewhere. The router then requests the attempts of this request, and they
-   are exported too. Those of other requests in the same trace are not exported. At most `MOST_HELD` attempts are kept, the newest ones.
-   If the router asks for it (`KeepTrace.leave_room`), these attempts may fill only a part of the export queue, so that
-   room is left for the attempts of failed requests.
-3. Below the attempt's span there are "queue" (until the engine takes it), "kv_transfer" (blocks from elsewhere),
-   "prefill" (until the first token) and "decode" (until the last one). If the engine does not report one of these
-   parts, the next part includes its time.
+   its request may still become slow or fail elsewhere. The router then sends `KeepTrace` with the spans of the request's
+   attempts, and these attempts are exported too. Without such a list, all attempts of the trace are exported. At most
+   `MOST_HELD` attempts are kept, the newest ones. If the router asks for it (`KeepTrace.leave_room`), the attempts that it
+   names may fill only a part of the export queue, so that room is left for the attempts of failed requests.
+3. Below the attempt's span there are "queue" (until the engine schedules the attempt), "kv_transfer" (blocks from
+   elsewhere), "prefill" (until the first token) and "decode" (until the last token). If the engine does not report one
+   of these parts, the next part includes its time. An attempt that failed before its first token has no such parts.
 """
 
 from collections import OrderedDict
@@ -105,7 +105,7 @@ class AttemptTraces:
     def keep_trace(self, request: KeepTrace) -> None:
         """Export the ended attempts of a request now, and its running attempts when they end (rule 2).
 
-        If the router names no attempts, all attempts of the trace are exported.
+        If `request.parent_ids` is empty, all attempts of the trace are exported.
         """
         trace_id, parents = request.trace_id, frozenset(request.parent_ids)
         share = REFUSED_SHARE if request.leave_room else 1.0

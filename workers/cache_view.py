@@ -35,9 +35,9 @@ class CacheView:
                     assert_never(event)
 
     def dump(self) -> list[tuple[KvEvent, ...]]:
-        """Return KV events that describe the whole cache to a router that knows nothing of it.
+        """Return KV events that describe the whole cache; the first one tells the router to forget what it knew.
 
-        Each event becomes one message.
+        Each tuple becomes one message.
         """
         names = iter(self._held)
         chunks: list[tuple[KvEvent, ...]] = [(KvCleared(),)]

@@ -36,7 +36,8 @@ class ObservedChild(Struct, frozen=True, kw_only=True):
     """Sorted names of the StatefulSets if each replica is a StatefulSet of its own; otherwise empty."""
 
     ready_members: tuple[str, ...] = ()
-    """Names of those StatefulSets in `members` whose pods are ready and known to a router."""
+    """Names of those StatefulSets in `members` whose pods are all ready and of which a pod is registered. If it is unknown
+    which workers are registered, ready pods suffice."""
 
     warm: Mapping[str, int] = {}
     """Number of warm blocks in all pods of each StatefulSet together, by the name of the StatefulSet. A StatefulSet whose
@@ -47,7 +48,8 @@ class ObservedChild(Struct, frozen=True, kw_only=True):
     pod has found a node in the domain that was chosen."""
 
     placements: Mapping[str, GroupPlacement] = {}
-    """The domain and the nodes on which the pods of each StatefulSet may run, by the name of the StatefulSet."""
+    """The domain in which the pods of each StatefulSet may run, the nodes that they must avoid, and whether they have a
+    scheduling gate, by the name of the StatefulSet."""
 
     nodes: Mapping[str, tuple[str, ...]] = {}
     """Names of the nodes on which the pods of each StatefulSet run, by the name of the StatefulSet."""
@@ -119,7 +121,7 @@ class ObservedState(Struct, frozen=True, kw_only=True):
 
     foreign: Container[tuple[str, str]] = frozenset()
     """Kinds and names of objects that exist and belong to somebody else, so that the deployment cannot use these
-    names."""
+    names. RoleScalers do not count, because the deployment also uses a RoleScaler of somebody else."""
 
     scalers: Mapping[str, int] = {}
     """Number of replicas that the RoleScaler of each role requests, by role."""

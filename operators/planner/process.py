@@ -54,7 +54,8 @@ async def serve_kube_planner(
         stop: The caller sets this event to end the planner.
 
     Raises:
-        ConfigurationRefused: An address is in use, or the API server's address is not configured.
+        ConfigurationRefused: The settings cannot be used here; for example, an address is in use, a certificate file
+            cannot be read, or the API server's address is not configured.
     """
     namespace = settings.lease.namespace or own_namespace()
     if not namespace:

@@ -2,8 +2,8 @@
 
 Rules:
 
-1. Every planner process runs the planners of all plans, so that a process already knows the demand when it becomes the
-   leader. Only the leader applies plans (the loops check the election) and writes statuses.
+1. Every planner process runs the planners of all plans that can be carried out. So a process already knows the demand
+   when it becomes the leader. Only the leader applies plans (the loops check the election) and writes statuses.
 2. A planner is replaced if its settings or its control secret have changed. If only the routers have changed, the
    planner goes on and reads the reports of the new routers.
 3. If several ServingPlans name one deployment, the plan whose name sorts first is carried out. The statuses of the other
@@ -50,7 +50,8 @@ from operators.planner.translation import (
 log = logging.getLogger(__name__)
 
 ROUND_SECONDS = 1.0
-"""Seconds between two comparisons of the planners' states with the statuses of their plans."""
+"""Maximum seconds between two comparisons of the planners' states with the statuses of their plans. This is also the
+pause before the control secret is read again after a failure."""
 
 STATUS_SHORT = Nanos(SECOND)
 """Minimum time between two writes of the status of one plan."""
@@ -60,7 +61,7 @@ FOLLOWED = (kinds.SERVING_PLAN, kinds.DISAGG_DEPLOYMENT, kinds.POD)
 SELECTORS = {kinds.POD: f"app.kubernetes.io/managed-by=fleet-operator,{TYPE}={RoleType.ROUTER}"}
 
 Place = tuple[str, str]
-"""Namespace and name of a ServingPlan."""
+"""Namespace and name of a ServingPlan or of a DisaggDeployment."""
 
 
 class _RunningPlanner(Struct):
@@ -174,7 +175,7 @@ class KubePlanner:
             await asyncio.sleep(SECRET_SECONDS if not self._secret_trouble else ROUND_SECONDS)
 
     async def _tend(self, tasks: asyncio.TaskGroup) -> Never:
-        """Start and end planners when plans, deployments or routers change, and write the statuses of plans."""
+        """Start and end planners when their inputs change, and write the statuses of plans while this process leads."""
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(ROUND_SECONDS):

@@ -74,8 +74,8 @@ class KubePlannerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Length of the period after a plan in which the predicted latencies are compared with the measured ones."""
 
     most_plans: Annotated[int, Meta(ge=1, le=10_000)] = 200
-    """Maximum number of ServingPlans that this process obeys. If there are more, the first ones by name are obeyed,
-    and the statuses of the others say that they are not."""
+    """Maximum number of ServingPlans that this process obeys. If more plans can be carried out, the first ones by
+    namespace and name are obeyed, and the statuses of the other plans say that they are not."""
 
     def __post_init__(self) -> None:
         if self.metrics_tls.client_authority:

@@ -2,15 +2,19 @@
 
 Rules:
 
-1. The status always contains the conditions `TargetFound` and `Settled`. After the first decision of the planner, it
-   also contains a condition for each type in `fleet.planner.decisions.PlanConditionType`. Such a condition is True as
-   long as the planner reports it, and otherwise False.
+1. The status always contains the conditions `TargetFound` and `Settled`. If the plan is carried out, and its planner has
+   made a decision or reports a condition, the status also contains a condition for each type in
+   `fleet.planner.decisions.PlanConditionType`. Such a condition is True if the planner reports it, and otherwise False
+   or, by rule 3, Unknown.
 2. `Pinned` names the roles in scaling mode Planner whose number of replicas somebody else has set. It follows the last
    observation of the deployment, even if the planner made no decision. Roles in other scaling modes are left out,
    because the specification already says that they are not planned.
-3. While the planner cannot decide, the conditions about goals, budget and model drift (`ABOUT_DECISIONS`) are Unknown.
-4. A status is written at once if the state or the text of a condition has changed. If only numbers in texts have
-   changed, the status is written after a while (`status_seconds`), or together with the next change of a condition.
+3. While the planner cannot decide, the conditions about goals, budget and model drift (`ABOUT_DECISIONS`) are Unknown,
+   unless the planner reports them.
+4. A status is written at once if anything that `is_news` compares has changed: the conditions without the numbers in
+   their messages, the recommended numbers of replicas, and the ids and states of plans. If only other parts have
+   changed, such as numbers in messages and measured latencies, it is written when the last write is `status_seconds`
+   ago, or earlier together with news.
 """
 
 import re
@@ -111,7 +115,10 @@ def obeyed_status(
 
 
 def is_news(there: ServingPlanStatus | None, said: ServingPlanStatus) -> bool:
-    """Return whether a status differs in more than the numbers in its texts (rule 4)."""
+    """Return whether the status `said` has to be written at once (rule 4).
+
+    `there` is the status on the API server, or None if it cannot be decoded.
+    """
     return there is None or _essence(there) != _essence(said)
 
 

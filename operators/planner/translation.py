@@ -6,8 +6,8 @@ Rules:
    in scaling mode Planner, the connector reports that the planner must not change them (pinned).
 2. If two limits apply, the stricter limit counts. This is so for the bounds of replicas in the plan and in the role's
    `scaling`, and for the plan's GPU budget and the deployment's `balance.gpuBudget`.
-3. If a plan cannot be carried out, the message names the field that is wrong. It contains no text from the user's
-   objects.
+3. If a field makes it impossible to carry out a plan, the message names the field. It contains no text from the user's
+   objects, except names of roles.
 """
 
 from collections.abc import Mapping
@@ -84,7 +84,8 @@ def planner_settings(
         settings: The settings of this process.
 
     Raises:
-        PlanNotObeyed: No role is to be planned, fields contradict each other, or a field names something unknown.
+        PlanNotObeyed: The deployment is suspended, no role is to be planned, a needed field is missing, fields contradict
+            each other, or a field names something unknown.
     """
     spec, workers = deployment.spec, deployment.workers
     if spec.suspend:
@@ -172,7 +173,11 @@ def _pool(role: RoleSpec, bounds: RoleBounds) -> PlannedPool:
 
 
 def _gpu(role: RoleSpec, bounds: RoleBounds) -> str:
-    """Return the name of the role's GPU type in `gpus`; empty if the role has no GPU or its type is unknown."""
+    """Return the name of the role's GPU type in `gpus`; empty if the role has no GPU or its type is unknown.
+
+    Raises:
+        PlanNotObeyed: The plan names a GPU type for the role that `gpus` does not contain.
+    """
     if not role.gpus.per_replica:
         return ""
     known = gpus()

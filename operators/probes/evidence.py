@@ -14,8 +14,8 @@ Rules:
    further probe is sent, not even by the next leader.
 4. There are two kinds of failed probes: a busy router rejected the probe (`ProbeFailure.busy`), or anything else went
    wrong. A single failure may only mean that the Service does not know its pods yet. So a failure is reported only after
-   two failures of the same kind in a row. The report stays until a probe is answered, or until there are two failures of
-   the other kind in a row.
+   two failures of the same kind in a row. The report stays until a probe is answered, until there are two failures of
+   the other kind in a row, or until a pod of the deployment changes.
 5. If a router demands an API key that the operator does not have, it is unknown whether the deployment serves. So the
    status reports Unknown, and not that the deployment fails.
 6. If a busy router rejects a probe, the status does not report that the deployment fails either, because the router
@@ -162,7 +162,7 @@ class ProbeEvidence(Struct, frozen=True, kw_only=True):
     worker."""
 
     failure: ProbeFailure | None = None
-    """The failure of the last probe, or None if it was answered."""
+    """The failure of the last probe, or None if it was answered or no probe was sent yet."""
 
     about: str = ""
     """Digest of the probed pods (`ProbeSubject.digest`) at the last failure."""
@@ -225,7 +225,7 @@ def wanted(subject: ProbeSubject, evidence: ProbeEvidence) -> tuple[ProbeTarget,
 def answered(
     evidence: ProbeEvidence, subject: ProbeSubject, target: ProbeTarget, answer: ProbeCompletion
 ) -> ProbeEvidence:
-    """Return the evidence with the answer of a target added."""
+    """Return the evidence with the answer of a target added, and without the earlier failures."""
     others = {each for each in evidence.through if each[0] != target.role}
     through = others | {(target.role, subject.around, subject.pools)}
     unhanded, unclear = evidence.unhanded - {target}, evidence.unclear - {target}
@@ -268,7 +268,9 @@ def kept(subject: ProbeSubject, evidence: ProbeEvidence) -> ProbeEvidence:
 
 
 def evidence_from_status(subject: ProbeSubject, proved: str, handed: str) -> ProbeEvidence | None:
-    """Return the evidence that an earlier leader has written into the status, or None if it is about other pods.
+    """Return the evidence that an earlier leader has written into the status, or None if it is about other workers.
+
+    If only the routers have changed since, the evidence says so: a worker of each role still has to answer again.
 
     Args:
         subject: The pods that are probed now.

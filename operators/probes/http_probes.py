@@ -53,7 +53,7 @@ NO_SUCH_JSON = (msgspec.MsgspecError, RecursionError)
 """Errors that the decoder raises if an answer is not the expected JSON; deeply nested JSON raises RecursionError."""
 
 WORDS = " ".join(f"and then comes number {number}," for number in range(40))
-"""Text of about 200 tokens that follows the random words in each prompt."""
+"""Text of about 200 tokens that follows the random characters in the prompt of a completion."""
 
 WITHHELD = "its routers want an API key, and the operator's key would cross the network in the clear"
 WITHHELD_TLS = (

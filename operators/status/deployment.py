@@ -3,11 +3,12 @@
 Rules:
 
 1. A deployment is Ready when all of the following is true. Every role has its replicas of the present revision, and all
-   of them are ready and known to all routers. No old replica is left. The routers are ready. Every worker that generates
-   answers has answered a probe (`operators.probes.evidence`). If it is unknown whether a requirement is fulfilled, the
-   deployment is not Ready.
+   of them are ready and known to all routers. No old replica is left. The routers are ready. If the operator sends
+   probes, every worker that generates answers has answered a probe (`operators.probes.evidence`; its rule 6 makes an
+   exception for busy routers). If it is unknown whether a requirement is fulfilled, the deployment is not Ready.
 2. The reason of Ready names the most informative obstacle, in this order: a taken name, a refusal of the API server, a
-   problem of a pod, a missing replica, a worker that routers do not know, a worker that does not answer. A mistake in a
+   problem of a pod, a missing replica, a worker that routers do not know, a router that has not reported its workers, a
+   worker that does not answer. A mistake in a
    `podTemplate` usually appears as a refusal of the API server (`operators.controller.refusals`). If Kubernetes notices
    the mistake only when it creates or starts pods, it appears as a problem of a pod (`operators.observed.pod_troubles`).
 3. The transition time of a condition changes only if its status changes.

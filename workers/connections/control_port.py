@@ -80,6 +80,8 @@ async def serve_control(
 async def serve_rank(listen: str, serving: Callable[[], bool]) -> AsyncIterator[str]:
     """Serve only the health service, in the process of a rank that is not the first of its engine; yield the address.
 
+    The overall health is SERVING while `serving` returns True.
+
     Raises:
         ConfigurationRefused: The address is in use or does not belong to this machine.
     """

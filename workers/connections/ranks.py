@@ -1,7 +1,7 @@
 """Connections between the ranks of one engine: TCP from each rank to the first, with one JSON object per line.
 
 `workers.rank_rendezvous` decides which ranks join and when a group ends. If the group ends although the leader has not
-ordered it, `leading_group` and `joined_group` raise `EngineDied` in the body of their contexts.
+ordered it, `leading_group` and `joined_group` cancel the body of their contexts and raise a group with `EngineDied`.
 """
 
 import asyncio
@@ -52,7 +52,10 @@ FROM_LEADER: msgspec.json.Decoder[FromLeader] = msgspec.json.Decoder(FromLeader)
 
 
 class _Gone(Exception):
-    """Raised when the other side of a connection is lost; its message continues the text "rank 1 of its group ..."."""
+    """Raised when a connection is lost, or when the leader refuses a rank for now.
+
+    The message is a predicate, such as "has ended"; the code that catches the exception adds the subject.
+    """
 
 
 class GroupLeader:
@@ -74,7 +77,10 @@ class GroupLeader:
         self._asked = False
 
     def when_asked_to_end(self, call: Callable[[], None]) -> None:
-        """Set the function that is called when a rank other than the leader has to end, so that the group can drain."""
+        """Set the function that is called when a rank other than the leader has to end, so that the group can drain.
+
+        If such a rank has asked before, the function is called at once.
+        """
         self._on_leaving = call
         if self._asked:
             call()
@@ -94,7 +100,7 @@ class GroupLeader:
         while not self._rendezvous.complete:
             self._joined.clear()
             await self._joined.wait()
-        # The address of this host by which rank 1 has reached it.
+        # Rank 1 has reached this host by this address, so the ranks' engines can reach it too.
         address = str(self._links[1].get_extra_info("sockname")[0])
         ports = self.group.engine_ports or _reserve_ports(self._reserved, address)
         begin = Begin(address=address, ports=ports)
@@ -225,7 +231,7 @@ class GroupFollower:
         self._on_serving: Callable[[], None] | None = None
 
     def when_serving(self, call: Callable[[], None]) -> None:
-        """Set the function that is called once the whole engine runs."""
+        """Set the function that is called once the whole engine runs; if it runs already, the call comes at once."""
         self._on_serving = call
         if self.serving:
             call()

@@ -36,7 +36,10 @@ def task_of_folder(folder: Path) -> ModelTask:
 
 
 def task_of_config(config: Mapping[str, Any], folder: Path) -> ModelTask:
-    """Return the task of the model whose config.json has this content."""
+    """Return the task of the model in `folder`, whose config.json has the content `config`.
+
+    If the architecture is unknown, the model counts as one that generates tokens.
+    """
     names = [str(each) for each in config.get("architectures") or ()]
     if (folder / SENTENCE_TRANSFORMERS).exists():
         return ModelTask.EMBED

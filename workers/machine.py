@@ -21,10 +21,12 @@ Rules:
    QUEUE_FULL.
 7. After attempts have ended, other workers may still need their blocks. A drain therefore waits, until its deadline,
    for three events: the engine lends no more blocks to decode workers; the time `FETCHED_WITHIN` since the last handoff
-   through the store has passed, if the store ends with this process; and the evacuation of warm blocks has ended. An
-   evacuation runs when the drain begins. If any attempt ran then, another evacuation follows after the last attempt.
-8. If the engine hangs, the process ends at once, in every phase. All streams are closed, so that routers continue their
-   requests on other workers, as if the process had been killed. There is no drain, because the engine would not respond.
+   through the store has passed, if the store ends with this process; and the evacuation of warm blocks has ended. If the
+   server has an evacuator, an evacuation runs when a serving worker begins to drain. If any attempt ran then, another
+   evacuation follows after the last attempt.
+8. If the engine hangs, the process ends at once, also during a drain. All streams are closed, so that routers continue
+   their requests on other workers, as if the process had been killed. The worker does not drain, because the engine
+   would not respond.
    An engine that dies is no event of this machine: `Engine.outputs` raises `EngineDied`, and the process ends
    (`workers.server`).
 9. The machine keeps the tokens of attempts with an answer key for routers that resume an answer (`workers.answer_keeper`).
@@ -312,7 +314,10 @@ class WorkerMachine:
         return engine_id
 
     def _step(self, outputs: Sequence[Progress | Rejected], now: Nanos) -> list[WorkerCommand]:
-        """Return the messages about one engine step: one for each router, with the outputs of its attempts."""
+        """Return the messages about one engine step.
+
+        Each rejected attempt has a message of its own. Each stream gets one message with the progress of its attempts.
+        """
         progress: dict[StreamId, list[Progress]] = {}
         commands: list[WorkerCommand] = []
         for output in outputs:

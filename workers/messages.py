@@ -74,7 +74,7 @@ class EngineStuck(Struct, frozen=True):
 
 
 class EvacuationEnded(Struct, frozen=True):
-    """The evacuation has ended, because all warm blocks were copied, or because no more can be copied."""
+    """The evacuation has ended: all warm blocks were copied, no more can be copied, or the deadline has passed."""
 
 
 WorkerEvent = (
@@ -129,8 +129,8 @@ class Evacuate(Struct, frozen=True, kw_only=True):
 class Drained(Struct, frozen=True, kw_only=True):
     """The worker has drained, and the process may end. From now on, the worker rejects every attempt."""
 
-    cancelled: int  # number of requests that did not finish in time
-    unfetched: int = 0  # number of handoffs that no decode worker had fetched by the deadline
+    cancelled: int  # number of attempts that did not finish in time
+    unfetched: int = 0  # number of handoffs whose blocks the engine still keeps
 
 
 class Abandon(Struct, frozen=True, kw_only=True):

@@ -150,7 +150,9 @@ class Engine(Protocol):
     def load(self) -> LoadReport: ...
 
     def pulses(self) -> Sequence[Pulse]:
-        """Return the progress of each scheduler, always in the same order. The server calls this ten times a second.
+        """Return the progress of each scheduler, always in the same order.
+
+        The server calls this once in `load_interval_ms` (`workers.settings`), by default ten times a second.
 
         An empty result means that the engine does not show its steps, so a hang stays unnoticed.
         """

@@ -48,10 +48,14 @@ class RegistryEntry(Struct, kw_only=True):
     address: str
     name_wait_seconds: float = NAME_WAIT_SECONDS
     taken: bool = False
-    """True if the registry accepted the worker at the last call."""
+    """True from the registry's first acceptance of the worker until the worker is replaced or deregisters."""
 
     async def run(self) -> str:
-        """Stay registered until cancelled, or until another process has replaced this worker; return the reason."""
+        """Stay registered until cancelled.
+
+        Return earlier if another process has replaced this worker, or if it keeps the worker's id for longer than
+        `name_wait_seconds` (rules 4 and 5); the result says so in words.
+        """
         pause = FIRST_PAUSE_SECONDS
         reachable: bool | None = None
         failures = LogDeduplicator()

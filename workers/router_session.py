@@ -19,8 +19,8 @@ from workers.ports import Outlet
 
 MAX_WAITING_ANSWERS = 100
 """Maximum number of messages with kept answers that wait for a router. Each has about 1 MiB. By default a worker keeps
-64 MiB of answers, so a router can request all of them at once. Further ones are dropped, because the stream carries the requests of
-all clients. The router's search for a dropped one ends by its time limit."""
+64 MiB of answers, so a router can request all of them at once. Further messages are dropped instead of closing the stream,
+because the stream carries the requests of all clients. The router stops waiting for a dropped message after a time limit."""
 
 
 class RouterSession:
@@ -57,7 +57,10 @@ class RouterSession:
             self._introduction.append(self._numbered(events))
 
     def receive(self, message: Start | Cancel | KeepTrace | AnswersWanted) -> None:
-        """Pass a router's message to the worker's machine; the machine's answers are sent later, through `offer`."""
+        """Pass a router's message on: a trace request to `keep_trace`, any other message to the worker's machine.
+
+        The machine's replies are sent later, through `offer`.
+        """
         match message:
             case Start():
                 self._absorb(AttemptRequested(stream=self.stream, start=message))

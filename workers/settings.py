@@ -41,7 +41,8 @@ class VllmSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     keeps_forms: bool = True
     """True if the engine supports structured output: JSON schemas, regular expressions and grammars. It then loads the
-    model's tokenizer as well, and compiles what clients write. If off, such requests are refused."""
+    model's tokenizer as well, and compiles the schemas, expressions and grammars of clients. If off, requests with
+    structured output are refused."""
 
     direct_checksums: Literal["auto", "on", "off"] = "auto"
     """Checksums of the blocks that move between engines by the KV path direct. The prefill engine sends them with the
@@ -96,7 +97,8 @@ class SimulatedSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Maximum wait of a request for blocks from the store or a prefill engine; after this time the blocks are computed."""
 
     publish_timeout_ms: Positive = 2000
-    """Maximum time for which a prefill whose tokens are computed waits until its blocks are in the store."""
+    """Maximum time for which a prefill whose tokens are computed waits until its blocks are in the store. It is also the
+    limit of each write in the background."""
 
     adapter_load_ms: Annotated[float, Meta(ge=0)] = 50.0
     """The time to load a LoRA adapter: tens of megabytes from a nearby file system."""
@@ -142,7 +144,8 @@ class GroupSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     rank: Annotated[int, Meta(ge=0)] = 0
     """The rank of this process. Rank 0 leads, registers and serves requests; routers and clients never connect to the other
-    ranks. All other settings are the same for all ranks."""
+    ranks. All ranks must have the same settings, except those that belong to one process, such as its rank, its id and
+    its addresses (`workers.rank_rendezvous.common_settings_digest`)."""
 
     leader: Annotated[str, Meta(min_length=1)]
     """host:port at which the other ranks find the first one."""
@@ -155,7 +158,7 @@ class GroupSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Two ports of the first rank's host, at which the engine's own ranks find each other; empty: any free ports."""
 
     join_timeout_ms: Positive = 600_000
-    """Maximum wait of the leader for all ranks; nodes may have to be created, and images fetched."""
+    """Maximum time that each rank waits until all ranks have joined; nodes may have to be created, and images fetched."""
 
     silence_ms: Annotated[int, Meta(ge=100)] = 15_000
     """A rank that sends nothing for this time counts as lost. The whole group then ends, so that its supervisors start
@@ -183,7 +186,8 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """The worker's id, which is unique in the cluster. It stays the same when the process restarts."""
 
     role: Role = Role.BOTH
-    """The phases of a request that the worker runs: prefill, decode, or both."""
+    """The phases of a request that the worker runs: prefill, decode, or both. With decode it also runs whole requests,
+    without a prefill worker (aggregated)."""
 
     engine: str = "vllm"
     """Name of an entry point in the group `workers.engines`."""
@@ -428,7 +432,7 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def _check_control(self) -> None:
         """Refuse a control port over TCP without a proof, even on loopback, because all users of the machine reach it.
 
-        A rank above 0 of a worker group serves only health on this port, which needs no proof.
+        `insecure` allows it. A rank above 0 of a worker group serves only health on this port, which needs no proof.
         """
         proof = self.control_proof
         asks = proof.secret_file or (proof.certificate and proof.authority) or proof.insecure

@@ -77,7 +77,7 @@ class WatchdogSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 class EngineHealth(StrEnum):
     HEALTHY = "healthy"
-    SUSPECT = "suspect"  # more than half of the patience has passed without a step
+    SUSPECT = "suspect"  # half of the patience or more has passed without a step
     HUNG = "hung"
 
 

@@ -275,7 +275,7 @@ async def joined_group(group: GroupSettings, common: str, clock: Clock) -> Async
         clock: The clock of deadlines.
 
     Raises:
-        ConfigurationRefused: The leader belongs to another group.
+        ConfigurationRefused: The leader refuses this rank for good, because settings or the number of nodes differ.
         EngineDied: The group did not form in time, or the connection to the leader was lost.
     """
     reader, writer, begin = await _joined(group, common, clock)

@@ -9,11 +9,13 @@ Rules:
    `most_bytes` saves the prefixes that are used most.
 3. One thread makes the calls one after the other. Each call has the client's deadline, and no call begins after the
    drain's deadline. The engine and the routers never wait for an evacuation.
-4. A call that the node does not answer in time counts as one failure, and so does a batch that the tier refuses. Their
-   blocks are tried again. If a circuit breaker opens meanwhile, the evacuation continues after the breaker's pause.
-   The evacuation stops at the deadline, and after `MOST_FAILURES` failures in a row.
+4. A call that the node does not answer in time counts as one failure, and so does a batch that the tier fails to take.
+   Their blocks are tried again. If a circuit breaker opens meanwhile, the evacuation continues after the breaker's
+   pause. The evacuation stops at the deadline, when `most_bytes` are copied, and after `MOST_FAILURES` failures in a
+   row.
 5. The log has one line with the result: blocks and bytes copied, blocks that were in the tier already, blocks left, and
-   failures. If requests still ran, a second evacuation follows for the blocks that they added, with a second line.
+   failures. If requests still ran, a second evacuation follows for the blocks that they added, with a second line. If
+   the node has never answered, nothing is copied, and there is no line.
 """
 
 import asyncio
@@ -40,7 +42,8 @@ milliseconds."""
 
 # Failures in a row that end the evacuation: several tries over some seconds mean that the tier or the node is lost.
 MOST_FAILURES = 5
-TRY_AGAIN_SECONDS = 0.05  # pause between two attempts while the client's circuit breaker is open
+# Pause after a call that failed, or that the client's circuit breaker did not let through.
+TRY_AGAIN_SECONDS = 0.05
 
 BLOCKS_PER_SAVE = 64  # maximum number of blocks that the engine writes in one call
 SAVE_WITHIN = Nanos(2 * SECOND)

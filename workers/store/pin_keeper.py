@@ -3,11 +3,11 @@
 Rules:
 
 1. The pin keeper never delays the engine or a router. One thread makes the calls one after the other, with the client's
-   deadlines, and at most `MAX_QUEUED_PINS` pins are pending. More pins are dropped and counted, and so are pins whose
-   calls the node does not answer.
+   deadlines. At most `MAX_QUEUED_PINS` pins and unpins are pending. Further ones are dropped and counted, and so are pins
+   whose calls the node does not answer.
 2. An engine's last blocks reach the store shortly after the end of the answer. Therefore a chain that was not pinned
    completely is pinned again after each of the pauses `RETRY_PAUSES_SECONDS`, unless its session has sent another
-   request meanwhile.
+   request meanwhile, or the node has reached its limit for pins.
 """
 
 import asyncio
@@ -35,10 +35,11 @@ class StorePinKeeper:
     """Pins the chains of paused sessions in a store node, from a thread; made by `open_pin_keeper`."""
 
     def __init__(self, store: StoreThread, tasks: asyncio.TaskGroup) -> None:
-        self.pinned = 0  # number of chains that were pinned
+        self.pinned = 0  # number of chains that were pinned, completely or in part
         # Number of chains that the node pinned only in part or not at all, because of its limit for pins.
         self.refused = 0
-        self.dropped = 0  # number of pins that were dropped, or whose calls the node did not answer
+        # Number of pins and unpins that were dropped or failed, and of pins that the node did not answer.
+        self.dropped = 0
         self._store = store
         self._tasks = tasks
         self._numbers = count(1)

@@ -3,9 +3,9 @@
 Rules:
 
 1. An attempt with a session has a chain: its prompt and its answer, except the answer's last token, whose KV was not
-   computed. When the attempt ends, for any reason, its chain is pinned. Even a cancelled attempt counts, because the
-   router cancels the attempt when it finds a stop string or a tool call. Prefill attempts, and attempts without a
-   token, cause no pin.
+   computed. When the attempt finishes, its chain is pinned. Even a cancelled attempt counts, because the router cancels
+   the attempt when it finds a stop string or a tool call. Prefill attempts, rejected attempts, and attempts that have
+   generated no token cause no pin.
 2. A pause is predicted from the pause before it: among all observed pauses that followed a pause of similar length, the
    share `LATEST` was not longer than the pin lasts (`kvstore.eviction.session_pauses`). A pin lasts at most `longest`,
    and exactly `longest` while too few pauses are known.
@@ -47,8 +47,9 @@ class _SessionAttempt:
 class _SessionPauses(Struct):
     """Records the observed pauses of one session."""
 
-    ended: Nanos | None = None  # instant at which the last attempt ended; None while an attempt runs
-    last: Nanos | None = None  # length of the last pause
+    # Instant at which the latest pinned attempt ended; None while the next attempt runs, and before any was pinned.
+    ended: Nanos | None = None
+    last: Nanos | None = None  # length of the latest pause that has ended; None: there was none
 
 
 class SessionPinPolicy:

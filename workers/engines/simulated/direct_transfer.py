@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 MAX_REQUEST_BYTES = 1 << 20  # maximum length of a request; enough for 60,000 block names
 MAX_CONNECTIONS = 256
-# A connection without a request for this long is closed; the decode worker sends its request at once.
+# The lender closes a connection after this time, whatever happens on it. One exchange normally takes much less.
 IDLE_SECONDS = 10.0
 _LENGTH = struct.Struct(">I")
 
@@ -290,7 +290,10 @@ async def listen(lending: BlockLending, address: str) -> AsyncIterator[None]:
 
 
 async def borrow(params: DirectParams, names: Sequence[BlockHash], *, block_bytes: int, deadline: Nanos) -> list[bytes]:
-    """Fetch the leading blocks of `names` that arrive correctly within `deadline` from now, then return the lease."""
+    """Fetch the leading blocks of `names` that arrive correctly within the time `deadline`, and end the lease.
+
+    Return no blocks if the lender cannot be reached or does not answer correctly in time.
+    """
     borrower = BlockBorrower(params.lease, names, block_bytes)
     blocks: list[bytes] = []
     try:

@@ -90,7 +90,7 @@ class SimulatedEngine:
         self._ended: list[Progress | Rejected] = []  # outputs of requests that ended since the last step
         self._outputs: asyncio.Queue[EngineOutput | EngineDied] = asyncio.Queue(OUTPUTS)
         self._cache_changed = asyncio.Event()
-        self._due = 0.0  # time at which the last step should have ended by the latency model
+        self._due = 0.0  # time at which the latest step should end by the latency model
         self._steps = 0  # number of steps that the engine has begun
         self._step_tokens = 0  # number of tokens of the latest step
         self._waits = True  # True while the loop waits for requests or for blocks
@@ -165,7 +165,10 @@ class SimulatedEngine:
         return self.lending.leases
 
     async def save(self, names: Sequence[BlockHash], within: Nanos) -> int:
-        """Write the given blocks to the store, as `workers.ports.BlockSaver.save` demands; return their number."""
+        """Write those of the given blocks that are cached; return the number of blocks that the store did not have.
+
+        Implements `workers.ports.BlockSaver.save`.
+        """
         if self.store is None:
             return 0
         blocks = {name: bytes(found[0]) for name in names if (found := self.memory.find([name]))}
@@ -178,7 +181,7 @@ class SimulatedEngine:
     # The loop that runs the steps.
 
     async def run(self) -> None:
-        """Run steps until cancelled. If a step fails, the reader of `outputs` gets the exception."""
+        """Run steps until cancelled. If anything fails, `outputs` raises `EngineDied`."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 if self.store is not None:

@@ -59,7 +59,7 @@ class BlockMemory:
         return tuple(events)
 
     def check(self) -> None:
-        """Assert that exactly the named blocks have bytes here."""
+        """Assert that all named blocks have bytes here, and no other block has, apart from evictions not handled yet."""
         assert set(self._blocks.names()) <= self._contents.keys()
         if not self._blocks.changed:
             assert len(self._blocks.names()) == len(self._contents)

@@ -3,13 +3,14 @@
 Rules:
 
 1. The KV bytes of block i are expand(H(weights ‖ D(i-1) ‖ tokens of block i)), where D(i) = H(D(i-1) ‖ the bytes that
-   block i really has in memory), and D(-1) is a constant. A block therefore depends on everything before it, as with
-   attention. The bytes are ordered by layer, head, token and element; `workers.engines.simulated.layout` places them.
+   block i really has in memory), and D(-1) is a constant for each LoRA adapter. A block therefore depends on everything
+   before it, as with attention. The bytes are ordered by layer, head, token and element;
+   `workers.engines.simulated.layout` places them.
 2. The next token is f(H(weights ‖ D of the last full block ‖ tokens after it ‖ the sampling parameters)) mod
-   vocabulary. One wrong, missing or swapped block anywhere in the context therefore changes the answer. Every token has
-   the logit 1, changed only by `logit_bias` and penalties; tokens that are not allowed, or that would complete a
-   forbidden sequence, are never sampled. It does not matter which engine sampled the earlier tokens, so any engine
-   continues any answer exactly.
+   vocabulary. One wrong, missing or swapped block anywhere in the context therefore changes the answer. Every token
+   that does not end the answer has the logit 1, changed only by `logit_bias` and penalties. Tokens that are not allowed,
+   or that would complete a forbidden sequence, are not sampled, unless no other token is left. It does not matter which
+   engine sampled the earlier tokens, so any engine continues any answer exactly.
 3. Expansion is numpy's Philox with the digest as its key, whose random numbers are fixed by its specification (Salmon
    et al. 2011), so every machine computes the same bytes. Digests are XXH3-128, because a block has to cost
    microseconds and no adversary is expected.
@@ -84,8 +85,9 @@ class SimulatedModel(Struct, frozen=True, kw_only=True):
     ) -> SampledToken:
         """Sample the next token after a context: the full blocks of the digest `before`, then the tokens of `tail`.
 
-        A token of `forbidden` is never sampled. The same arguments always give the same token. `shifts` is the result
-        of `penalty_shifts`.
+        A token of `forbidden` is not sampled, unless no other token is left. The same arguments always give the same
+        token. `may_end` is False if the answer must not end yet, so that no token of `eos_token_ids` is sampled. `shifts`
+        is the result of `penalty_shifts`.
         """
         material = b"".join((b"token", before, tail, b"/", _shape(sampling)))
         drawn = xxhash.xxh3_128_intdigest(material, seed=self.seed)

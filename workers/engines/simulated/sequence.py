@@ -64,7 +64,8 @@ class Sequence:
         self.generated = 0  # number of generated tokens
         self.has_slot = False  # True while a LoRA slot is reserved for the sequence
         self.loads_adapter = False  # True if the LoRA adapter has to be loaded first
-        self.times: AttemptTimes | None = None  # the attempt's times for its trace; None: it is not traced
+        # The attempt's times for its trace; None: it is not traced, or the engine has not begun with it.
+        self.times: AttemptTimes | None = None
         self._hits: int | None = None
         self._tokens = bytearray(start.tokens)
         self._digest: Digest = shape.beginning(start.adapter)

@@ -4,7 +4,8 @@ Rules:
 
 1. Threads never access the engine's memory: loads arrive in separate buffers, and writes get copies. A store that hangs
    therefore occupies a buffer, and never a block that another request needs.
-2. Every wait has a deadline. After a failure, the blocks are computed or not kept, and the failure is counted.
+2. Every wait has a deadline. After a failure, blocks that were to be loaded are computed, and blocks that were to be
+   written are not kept.
 3. If the node does not answer at the start, the client joins it later, in its own thread. Until then the store provides
    no blocks and takes none.
 4. At most `MAX_WAITING` blocks wait for a background write. Further blocks are dropped and counted, because they can be
@@ -36,7 +37,7 @@ log = logging.getLogger(__name__)
 
 MAX_WAITING = 1024  # maximum number of blocks that wait for a background write
 BATCH = 64  # maximum number of blocks of one background write
-LEASE_SECONDS = 10.0  # duration of a read lease; every load ends before that
+LEASE_SECONDS = 10.0  # duration of a read lease; by default, a load ends after 2 s (`simulated.load_timeout_ms`)
 # Maximum wait at the start of the engine for a node that is starting too; a later node is joined in the background.
 CONNECT_SECONDS = 3.0
 THREADS = 4  # maximum number of loads and writes at the same time; each of them mostly waits for the store
@@ -55,7 +56,7 @@ class SimulatedStore:
     """Loads blocks from a store node and writes blocks to it; `run` writes the blocks that `offer` has queued."""
 
     def __init__(self, client: StoreClient, conversion: Conversion, threads: ThreadPoolExecutor) -> None:
-        self.dropped = 0  # number of blocks given to `offer` that were not written
+        self.dropped = 0  # number of blocks that `offer` has dropped (rule 4)
         self._client = client
         self._conversion = conversion
         self._threads = threads

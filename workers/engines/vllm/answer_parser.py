@@ -57,10 +57,11 @@ CONTEXT_TOKENS = 16
 
 
 def check_names(settings: WorkerSettings) -> None:
-    """Refuse settings that name a parser which vLLM does not have.
+    """Refuse settings that name a parser which cannot be used.
 
     Raises:
-        ConfigurationRefused: A parser is unknown; the message names the setting and lists vLLM's parsers.
+        ConfigurationRefused: vLLM does not have the parser, or `vllm.keeps_forms` is off, so that the engine does not
+            have the tokenizer that the parser needs. The message names the setting.
     """
     if not {settings.tool_call_parser, settings.reasoning_parser} - {"", AUTO}:
         return
@@ -113,13 +114,13 @@ class VllmAnswerParsers:
         *,
         model_type: str,
     ) -> "VllmAnswerParsers | None":
-        """Return the parsers that fit the model.
+        """Return the parsers that fit the model, or None if no parser can be used.
 
         A parser that was chosen by the chat template is left out if the tokenizer does not have the special tokens of
         the parser.
 
         Raises:
-            ConfigurationRefused: A parser that the settings name does not fit the model.
+            ConfigurationRefused: A parser does not fit the model, and the settings name at least one of the parsers.
         """
         if names is None or not settings.vllm.keeps_forms or not hasattr(tokenizer, "backend_tokenizer"):
             return None

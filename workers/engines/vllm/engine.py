@@ -69,7 +69,8 @@ __all__ = ["available", "open_engine", "open_rank"]
 log = logging.getLogger(__name__)
 
 STORE_SECONDS = 10.0  # maximum wait of a start for the KV store node, which may be starting as well
-# Tools that are longer than this as text are parsed in a thread; shorter ones in the event loop.
+# If the tools of a request have more characters than this, its answer parser is opened in a thread, otherwise in the event
+# loop. Each token of the answer that another worker has generated counts as 32 characters.
 INLINE_CHARACTERS = 4096
 # Seconds between two checks of an idle engine; if an engine with requests dies, this is noticed at once.
 HEALTH_SECONDS = 0.5
@@ -81,7 +82,7 @@ async def open_engine(settings: WorkerSettings) -> AsyncIterator[Engine]:
     """Run vLLM while the context is open. Entering the context takes 15 to 30 s on CPUs.
 
     Raises:
-        ConfigurationRefused: vLLM cannot work with a setting, which the message names; nothing was started.
+        ConfigurationRefused: vLLM cannot work with a setting, which the message names; nothing is left running.
         EngineDied: vLLM ended while starting; its log above has the cause.
     """
     vllm_launch.check(settings)

@@ -4,7 +4,8 @@ vLLM spreads an engine in two ways (0.32, multiprocessing executor). Ranks of on
 first node's scheduler (tensor and pipeline parallelism). Or whole engines run beside each other, and the first node's
 client gives them requests (data parallelism, which distributes the experts with `enable_expert_parallel`). In both
 cases the other nodes run vLLM's headless mode. This module runs the headless mode in a separate process, for two reasons:
-the headless mode blocks its thread, and vLLM does not notice that the leader has ended. The worker then ends the process.
+the headless mode blocks its thread, and vLLM does not notice that the leader has ended. When the leader has ended, the
+worker ends this separate process.
 """
 
 import argparse
@@ -42,7 +43,7 @@ async def open_rank(settings: WorkerSettings) -> AsyncIterator[None]:
 
     Raises:
         ConfigurationRefused: vLLM cannot work with a setting, which the message names; nothing was started.
-        EngineDied: vLLM's processes here have ended by themselves; raised in the body.
+        EngineDied: vLLM's processes here have ended by themselves; the body is cancelled, and this is raised in a group.
     """
     vllm_launch.check(settings)
     scratch = Path(tempfile.mkdtemp(prefix="fleet-vllm-"))

@@ -413,6 +413,9 @@ def engine_args(
             restrict the reasoning.
         revision: Digest of the weights.
         scratch: A private folder with a short path for the engine's Unix sockets.
+
+    Raises:
+        ConfigurationRefused: `vllm.extra_args` names an argument that vLLM does not have.
     """
     from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: PLC0415 - the import takes seconds
 

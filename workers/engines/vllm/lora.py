@@ -53,7 +53,10 @@ class AdapterFiles:
         self._changed: set[ModelName] = set()
 
     def are_as_described(self, name: str) -> bool:
-        """Return whether the adapter's files are unchanged since the start, judged by sizes and modification times."""
+        """Return whether the adapter's files have never changed since the start.
+
+        Changes are noticed by inodes, sizes and modification times.
+        """
         model = ModelName(name)
         if model not in self._changed and _stamps(self._folders[model]) != self._described[model]:
             log.error("adapter files changed, restart the worker to serve it again", extra={"adapter": name})

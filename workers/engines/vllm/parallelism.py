@@ -54,7 +54,8 @@ def check(settings: WorkerSettings) -> None:
     """Refuse settings that vLLM cannot spread over nodes.
 
     Raises:
-        ConfigurationRefused: A setting cannot be used in a group; the message names it.
+        ConfigurationRefused: A setting cannot be used in a group, or needs a group and there is none; the message names
+            it.
     """
     group, extra = settings.group, settings.vllm.extra_args
     if group is None:

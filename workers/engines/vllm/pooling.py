@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def with_task(settings: WorkerSettings, scratch: Path) -> WorkerSettings:
-    """Return the settings with the model's task. If the settings leave it open, vLLM reads it from the model folder.
+    """Return the settings with the model's task, which is read from the model folder if the settings leave it open.
 
     Raises:
         ConfigurationRefused: vLLM cannot read the model folder, or a setting does not fit the task.
@@ -91,7 +91,7 @@ def vector_of(output: "PoolingRequestOutput") -> Vector:
     """Return the vector of a finished request.
 
     Raises:
-        ValueError: vLLM failed, or the vector has too many numbers, or one that is not finite.
+        ValueError: vLLM failed, or the vector has no numbers, too many, or one that is not finite.
     """
     if output.error is not None:
         raise ValueError(f"the engine gave up: {output.error}")
@@ -115,7 +115,10 @@ def _classifies(model: "ModelConfig") -> bool:
 
 
 def _pair_form(model: "ModelConfig") -> PairForm:
-    """Return how vLLM's own server makes one prompt from a pair of texts for this model."""
+    """Return how vLLM's own server makes one prompt from a pair of texts for this model.
+
+    Return NONE if the model does not score pairs, or if the router cannot make such a prompt.
+    """
     from vllm.model_executor.model_loader import get_model_cls  # noqa: PLC0415 - slow to import
     from vllm.model_executor.models.interfaces import supports_score_template  # noqa: PLC0415
 

@@ -120,9 +120,10 @@ def _handoff_params(start: Start) -> dict[str, Any]:
 
 
 def _pull_params(handoff: Handoff, num_tokens: int) -> dict[str, Any] | None:
-    """Return the parameters that the prefill engine's NIXL connector has put into the handoff; None if it has put none.
+    """Return the parameters that the prefill engine's NIXL connector has put into the handoff.
 
-    The decode engine pulls the blocks of the whole prompt, so the prompt must have as many tokens at both engines.
+    Return None if there are none, or if the prompt does not have `num_tokens` tokens at the prefill engine: the decode
+    engine pulls the blocks of the whole prompt.
     """
     try:
         params = json.loads(handoff.params)

@@ -139,7 +139,7 @@ class StoreWork(Struct):
 
 
 class _Tracked:
-    """Remembers one request from its first match until its end."""
+    """Remembers one request from its prefetch (rule 6) or its first look-up until its end."""
 
     def __init__(self, request: EngineRequest, salt: bytes, root: BlockHash):
         self.request = request
@@ -334,7 +334,7 @@ class StorePlanner:
                 yield tracked.request, tracked.counts
 
     def finished(self, request: EngineRequest) -> PromptBlockCounts | None:
-        """Forget a request and return its counts; return None if the store was never queried for its blocks."""
+        """Forget a request and return its counts; return None if its blocks were never looked up or prefetched."""
         self.queued.pop(request.request_id, None)
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None:

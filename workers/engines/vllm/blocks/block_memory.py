@@ -90,7 +90,7 @@ class EngineBlocks(Protocol):
 
 
 def _done() -> None:
-    """Do nothing, because there is nothing to wait for: the copy was complete when `copy_out` returned."""
+    """Do nothing, because there is nothing to wait for: without a device, all work is complete when a call returns."""
 
 
 class HostBlocks:

@@ -4,8 +4,8 @@ vLLM imports this module by its path. The class has the name of vLLM's class, be
 in its settings. The decisions are in `workers.engines.vllm.blocks.handoff_checksums`; this module only translates
 between them and vLLM's hooks.
 
-Blocks are checked if they hold the keys and values of one kind of attention layers, and if the engine splits them by
-heads only. The blocks of other engines are moved as before, and count as unverified.
+Blocks are checked only if `is_checkable` allows it for the engine. The blocks of other engines are moved as before, and
+count as unverified.
 """
 
 from collections.abc import Sequence
@@ -181,10 +181,11 @@ def checksums_of(blocks: EngineBlocks, block_ids: Sequence[int]) -> list[int]:
 
 
 def is_checkable(config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> bool:
-    """Return whether each rank of the engine has whole blocks of some heads, which nothing changes after the prefill.
+    """Return whether the checksums of an engine's blocks can be compared with those of another engine.
 
-    The result is False for an engine with a draft model, because a draft model may still write its layers of a block
-    after the prefill has ended.
+    All layers must have full attention (not MLA), and ranks may split a block by heads only. Nothing may change a block
+    after the prefill. An engine with a draft model is therefore excluded, because a draft model may still write its
+    layers of a block after the prefill has ended.
     """
     parallel, groups = config.parallel_config, kv_cache_config.kv_cache_groups
     is_split = max(

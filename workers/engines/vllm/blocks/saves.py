@@ -280,9 +280,10 @@ class FollowingSaver:
         self.area = StagingArea(blocks)
         self._changed = threading.Condition()  # protects `staged` and `finished`; notified when a save is staged
         self.staged: dict[SaveKey, list[int]] = {}
-        self.finished: set[SaveKey] = set()  # saves that have ended, so that their shards need not be staged
+        # Saves that have ended or for which the first rank has waited in vain, so that their shards need not be staged.
+        self.finished: set[SaveKey] = set()
         self.lost = False
-        self._loss_logged = False  # True if the log has a line about the loss of the first rank
+        self._loss_logged = False  # True if the log already says that this rank saves no more blocks
         self._writer = threading.Thread(target=self._follow, name="fleet-kv-write", daemon=True)
         self._writer.start()
 
@@ -320,7 +321,7 @@ class FollowingSaver:
             return True
 
     def _tell_lost(self) -> None:
-        """Log once that the first rank has ended.
+        """Log once that the first rank has ended, unless the log already says that the writer thread has failed.
 
         Only the engine's thread calls this method, in a step. The writer thread may notice earlier that the first rank
         has ended, but it logs nothing, because the first rank also ends when the engine shuts down. If another step

@@ -69,7 +69,8 @@ UNKNOWN_CONTEXT = 2
 workload."""
 
 ANSWERS = 2
-"""The time limit of a drain, as a multiple of the predicted duration of one answer, so that running requests can end."""
+"""The time limit of a drain is at least this multiple of the predicted duration of one answer, so that running requests
+can end."""
 
 MOST_REPLICAS = 10_000
 """The maximum number of replicas that `operators.api.disagg_deployment.RoleSpec` allows."""

@@ -177,7 +177,7 @@ def next_changes(pools: Sequence[ScaledRole], bounds: ScalingBounds) -> list[Rep
 def _one_move(
     now: dict[str, ScaledRole], before: dict[str, ScaledRole], bounds: ScalingBounds, *, orphans: bool
 ) -> dict[str, ScaledRole] | None:
-    """Return the roles after one more allowed step, or None if no step is allowed.
+    """Return the roles after one more allowed step or joint change (rule 6), or None if neither is allowed.
 
     `before` holds the roles before the first step of this call, because `max_step` limits all changes of the call. If
     `orphans` is true, the step may leave replicas of another role without a partner of their revision (rule 5).
@@ -268,10 +268,10 @@ def _serving(state: dict[str, ScaledRole], pool: ScaledRole) -> int:
 
 
 def _together(now: dict[str, ScaledRole], bounds: ScalingBounds, orphans: bool) -> dict[str, ScaledRole] | None:
-    """Return the roles after a step that changes prefill and decode roles together, or None if no such step is allowed.
+    """Return the roles after a joint change of prefill and decode roles (rule 6), or None if no such change is allowed.
 
     The number of replicas of each role changes in proportion to its distance from its target, so that the ratio is kept.
-    The smallest allowed step of this kind is returned.
+    The smallest allowed change of this kind is returned.
     """
     distances = {name: pool.target - pool.asked for name, pool in now.items() if pool.side is not PairSide.ALONE}
     longest = max(map(abs, distances.values()), default=0)
@@ -316,7 +316,10 @@ def _too_many(sides: tuple[int, int], bounds: ScalingBounds) -> PairSide | None:
 
 
 def _outside(sides: tuple[int, int], bounds: ScalingBounds) -> float:
-    """Return the factor by which a ratio of prefill to decode is out of its bounds, or 0 if it is within its bounds."""
+    """Return the factor by which a ratio of prefill to decode is out of its bounds.
+
+    Return 0 if it is within its bounds, or if there are no prefill replicas or no decode replicas.
+    """
     prefill, decode = sides
     if not prefill or not decode:
         return 0.0

@@ -142,7 +142,10 @@ class Operator:
         )
 
     def lost(self) -> list[str]:
-        """Return the kinds that have not been read yet, or whose changes cannot be watched now."""
+        """Return the kinds that have not been read yet, or whose changes cannot be watched now.
+
+        Before the API server has reported its kinds, return a placeholder, so that the list is not empty.
+        """
         lost = {kind.name for (kind, _), each in self._informers.items() if each.lost and self._served.has(kind)}
         return sorted(lost) if self._informers else ["anything"]
 
@@ -170,7 +173,7 @@ class Operator:
         return counts
 
     def enqueue_all(self, *, afresh: bool = False) -> None:
-        """Enqueue all keys.
+        """Enqueue the keys of all custom objects in the caches.
 
         If `afresh` is true, the reconciles of these keys apply all objects again, even those that look unchanged.
         """
@@ -329,7 +332,8 @@ class Operator:
     def _changed(self, kind: ApiKind, views: Sequence[NamedObject]) -> None:
         """Enqueue the keys of the objects that a change in a cache affects.
 
-        `views` contains the object before the change and after it; a new or deleted object occurs once.
+        `views` contains the object before the change and after it; a new or deleted object occurs once. If a kind was
+        removed from the API server, `views` contains all objects of the kind.
         """
         if kind == kinds.DISAGG_DEPLOYMENT and self.leader.leads():
             before, after = views[0], views[-1]

@@ -31,7 +31,10 @@ def refusal(start: Start, role: Role, facts: EngineFacts) -> Rejected | None:
 
 
 def field_beyond_vocabulary(sampling: Sampling, vocab_size: int) -> str | None:
-    """Return the sampling field that names a token outside the vocabulary, which could make an engine fail; or None."""
+    """Return the first sampling field that names a token outside the vocabulary, or None if there is none.
+
+    Such a token could make an engine fail.
+    """
     named: dict[str, Iterable[int]] = {
         "logit_bias": (token for token, _ in sampling.logit_bias),
         "allowed_token_ids": sampling.allowed_token_ids,

@@ -25,7 +25,7 @@ from fleet.core.requests import TOKEN_BYTES, TokenBytes
 
 AnswerKey = int
 """Key of an answer, a random number of 64 bits. A router takes a new key when it replaces a lost attempt by another one.
-The two attempts may generate different tokens, and the lost attempt's worker may keep some that the router never got.
+The two attempts may generate different tokens, and the lost attempt's worker may keep tokens that the router never got.
 Request ids do not serve as keys, because clients may use a request id twice."""
 
 ENTRY_BYTES = 400  # memory that an answer takes besides its tokens

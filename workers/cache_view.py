@@ -16,7 +16,7 @@ do not wait long behind a message of a dump."""
 
 
 class CacheView:
-    """Keeps the hashes of the cached blocks in the order of their storing, so a block follows its predecessor."""
+    """Keeps the hashes of the cached blocks in the order of their storing, so earlier blocks of a chain come first."""
 
     def __init__(self) -> None:
         self._held: dict[bytes, None] = {}

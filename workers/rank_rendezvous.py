@@ -4,8 +4,8 @@ This module does no I/O; `workers.connections.ranks` sends and receives the mess
 
 Rules:
 
-1. The first rank leads: it serves requests and registers. The other ranks run the rest of the engine, and no other
-   process connects to them.
+1. The first rank leads: it serves requests and registers. The other ranks run the rest of the engine, and neither
+   routers nor clients connect to them.
 2. A group forms once. No engine starts before all ranks have joined, because an engine does not report that it waits
    for a rank. While the group forms, a rank may join again after a restart, and its newest process takes part. A rank
    that joins later, for example after a crash, is refused, and it tries again until the leader is a new process too.

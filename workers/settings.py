@@ -226,8 +226,8 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     states that nobody else is on that network."""
 
     control_listen: str = ""
-    """Address at which operators connect: gRPC with the Worker service, health and reflection; unix:path, or host:port with
-    `control_credentials`. Empty: there is no control port."""
+    """Address at which administrators connect: gRPC with the Worker service, health and reflection; unix:path, or host:port
+    with `control_credentials`. Empty: there is no control port."""
 
     control_credentials: Credentials = Credentials()
     """The credentials that callers of `control_listen` over TCP have to prove: the secret in `secret_file`, or a
@@ -238,7 +238,7 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     metrics_listen: str = ""
     """host:port of /metrics, for monitoring that reaches workers; routers export what workers report in any case. Empty:
-    there is none. The other ranks of a group export only the metrics of this port's certificate."""
+    there is no such port. The ranks of a group after the first one export only the metrics of this port's certificate."""
 
     metrics_access: MetricsAccess = MetricsAccess()
     """Access to the metrics of `metrics_listen`."""
@@ -247,7 +247,8 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """TLS of `metrics_listen`."""
 
     advertise: str = ""
-    """The address that routers dial, if it differs from `listen` (0.0.0.0, address translation)."""
+    """The address that routers dial, if it differs from `listen`, for example because `listen` is 0.0.0.0 or addresses are
+    translated. Empty: `listen`."""
 
     registry: str = ""
     """Control address of a router whose registry takes the worker: host:port or unix:/path. A name that resolves to
@@ -270,9 +271,9 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """gRPC address of the KV store node, unix:path or host:port; empty: no store, or the one of `embedded_store`."""
 
     embedded_store: StoreSettings | None = None
-    """A KV store node in this process, which ends with the worker. It needs a unix: address in `listen`, which this
-    worker and all others of the host use. It suits a host with one worker; several workers are better off with a
-    separate node."""
+    """A KV store node in this process, which ends with the worker. Its own field `listen` needs a unix: address, which this
+    worker and all other workers of the host use. An embedded node suits a host with one worker; several workers are
+    better off with a separate node."""
 
     store_credentials: Credentials = Credentials()
     """Credentials by which a store node on another host accepts this worker."""

@@ -61,11 +61,12 @@ class KubePlannerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Namespace of the Secret in `control_secret`; empty: the namespace of the Lease."""
 
     stale_seconds: Seconds = 5.0
-    """Maximum time without a report of a router. If a router is silent for longer, the demand is incomplete, and the planner
-    of the deployment changes no number of replicas."""
+    """Maximum time between two reports of a router. If a router is silent for longer, the demand is incomplete, and the
+    planner of the deployment changes no number of replicas."""
 
     status_seconds: Seconds = 60.0
-    """Maximum time after which changed numbers in the messages of a ServingPlan's status are written. Changes of state are written at once."""
+    """Minimum time between two writes of a ServingPlan's status in which only numbers have changed, such as those in
+    messages. Changes of state are written at once."""
 
     rehearsal: RehearsalSettings = RehearsalSettings()
     """Rehearsal of plans in the simulator."""

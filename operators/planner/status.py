@@ -55,7 +55,7 @@ IN_WORK = frozenset({PlanState.REHEARSED, PlanState.UNDER_WAY})
 def refused_status(
     refusal: PlanNotObeyed, before: Sequence[Condition], generation: int, planner: str, now: str
 ) -> ServingPlanStatus:
-    """Return the status of a ServingPlan that cannot be carried out."""
+    """Return the status of a ServingPlan that cannot be carried out, or whose planner has not started yet."""
     found = TRUE if refusal.target_found else FALSE
     said: list[ConditionUpdate] = [
         ("TargetFound", found, "Found" if refusal.target_found else refusal.reason, ""),

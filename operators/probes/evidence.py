@@ -202,9 +202,9 @@ def unanswered(subject: ProbeSubject, evidence: ProbeEvidence) -> tuple[ProbeTar
 
 
 def missing_only_routers(subject: ProbeSubject, evidence: ProbeEvidence) -> bool:
-    """Return whether only an answer through the present routers is missing.
+    """Return whether nothing is missing but answers through the present routers, or nothing at all.
 
-    In this case, all workers have answered through earlier routers, and a worker of each role has answered since the
+    In this case, all workers have answered through some router, and a worker of each role has answered since the
     prefill workers last changed.
     """
     before = {(role, pools) for role, _, pools in evidence.through}

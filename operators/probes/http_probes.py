@@ -153,7 +153,10 @@ class HttpProbeSender:
         self._router = router
 
     async def ask(self, probe: Probe) -> ProbeCompletion | ProbeFailure:
-        """Send a probe, and send it again with the API key if the routers demand a key. Return the result; raise no errors."""
+        """Send a probe, and return the result; raise no errors.
+
+        If the routers demand an API key, send the probe again with the key, if the operator has it and may send it.
+        """
         key = self._keys.get(f"{probe.namespace}/{probe.deployment}", "")
         try:
             async with asyncio.timeout(self._deadline_seconds):

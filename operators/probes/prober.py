@@ -54,7 +54,11 @@ class Prober:
         leads: Callable[[], bool],
         on_change: Callable[[ReconcileKey], None],
     ) -> None:
-        """Create the prober. `on_change` is called with the key of a deployment when its evidence has changed."""
+        """Create the prober.
+
+        `on_change` is called with the key of a deployment when the failure to report has changed, and after an answer
+        that leaves no target unanswered.
+        """
         self._clients = clients
         self._longest_seconds = longest_seconds
         self._leads = leads

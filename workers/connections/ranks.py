@@ -295,7 +295,12 @@ async def joined_group(group: GroupSettings, common: str, clock: Clock) -> Async
 async def _joined(
     group: GroupSettings, common: str, clock: Clock
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, Begin]:
-    """Try to join again and again until the leader reports that all ranks have joined."""
+    """Try to join again and again until the leader reports that all ranks have joined.
+
+    Raises:
+        ConfigurationRefused: The leader refuses this rank for good.
+        EngineDied: The time `join_timeout_ms` is over.
+    """
     until = Nanos(clock.now() + group.join_timeout_ms * MILLISECOND)
     pause, why = LEAST_PAUSE_SECONDS, "the leader does not answer"
     while (left := (until - clock.now()) / SECOND) > 0:

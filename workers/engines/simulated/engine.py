@@ -87,7 +87,8 @@ class SimulatedEngine:
         # One connection for each request, so that no load has to wait for another one and then exceed its deadline.
         self._transfers = asyncio.Semaphore(facts.max_running)
         self._adapters_loading: dict[str, asyncio.Event] = {}
-        self._ended: list[Progress | Rejected] = []  # outputs of requests that ended since the last step
+        # Outputs that the loop still has to put into `_outputs`: tokens of the latest step, and ends of requests.
+        self._ended: list[Progress | Rejected] = []
         self._outputs: asyncio.Queue[EngineOutput | EngineDied] = asyncio.Queue(OUTPUTS)
         self._cache_changed = asyncio.Event()
         self._due = 0.0  # time at which the latest step should end by the latency model

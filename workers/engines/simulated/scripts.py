@@ -103,7 +103,7 @@ class ScriptWriter:
     def _reasoning(self, start: Start) -> str:
         if not self._parsers.reasoning or start.parsing is None:
             return ""
-        end = len(start.tokens) - start.generated_tokens * TOKEN_BYTES  # the tokens after this belong to the answer
+        end = len(start.tokens) - start.generated_tokens * TOKEN_BYTES  # from this byte on, tokens belong to the answer
         ids = [
             int.from_bytes(start.tokens[at : at + TOKEN_BYTES], "little")
             for at in range(max(0, end - PROMPT_BYTES), end, TOKEN_BYTES)

@@ -1,7 +1,7 @@
 """vLLM engine: the `Engine` port over vLLM's `AsyncLLM`, embedded in the worker's process.
 
-vLLM runs its scheduler and its model in processes of their own and starts them by spawning, so a program that calls
-`open_engine` needs the `if __name__ == "__main__"` guard.
+vLLM runs its scheduler and its model outside the worker's process and starts these processes by spawning. A program that
+calls `open_engine` therefore needs the `if __name__ == "__main__"` guard.
 """
 
 import asyncio

@@ -96,7 +96,7 @@ def arguments(settings: WorkerSettings) -> dict[str, Any]:
     """Return vLLM's arguments for this node's part of the engine; empty if there is no group.
 
     Args:
-        settings: Checked settings with a group that has formed.
+        settings: Checked settings; if they have a group, it has formed.
     """
     group = settings.group
     if group is None:

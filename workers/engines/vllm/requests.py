@@ -191,7 +191,11 @@ def sampling_params(
 
 
 def structured_outputs(form: StructuredOutput) -> "StructuredOutputsParams":
-    """Return vLLM's parameters for a structured output."""
+    """Return vLLM's parameters for a structured output.
+
+    Raises:
+        ValueError: The output consists of tool calls, for which only a parser knows the parameters.
+    """
     from vllm.sampling_params import StructuredOutputsParams  # noqa: PLC0415 - slow to import
 
     match form:
@@ -214,7 +218,10 @@ def structured_outputs(form: StructuredOutput) -> "StructuredOutputsParams":
 
 
 def logprobs_of(output: "CompletionOutput", wanted: int | None) -> tuple[Logprobs, ...]:
-    """Return the log probabilities of each token of `output` and of at most `wanted` alternatives for each."""
+    """Return the log probabilities of each token of `output` and of at most `wanted` alternatives for each.
+
+    The result is empty if `wanted` is None.
+    """
     if wanted is None or output.logprobs is None:
         return ()
     return tuple(

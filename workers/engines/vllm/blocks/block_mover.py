@@ -2,11 +2,11 @@
 
 Rules:
 
-1. Everything here runs in the engine's worker process, between two steps of the model. An exception would end the
-   engine. A failure is therefore logged, and its blocks count as not loaded (for saves, see
+1. The engine's thread calls this module in vLLM's worker process, between two steps of the model. An exception there
+   would end the engine. A failure is therefore logged, and its blocks count as not loaded (for saves, see
    `workers.engines.vllm.blocks.saves`).
-2. Loads run in a separate thread, while the engine computes for other requests. No request uses the destination until
-   the load is reported as ended, and every load is reported.
+2. Loads run in a separate thread, while the engine computes for other requests. No request uses the blocks that a load
+   fills until the load is reported as ended, and every load is reported.
 3. If an engine has several ranks, each loads its own shards. vLLM counts a load as ended when all ranks have reported
    it, and a block as bad when one rank has. The scheduler side returns the lease of the blocks after the last rank,
    because a rank cannot know whether the others still read.

@@ -133,7 +133,7 @@ class WrittenShards(Struct, frozen=True, array_like=True):
 
 
 class LeaderLost(Exception):
-    """Raised by a follower when the first rank has ended, because the engine then ends too."""
+    """Raised by a follower when the first rank has ended or has closed the channel, so that no more orders come."""
 
 
 Source: TypeAlias = "Callable[[SavedBlock], Block | None]"

@@ -2,8 +2,8 @@
 
 Rules:
 
-1. Everything here runs in the engine's worker process, between two steps of the model. An exception would end the
-   engine. A failure is therefore logged, and its blocks are not saved.
+1. The engine's thread calls this module in vLLM's worker process, between two steps of the model. An exception there
+   would end the engine. A failure is therefore logged, and its blocks are not saved.
 2. Urgent blocks are written before the step returns. Deferred blocks are copied to a staging area of fixed size, and
    one thread writes them. When the area is full, blocks are dropped, because a block that was not saved can be computed
    again.
@@ -280,7 +280,7 @@ class FollowingSaver:
         self.area = StagingArea(blocks)
         self._changed = threading.Condition()  # protects `staged` and `finished`; notified when a save is staged
         self.staged: dict[SaveKey, list[int]] = {}
-        # Saves that have ended or for which the first rank has waited in vain, so that their shards need not be staged.
+        # Saves that have ended or whose shards were staged too late for an order; their shards need not be staged any more.
         self.finished: set[SaveKey] = set()
         self.lost = False
         self._loss_logged = False  # True if the log already says that this rank saves no more blocks

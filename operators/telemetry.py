@@ -37,7 +37,7 @@ class ReconcileOutcome(StrEnum):
     SETTLED = "settled"
     ACTED = "acted"
     REFUSED = "refused"
-    """The API server refused one or more of the writes."""
+    """The API server refused one or more of the writes, or the operator has no control secret for the deployment."""
 
     FAILED = "failed"
     """The API server failed, so the reconcile could not finish."""

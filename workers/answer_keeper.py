@@ -2,8 +2,9 @@
 
 Rules:
 
-1. A router gives an attempt of such an answer an answer key (`Start.answer_key`). The worker keeps the tokens that other
-   workers have generated (`Start.generated_tokens`), and each token that it generates itself, before it sends the token.
+1. If an answer can be resumed and its client keeps no tokens, the router gives the attempt an answer key
+   (`Start.answer_key`). The worker keeps the tokens that other workers have generated (`Start.generated_tokens`), and
+   each token that it generates itself, before it sends the token.
    So it has all tokens that a client can have, however suddenly the router ends. Any router of the cluster may ask for
    the tokens by the key.
 2. An answer with at least one token is kept for a set time after its end. If the stream to its router ends, the answer

@@ -2,11 +2,12 @@
 
 Rules:
 
-1. The phases of the process are STARTING -> SERVING -> DRAINING -> GONE, in this order (`NEXT`). The worker accepts new
-   attempts only in SERVING. In DRAINING, running attempts may finish until a deadline; then the attempts that still run
-   are aborted: their routers get an end, and the engine cancels them. The phase becomes GONE when the engine has no
-   more work and no blocks that are needed (rule 7), or `GRACE` after the deadline. A drain begins with SIGTERM
-   (`fleet.app.worker`), and `drain_timeout_ms` (`workers.settings`) sets its deadline.
+1. The phases of the process are STARTING -> SERVING -> DRAINING -> GONE, in this order; some may be skipped (`NEXT`). The
+   worker accepts new attempts only in SERVING. In DRAINING, running attempts may finish until a deadline; then the
+   attempts that still run are aborted: their routers get an end, and the engine cancels them. The phase becomes GONE
+   when the engine has no more work and no blocks that are needed (rule 7), or `GRACE` after the deadline. A drain begins
+   with SIGTERM (`fleet.app.worker`), for which `drain_timeout_ms` (`workers.settings`) sets the deadline, or with a call
+   at the control port, which states its deadline (`workers.connections.control_port`).
 2. For each attempt that it started, a router gets exactly one message that ends it: a step with a finish, or a
    rejection. Later outputs of the engine for that attempt are dropped. A router whose stream has ended gets nothing.
 3. Routers choose request ids, and two routers may choose the same one, but the engine needs unique ids. Routers know an

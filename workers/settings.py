@@ -151,7 +151,7 @@ class GroupSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """host:port at which the other ranks find the first one."""
 
     listen: str = ""
-    """host:port at which the first rank listens for the others; empty: `leader`. Whoever can connect there can take
+    """host:port at which the first rank listens for the other ranks; empty: `leader`. Whoever can connect there can take
     part, and engines trust each other, so only the group's own nodes should reach it."""
 
     engine_ports: tuple[Annotated[int, Meta(ge=1, le=65_535)], ...] = ()

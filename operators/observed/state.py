@@ -169,8 +169,8 @@ class ObservedState(Struct, frozen=True, kw_only=True):
     """The room on all nodes. It is None if the room was not read, because no worker group has to be placed."""
 
     avoided: Mapping[str, tuple[str, ...]] = {}
-    """Nodes, by role, that had too little room for a group of the role. It is filled only if the operator may not list
-    nodes."""
+    """Nodes, by role, on which groups of the role found room for only a part of their pods. New groups avoid these nodes if
+    the operator may not list nodes; otherwise they are not used."""
 
     failed_domains: Mapping[str, tuple[str, ...]] = {}
     """Domains, by role, in which pods of a group of the role found no nodes a short time ago; the oldest is first."""

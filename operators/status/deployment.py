@@ -44,7 +44,7 @@ MOST_CHARACTERS = 1024
 MOST_LISTED = 4
 PASSING = frozenset({"ServedProbePending", "RouterSilent"})
 """Reasons of Ready that usually last only a moment before the deployment is Ready. So a status with such a reason is
-not written at once."""
+usually not written at once (`operators.status.rate_limiter`, rule 3)."""
 
 UNANSWERED = frozenset({"ServedProbePending", "ServedProbeFailed", "Saturated", "ServedProbeNeedsKey"})
 """Reasons of the condition Available. A condition with such a reason stays as it is while no probes are sent, because only

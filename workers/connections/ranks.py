@@ -52,7 +52,7 @@ FROM_LEADER: msgspec.json.Decoder[FromLeader] = msgspec.json.Decoder(FromLeader)
 
 
 class _Gone(Exception):
-    """Raised when a connection is lost, or when the leader refuses a rank for now.
+    """Raised when a connection cannot be used any more, or when the leader refuses a rank for now.
 
     The message is a predicate, such as "has ended"; the code that catches the exception adds the subject.
     """

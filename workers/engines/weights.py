@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 # If the files have at most this many bytes together, the digest covers all bytes, at about 1.5 GB/s. Otherwise it covers
-# only the headers of the weight files.
+# little more of each weight file than the header (`revision_of`).
 WHOLE_CONTENT_BYTES = 1 << 30
 CHUNK_BYTES = 1 << 20
 SHA256 = re.compile(r"[0-9a-f]{64}")

@@ -54,12 +54,12 @@ class EvacuationSummary(Struct, frozen=True, kw_only=True):
 
     warm: int = 0  # number of blocks that may have been in the engine's cache
     saved: int = 0  # number of blocks that were written from the engine's memory to the store
-    moved: int = 0  # number of blocks that were copied from the store to a tier that other nodes read
+    moved: int = 0  # number of blocks that were copied from the store to `tier`
     moved_bytes: int = 0  # bytes of the blocks that `moved` counts, by their size in the store
     there: int = 0  # number of blocks that the tier had already
     left: int = 0  # number of blocks that were not copied, for lack of time or room, or because the tier failed
     failed: int = 0  # number of failed calls and batches
-    tier: str = ""  # name of the tier; empty: there was none, or no copy was needed
+    tier: str = ""  # name of the tier to which blocks are copied (rule 1); empty: there was none, or no copy was needed
 
 
 class StoreEvacuator:

@@ -118,7 +118,7 @@ class Batch:
     ) -> bool:
         """Give a sequence the blocks that were loaded for it, so that it goes on.
 
-        Return False if it was removed meanwhile.
+        Return False if the sequence was removed meanwhile.
         """
         if self.sequences.get(sequence.start.request_id) is not sequence:
             return False

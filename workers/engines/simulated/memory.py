@@ -50,7 +50,7 @@ class BlockMemory:
         return bool(self._events) or self._dumps
 
     def take_events(self) -> tuple[KvEvent, ...]:
-        """Return the KV events since the last call, in order."""
+        """Return the KV events since the last call, in order, or instead a list of all blocks (rule 2)."""
         self.changed()
         events: list[KvEvent] = [event for event in self._events if event.hashes]
         if self._dumps:

@@ -6,8 +6,9 @@ Rules:
 
 1. To claim blocks means to promise vLLM that they will be loaded. Only whole blocks are claimed, and never the block
    with the prompt's last token, because that token has to be computed to get the next token.
-2. A claim is made under a read lease, which the worker side returns once it has read the blocks. The lease of an unused
-   claim is returned with the next step. If several ranks read the blocks, the lease is returned after the last of them.
+2. A claim is made under a read lease, which the worker side returns once it has read the blocks. If a match is not
+   claimed, its lease is returned with the next step. If several ranks read the blocks, the lease is returned after the
+   last of them.
 3. A claimed block that could not be loaded is computed; the request does not query the store again.
 4. Every block that becomes full is offered to the store, and not again while the planner remembers its name. If a request
    hands its blocks off through the store, the decode worker will look for them in the store. Such a request therefore

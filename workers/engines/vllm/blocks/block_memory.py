@@ -272,10 +272,7 @@ class DeviceBlocks:
 
 
 class _Streams:
-    """The streams of one device for loads and for saves.
-
-    All other GPU work of the process is on the engine's own stream.
-    """
+    """The streams of one device for loads and for saves; the engine's own work uses neither of them."""
 
     def __init__(self, torch: Any, device: "torch.device"):
         self._cuda = torch.cuda  # torch uses this name for AMD's devices (ROCm) as well

@@ -10,8 +10,8 @@ Rules:
    with another checksum is reported to vLLM as not loaded. vLLM then computes this block and all later ones.
 3. Checksums belong to positions in the prompt. A block that arrived whole, but at the wrong position, is corrupt.
 4. A block whose checksum the decode engine does not know is used, and counts as unverified. That is the case if the
-   prefill engine computes no checksums, such as one of an earlier version, or if the two engines have different numbers
-   of ranks.
+   prefill engine computes no checksums, for example because it has an earlier version, or if the two engines have
+   different numbers of ranks or different block sizes.
 """
 
 import logging

@@ -17,14 +17,15 @@ Rules:
 4. Growth never takes a role above its target plus `surge`, and shrinking never takes its serving replicas below its
    target minus `unavailable`. Replicas that cannot serve may always be removed.
 5. A prefill replica serves only together with a decode replica of its own revision, and the other way round. So the last
-   pair of an old revision stays until a pair of the new revision is ready. If no step is possible with this rule, and no
-   earlier step is still under way, replicas may lose their partners, as long as at least one replica of each role can
-   still serve.
-6. The ratio of prefill to decode replicas stays within its bounds while roles are scaled. If the replicas of a role
-   differ from its target by at most `surge` (above) or `unavailable` (below), the target counts in the ratio instead of
-   the replicas, so that a rollout does not change the ratio. If the ratio allows no step of a single role, prefill and
-   decode roles change together. If there are no prefill replicas or no decode replicas, the ratio is not checked. If the
-   present ratio or the ratio of the targets is out of its bounds, a step may take the ratio as far out as they are.
+   pair of an old revision stays until a pair of the new revision is ready. If no step is possible with this rule, and
+   no earlier step is still under way, replicas may lose their partners, as long as at least one replica of each role
+   can still serve.
+6. The ratio of prefill to decode replicas stays within its bounds while roles are scaled. During a rollout, the
+   replicas of a role differ from its target by at most `surge` (above) or `unavailable` (below). With such a
+   difference, the target counts in the ratio and not the replicas. If the ratio allows no step of a single role,
+   prefill and decode roles change together. If there are no prefill replicas or no decode replicas, the ratio is not
+   checked. If the present ratio or the ratio of the targets is out of its bounds, a step may take the ratio as far out
+   as they are.
 7. In one call, the number of a role's replicas in one revision changes by at most `max_step`. A change of prefill and
    decode roles together (rule 6) may be larger, if the ratio allows no smaller one.
 """
@@ -138,8 +139,8 @@ def targets(pools: Sequence[ScaledRole], bounds: ScalingBounds) -> list[ScaledRo
 
     If the budget is too small, the target of the role that requests the most GPUs is lowered by one. This is repeated
     until the budget is enough. A target is lowered to 0 only if no role with GPUs has a target above 1. After that, if
-    there are too many prefill replicas for the ratio, the targets of prefill roles are lowered, but not below 1; too many
-    decode replicas are treated alike. If that is not enough, the ratio stays out of its bounds.
+    there are too many prefill replicas for the ratio, the targets of prefill roles are lowered, but not below 1; too
+    many decode replicas are treated alike. If that is not enough, the ratio stays out of its bounds.
     """
     wanted = {pool.name: pool.target for pool in pools}
     while bounds.gpu_budget and sum(wanted[pool.name] * pool.gpus for pool in pools) > bounds.gpu_budget:

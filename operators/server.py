@@ -2,10 +2,10 @@
 
 Rules:
 
-1. When an object changes, only the keys of the custom objects that it affects are enqueued. A reconcile reads the caches.
-   From the API server it reads only the operator's Secret and, if a worker group has to be placed, the nodes. After a
-   reconcile that has written something, the key is reconciled again at once, or after many such reconciles in a row a
-   second later, until nothing is left to write.
+1. When an object changes, only the keys of the custom objects that it affects are enqueued. A reconcile reads the
+   caches. From the API server it reads only the operator's Secret and, if a worker group has to be placed, the nodes.
+   After a reconcile that has written something, the key is reconciled again at once, or after many such reconciles in
+   a row a second later, until nothing is left to write.
 2. Every process fills all caches, also if it does not lead. So a new leader knows all objects, and it reconciles all
    deployments at once.
 3. Only one reconcile of a deployment runs at a time. A failed reconcile is repeated after a pause that grows with each
@@ -166,7 +166,7 @@ class Operator:
         return sum(each.restarts for each in self._informers.values())
 
     def by_readiness(self) -> dict[str, int]:
-        """Return the number of deployments by the status of their condition Ready; without the condition, it is Unknown."""
+        """Return the number of deployments by the status of their condition Ready; Unknown if they have none."""
         counts = {"True": 0, "False": 0, "Unknown": 0}
         for each in self._deployments():
             status = next((said.status for said in conditions_of(each) if said.type == "Ready"), "Unknown")

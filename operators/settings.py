@@ -23,8 +23,8 @@ class ProbeSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """If off, a deployment is Ready when its pods are ready and its routers know them."""
 
     deadline_seconds: Annotated[float, Meta(gt=0, le=600)] = 20.0
-    """The limit for one probe, from the look-up of the Service's name to the last byte. If the routers require a key, the
-    limit includes the second request, which has the key."""
+    """The limit for one probe, from the look-up of the Service's name to the last byte. If the routers require a key,
+    the limit includes the second request, which has the key."""
 
     longest_pause_seconds: Seconds = 30.0
     """The longest pause between two requests to a deployment that does not answer; the first pause is half a second, and

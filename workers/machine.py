@@ -2,12 +2,12 @@
 
 Rules:
 
-1. The phases of the process are STARTING -> SERVING -> DRAINING -> GONE, in this order; some may be skipped (`NEXT`). The
-   worker accepts new attempts only in SERVING. In DRAINING, running attempts may finish until a deadline; then the
+1. The phases of the process are STARTING -> SERVING -> DRAINING -> GONE, in this order; some may be skipped (`NEXT`).
+   The worker accepts new attempts only in SERVING. In DRAINING, running attempts may finish until a deadline; then the
    attempts that still run are aborted: their routers get an end, and the engine cancels them. The phase becomes GONE
-   when the engine has no more work and no blocks that are needed (rule 7), or `GRACE` after the deadline. A drain begins
-   with SIGTERM (`fleet.app.worker`), for which `drain_timeout_ms` (`workers.settings`) sets the deadline, or with a call
-   at the control port, which states its deadline (`workers.connections.control_port`).
+   when the engine has no more work and no blocks that are needed (rule 7), or `GRACE` after the deadline. A drain
+   begins with SIGTERM (`fleet.app.worker`), for which `drain_timeout_ms` (`workers.settings`) sets the deadline, or
+   with a call at the control port, which states its deadline (`workers.connections.control_port`).
 2. For each attempt that it started, a router gets exactly one message that ends it: a step with a finish, or a
    rejection. Later outputs of the engine for that attempt are dropped. A router whose stream has ended gets nothing.
 3. Routers choose request ids, and two routers may choose the same one, but the engine needs unique ids. Routers know an
@@ -22,9 +22,9 @@ Rules:
    QUEUE_FULL.
 7. After attempts have ended, other workers may still need their blocks. A drain therefore waits, until its deadline,
    for three events: the engine lends no more blocks to decode workers; the time `FETCHED_WITHIN` since the last handoff
-   through the store has passed, if the store ends with this process; and the evacuation of warm blocks has ended. If the
-   server has an evacuator, an evacuation runs when a serving worker begins to drain. If any attempt ran then, another
-   evacuation follows after the last attempt.
+   through the store has passed, if the store ends with this process; and the evacuation of warm blocks has ended. If
+   the server has an evacuator, an evacuation runs when a serving worker begins to drain. If any attempt ran then,
+   another evacuation follows after the last attempt.
 8. If the engine hangs, the process ends at once, also during a drain. All streams are closed, so that routers continue
    their requests on other workers, as if the process had been killed. The worker does not drain, because the engine
    would not respond.

@@ -97,8 +97,8 @@ class SimulatedSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Maximum wait of a request for blocks from the store or a prefill engine; after this time the blocks are computed."""
 
     publish_timeout_ms: Positive = 2000
-    """Maximum time for which a prefill whose tokens are computed waits until its blocks are in the store. It is also the
-    limit of each write in the background."""
+    """Maximum time for which a prefill whose tokens are computed waits until its blocks are in the store. It is also
+    the limit of each write in the background."""
 
     adapter_load_ms: Annotated[float, Meta(ge=0)] = 50.0
     """The time to load a LoRA adapter: tens of megabytes from a nearby file system."""
@@ -151,8 +151,8 @@ class GroupSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """host:port at which the other ranks find the first one."""
 
     listen: str = ""
-    """host:port at which the first rank listens for the other ranks; empty: `leader`. Whoever can connect there can take
-    part, and engines trust each other, so only the group's own nodes should reach it."""
+    """host:port at which the first rank listens for the other ranks; empty: `leader`. Whoever can connect there can
+    take part, and engines trust each other, so only the group's own nodes should reach it."""
 
     engine_ports: tuple[Annotated[int, Meta(ge=1, le=65_535)], ...] = ()
     """Two ports of the first rank's host, at which the engine's own ranks find each other; empty: any free ports."""
@@ -226,8 +226,8 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     states that nobody else is on that network."""
 
     control_listen: str = ""
-    """Address at which administrators connect: gRPC with the Worker service, health and reflection; unix:path, or host:port
-    with `control_credentials`. Empty: there is no control port."""
+    """Address at which administrators connect: gRPC with the Worker service, health and reflection; unix:path, or
+    host:port with `control_credentials`. Empty: there is no control port."""
 
     control_credentials: Credentials = Credentials()
     """The credentials that callers of `control_listen` over TCP have to prove: the secret in `secret_file`, or a
@@ -238,7 +238,8 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     metrics_listen: str = ""
     """host:port of /metrics, for monitoring that reaches workers; routers export what workers report in any case. Empty:
-    there is no such port. The ranks of a group after the first one export only the metrics of this port's certificate."""
+    there is no such port. The ranks of a group after the first one export only the metrics of this port's
+    certificate."""
 
     metrics_access: MetricsAccess = MetricsAccess()
     """Access to the metrics of `metrics_listen`."""
@@ -247,8 +248,8 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """TLS of `metrics_listen`."""
 
     advertise: str = ""
-    """The address that routers dial, if it differs from `listen`, for example because `listen` is 0.0.0.0 or addresses are
-    translated. Empty: `listen`."""
+    """The address that routers dial, if it differs from `listen`, for example because `listen` is 0.0.0.0 or addresses
+    are translated. Empty: `listen`."""
 
     registry: str = ""
     """Control address of a router whose registry takes the worker: host:port or unix:/path. A name that resolves to
@@ -271,9 +272,9 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """gRPC address of the KV store node, unix:path or host:port; empty: no store, or the one of `embedded_store`."""
 
     embedded_store: StoreSettings | None = None
-    """A KV store node in this process, which ends with the worker. Its own field `listen` needs a unix: address, which this
-    worker and all other workers of the host use. An embedded node suits a host with one worker; several workers are
-    better off with a separate node."""
+    """A KV store node in this process, which ends with the worker. Its own field `listen` needs a unix: address, which
+    this worker and all other workers of the host use. An embedded node suits a host with one worker; several workers
+    are better off with a separate node."""
 
     store_credentials: Credentials = Credentials()
     """Credentials by which a store node on another host accepts this worker."""

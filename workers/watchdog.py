@@ -65,8 +65,8 @@ class WatchdogSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     step_factor: Annotated[float, Meta(ge=2, le=1000)] = 20.0
     """Between `floor_seconds` and `ceiling_seconds`, the patience is this factor times the slowest recent step of the
-    same size. The default is 20, because a step over a context of 100,000 tokens takes about 4 times as long as a step
-    without context, and 5 times as long again if four other processes share the core."""
+    same size. The default is 20 = 4 x 5: a step over a context of 100,000 tokens takes about 4 times as long as a step
+    without context, and if four other processes share the core, a step takes 5 times as long."""
 
     def __post_init__(self) -> None:
         if self.ceiling_seconds < self.floor_seconds:

@@ -36,8 +36,8 @@ class ObservedChild(Struct, frozen=True, kw_only=True):
     """Sorted names of the StatefulSets if each replica is a StatefulSet of its own; otherwise empty."""
 
     ready_members: tuple[str, ...] = ()
-    """Names of those StatefulSets in `members` whose pods are all ready and of which a pod is registered. If it is unknown
-    which workers are registered, ready pods suffice."""
+    """Names of those StatefulSets in `members` whose pods are all ready and of which a pod is registered. If it is
+    unknown which workers are registered, ready pods suffice."""
 
     warm: Mapping[str, int] = {}
     """Number of warm blocks in all pods of each StatefulSet together, by the name of the StatefulSet. A StatefulSet whose
@@ -169,8 +169,8 @@ class ObservedState(Struct, frozen=True, kw_only=True):
     """The room on all nodes. It is None if the room was not read, because no worker group has to be placed."""
 
     avoided: Mapping[str, tuple[str, ...]] = {}
-    """Nodes, by role, on which groups of the role found room for only a part of their pods. New groups avoid these nodes if
-    the operator may not list nodes; otherwise they are not used."""
+    """Nodes, by role, on which groups of the role found room for only a part of their pods. New groups avoid these
+    nodes if the operator may not list nodes; otherwise they are not used."""
 
     failed_domains: Mapping[str, tuple[str, ...]] = {}
     """Domains, by role, in which pods of a group of the role found no nodes a short time ago; the oldest is first."""

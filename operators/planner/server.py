@@ -6,8 +6,8 @@ Rules:
    when it becomes the leader. Only the leader applies plans (the loops check the election) and writes statuses.
 2. A planner is replaced if its settings or its control secret have changed. If only the routers have changed, the
    planner goes on and reads the reports of the new routers.
-3. If several ServingPlans name one deployment, the plan whose name sorts first is carried out. The statuses of the other
-   plans say that they are not carried out.
+3. If several ServingPlans name one deployment, only the plan whose name sorts first can be carried out, even if it is
+   refused. The statuses of the other plans say that they are not carried out.
 4. If the deployment of a plan is deleted, the planner of the plan ends without changing the number of any replicas.
 """
 
@@ -203,7 +203,7 @@ class KubePlanner:
     async def _arrange(self, tasks: asyncio.TaskGroup) -> None:
         wanted: dict[Place, PlannerTask] = {}
         refused: dict[Place, PlanNotObeyed] = {}
-        taken: dict[Place, str] = {}  # the ServingPlan that is carried out, by deployment
+        taken: dict[Place, str] = {}  # name of the only ServingPlan that can be carried out, by deployment (rule 3)
         for plan in self._plans():
             place = _place_of(plan)
             try:

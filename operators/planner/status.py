@@ -2,8 +2,8 @@
 
 Rules:
 
-1. The status always contains the conditions `TargetFound` and `Settled`. If the plan is carried out, and its planner has
-   made a decision or reports a condition, the status also contains a condition for each type in
+1. The status always contains the conditions `TargetFound` and `Settled`. If the plan is carried out, and its planner
+   has made a decision or reports a condition, the status also contains a condition for each type in
    `fleet.planner.decisions.PlanConditionType`. Such a condition is True if the planner reports it, and otherwise False
    or, by rule 3, Unknown.
 2. `Pinned` names the roles in scaling mode Planner whose number of replicas somebody else has set. It follows the last

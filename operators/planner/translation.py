@@ -84,8 +84,8 @@ def planner_settings(
         settings: The settings of this process.
 
     Raises:
-        PlanNotObeyed: The deployment is suspended, no role is to be planned, a needed field is missing, fields contradict
-            each other, or a field names something unknown.
+        PlanNotObeyed: The deployment is suspended, no role is to be planned, a needed field is missing, fields
+            contradict each other, or a field names something unknown.
     """
     spec, workers = deployment.spec, deployment.workers
     if spec.suspend:

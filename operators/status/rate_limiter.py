@@ -3,8 +3,8 @@
 Rules:
 
 1. A change is urgent if it shows more than the progress of a start or rollout: for example a new specification, the end
-   of a rollout, or a problem. The caller decides this. An urgent change is written as soon as the last write is at least
-   SHORT ago. So a rollout causes one urgent write at its start and one at its end.
+   of a rollout, or a problem. The caller decides this. An urgent change is written as soon as the last write is at
+   least SHORT ago. So a rollout causes one urgent write at its start and one at its end.
 2. All other changes are progress, such as the counts of pods that start one by one. Progress is written only when the
    last write is at least LONG ago. The more deployments have progress to write, the longer each of them waits, so that
    together they cause at most MOST_PER_SECOND writes per second. So urgent changes are written in time, even if a

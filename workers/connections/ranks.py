@@ -1,7 +1,8 @@
 """Connections between the ranks of one engine: TCP from each rank to the first, with one JSON object per line.
 
 `workers.rank_rendezvous` decides which ranks join and when a group ends. If the group ends although the leader has not
-ordered it, `leading_group` and `joined_group` cancel the body of their contexts and raise a group with `EngineDied`.
+ordered it, `leading_group` and `joined_group` cancel the body of their contexts and raise an exception group with
+`EngineDied`.
 """
 
 import asyncio

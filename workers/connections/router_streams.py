@@ -1,11 +1,11 @@
-"""Router streams: frames between routers and a worker. Each stream links a connection to a `RouterSession` of the server.
+"""Router streams: frames between routers and a worker. Each stream links one connection to one `RouterSession`.
 
 Rules:
 
 1. The first message of a router is hello. The router sends it within `HELLO_SECONDS`, and only once. If a router breaks
-   this rule, or if a message cannot be decoded, the worker sends the cause and closes the stream. There is one exception:
-   if a later message has the request id of an attempt, only this attempt is rejected, and the stream goes on. Before
-   hello, both peers prove their identity if the worker has a secret or certificates
+   this rule, or if a message cannot be decoded, the worker sends the cause and closes the stream. There is one
+   exception: if a later message has the request id of an attempt, only this attempt is rejected, and the stream goes
+   on. Before hello, both peers prove their identity if the worker has a secret or certificates
    (`fleet.net.streams.authentication`).
 2. Hello contains the protocol versions of the router, and the worker's description contains those of the worker.
    Without a common version, the worker sends the message `Goodbye` with its own versions, and both peers log what to

@@ -4,8 +4,8 @@ Rules:
 
 1. The scheduler decides which sequences are admitted and preempted, and what a step computes. This module computes the bytes and
    the tokens that follow from these decisions. A preempted sequence loses its bytes and computes them again.
-2. After its admission, a sequence may have to wait for its LoRA adapter, or for blocks from the store or from another engine;
-   `take_loads` returns such sequences.
+2. After its admission, a sequence may have to wait for its LoRA adapter, or for blocks from the store or from another
+   engine; `take_loads` returns such sequences.
 3. A sequence has the slot of its LoRA adapter from its first admission until it is removed, also while it is preempted or its
    blocks are published.
 4. A prefill keeps its blocks after its end, because they still have to be handed off. The caller then calls `remove`.

@@ -8,9 +8,9 @@ Rules:
    `workers.engines.simulated.layout` places them.
 2. The next token is f(H(weights ‖ D of the last full block ‖ tokens after it ‖ the sampling parameters)) mod
    vocabulary. One wrong, missing or swapped block anywhere in the context therefore changes the answer. Every token
-   that does not end the answer has the logit 1, changed only by `logit_bias` and penalties. Tokens that are not allowed,
-   or that would complete a forbidden sequence, are not sampled, unless no other token is left. It does not matter which
-   engine sampled the earlier tokens, so any engine continues any answer exactly.
+   that does not end the answer has the logit 1, changed only by `logit_bias` and penalties. Tokens that are not
+   allowed, or that would complete a forbidden sequence, are not sampled, unless no other token is left. It does not
+   matter which engine sampled the earlier tokens, so any engine continues any answer exactly.
 3. Expansion is numpy's Philox with the digest as its key, whose random numbers are fixed by its specification (Salmon
    et al. 2011), so every machine computes the same bytes. Digests are XXH3-128, because a block has to cost
    microseconds and no adversary is expected.
@@ -86,8 +86,8 @@ class SimulatedModel(Struct, frozen=True, kw_only=True):
         """Sample the next token after a context: the full blocks of the digest `before`, then the tokens of `tail`.
 
         A token of `forbidden` is not sampled, unless no other token is left. The same arguments always give the same
-        token. `may_end` is False if the answer must not end yet, so that no token of `eos_token_ids` is sampled. `shifts`
-        is the result of `penalty_shifts`.
+        token. `may_end` is False if the answer must not end yet, so that no token of `eos_token_ids` is sampled.
+        `shifts` is the result of `penalty_shifts`.
         """
         material = b"".join((b"token", before, tail, b"/", _shape(sampling)))
         drawn = xxhash.xxh3_128_intdigest(material, seed=self.seed)

@@ -38,8 +38,8 @@ log = logging.getLogger(__name__)
 MAX_WAITING = 1024  # maximum number of blocks that wait for a background write
 BATCH = 64  # maximum number of blocks of one background write
 LEASE_SECONDS = 10.0  # duration of a read lease; by default, a load ends after 2 s (`simulated.load_timeout_ms`)
-# Maximum wait at the start of the engine for a node that is starting too. If the node answers later, the client joins it
-# in the background.
+# Maximum wait at the start of the engine for a node that is starting too. If the node answers later, the client joins
+# it in the background.
 CONNECT_SECONDS = 3.0
 THREADS = 4  # maximum number of loads and writes at the same time; each of them mostly waits for the store
 

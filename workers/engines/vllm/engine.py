@@ -1,7 +1,7 @@
 """vLLM engine: the `Engine` port over vLLM's `AsyncLLM`, embedded in the worker's process.
 
-vLLM runs its scheduler and its model outside the worker's process and starts these processes by spawning. A program that
-calls `open_engine` therefore needs the `if __name__ == "__main__"` guard.
+vLLM runs its scheduler and its model outside the worker's process and starts these processes by spawning. A program
+that calls `open_engine` therefore needs the `if __name__ == "__main__"` guard.
 """
 
 import asyncio
@@ -69,8 +69,8 @@ __all__ = ["available", "open_engine", "open_rank"]
 log = logging.getLogger(__name__)
 
 STORE_SECONDS = 10.0  # maximum wait of a start for the KV store node, which may be starting as well
-# If the tools of a request have more characters than this, its answer parser is opened in a thread, otherwise in the event
-# loop. Each token of the answer that another worker has generated counts as 32 characters.
+# If the tools of a request have more characters than this, its answer parser is opened in a thread, otherwise in the
+# event loop. Each token of the answer that another worker has generated counts as 32 characters.
 INLINE_CHARACTERS = 4096
 # Seconds between two checks of an idle engine; if an engine with requests dies, this is noticed at once.
 HEALTH_SECONDS = 0.5

@@ -42,9 +42,9 @@ RANK_OVERHEAD_BYTES = GIB  # memory that each rank after the first one needs in 
 CPU_BLOCK_TOKENS = 32  # the block size of vLLM's attention kernels for CPUs has to be a multiple of this
 
 STEP_TOKENS = 256
-"""Maximum number of tokens in a step of an engine on CPUs, with the exceptions in `step_tokens`; vLLM's default is 2,048.
-A step cannot be interrupted: even if its requests are cancelled, a new request waits until the step ends. Short steps
-make this wait short (docs/reliability.md, "Figures")."""
+"""Maximum number of tokens in a step of an engine on CPUs, with the exceptions in `step_tokens`; vLLM's default is
+2,048. A step cannot be interrupted: even if its requests are cancelled, a new request waits until the step ends. Short
+steps make this wait short (docs/reliability.md, "Figures")."""
 
 STEP_ARGUMENTS = ("max_num_batched_tokens", "performance_mode")
 """Arguments by which a user chooses the tokens of a step. If one of them is set, Fleet does not change the limit."""

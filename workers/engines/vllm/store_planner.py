@@ -10,9 +10,9 @@ Rules:
    claimed, its lease is returned with the next step. If several ranks read the blocks, the lease is returned after the
    last of them.
 3. A claimed block that could not be loaded is computed; the request does not query the store again.
-4. Every block that becomes full is offered to the store, and not again while the planner remembers its name. If a request
-   hands its blocks off through the store, the decode worker will look for them in the store. Such a request therefore
-   offers all its blocks, even if they were offered before, and they are saved before the step ends (urgent).
+4. Every block that becomes full is offered to the store, and not again while the planner remembers its name. If a
+   request hands its blocks off through the store, the decode worker will look for them in the store. Such a request
+   therefore offers all its blocks, even if they were offered before, and they are saved before the step ends (urgent).
 5. If the store has blocks of a chain in a slower tier, the request waits for their promotion, but no longer than
    computing these blocks would take. Meanwhile the engine goes on with other requests. A request waits for promotions
    only once.

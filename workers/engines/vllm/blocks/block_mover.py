@@ -7,9 +7,9 @@ Rules:
    `workers.engines.vllm.blocks.saves`).
 2. Loads run in a separate thread, while the engine computes for other requests. No request uses the blocks that a load
    fills until the load is reported as ended, and every load is reported.
-3. If an engine has several ranks, each loads its own shards. vLLM counts a load as ended when all ranks have reported its
-   end, and a block as bad when one rank has reported it as bad. The scheduler side returns the lease of the blocks when
-   the last rank has read them, because a rank cannot know whether other ranks still read.
+3. If an engine has several ranks, each loads its own shards. vLLM counts a load as ended when all ranks have reported
+   its end, and a block as bad when one rank has reported it as bad. The scheduler side returns the lease of the blocks
+   when the last rank has read them, because a rank cannot know whether other ranks still read.
 """
 
 import logging

@@ -14,7 +14,7 @@ Seconds = Annotated[float, Meta(gt=0, le=3600)]
 
 
 class ProbeSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of probes: requests for one token that show whether a deployment serves.
+    """Settings of probes: requests for one or two tokens, or for one vector, that show whether a deployment serves.
 
     The operator probes a deployment when its pods are not the pods that answered the last probes.
     """

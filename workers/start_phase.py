@@ -30,13 +30,13 @@ _TELL: ContextVar[TellPhase] = ContextVar("tell_phase", default=_to_nobody)
 
 
 def note_phase(phase: StartPhase) -> None:
-    """Report that the start has reached a phase. Threads and tasks inside `telling_phases` may call this too."""
+    """Report that the start has reached a phase; tasks and `asyncio.to_thread` calls may call this function too."""
     _TELL.get()(phase)
 
 
 @contextmanager
 def telling_phases(tell: TellPhase) -> Iterator[None]:
-    """Pass to `tell` each phase that is noted in this context, or in a task that was started in it."""
+    """Pass to `tell` each phase that is noted in this context, or in a task or `asyncio.to_thread` call started in it."""
     token = _TELL.set(tell)
     try:
         yield

@@ -1,4 +1,4 @@
-"""HTTP probes: sends requests for one token or one vector to the routers of a deployment, as its clients do.
+"""HTTP probes: sends requests for one or two tokens, or for one vector, to the routers of a deployment, as clients do.
 
 Rules:
 

@@ -8,6 +8,8 @@ Rules:
    client and server may no longer agree where the next message begins.
 3. A client that closes its sending side while its POST request is being served counts as disconnected. TCP does not show
    whether the client has closed the receiving side too, and an engine must not compute an answer that no client reads.
+   The task that serves the request is cancelled, and so the request ends in the router and in the engine
+   (`fleet.frontend.generation`, rule 2).
 4. Every buffer is bounded. A writer waits (`Exchange.drained`) while the client does not read, and a client that reads
    too slowly is disconnected (`SlowReader`). Meanwhile, no bytes are read from the source of a relayed answer
    (`Exchange.relay`).

@@ -8,7 +8,7 @@ Rules:
    upper bound, which are at least 0.
 2. There are four methods: last value; exponentially weighted mean (Brown, 1956); local linear trend by a Kalman filter
    (Harvey, 1989, chapter 4), with a damped slope (Gardner and McKenzie, 1985); additive seasons of a fixed length
-   (Holt, 1957; Winters, 1960).
+   (Holt, 1957; Winters, 1960). The settings choose among them in `fleet.planner.forecasting.history`.
 3. `ChosenForecaster` runs several of these methods, and later compares each forecast with the real value (a rolling
    back-test at the same horizon). It changes to the method with the smallest absolute error, if this error is smaller
    than that of the present method by at least the share `MARGIN`.

@@ -7,9 +7,11 @@ Rules:
    requests is decided in `fleet.router.queueing.admission_queue`. After a request was placed, its prompt may wait once more in the prefill
    queue of its worker (`fleet.router.attempts`, rule 2).
 2. Otherwise the request is rejected. If there are several causes, most demands of the client (a worker, structured output, a session, a
-   pair, a length) are named before the state of the workers.
+   pair, a length) are named before the state of the workers. A length is named only if the request fits on no worker that meets the other
+   demands, so that a client does not give up a request that would fit on a draining worker.
 """
 
+from collections.abc import Mapping
 from enum import StrEnum
 
 from msgspec import Struct
@@ -46,6 +48,7 @@ class RejectionCause(StrEnum):
 
 
 _SESSION_GONE = {IneligibleReason.OTHER_SESSION, IneligibleReason.DRAINING, IneligibleReason.FAILED_BEFORE}
+_MEETS_DEMANDS = {IneligibleReason.DRAINING, IneligibleReason.FAILED_BEFORE, IneligibleReason.TOO_SMALL}
 
 
 class WaitForRoom(Struct, frozen=True):
@@ -155,13 +158,12 @@ def explain_no_candidate(request: PlacementRequest, table: CandidateTable) -> Wa
                 field="placement",
             )
         return reject_without_pair(request)
-    if IneligibleReason.TOO_SMALL in causes:
-        longest = max(each.max_model_len for each in topology.descriptions if each.role is not Role.PREFILL)
+    if IneligibleReason.TOO_SMALL in causes and (longest := _longest_if_all_too_small(request, table, others)):
         return Rejection(
             reason=Reason.TOO_LARGE,
             cause=RejectionCause.TOO_LARGE,
-            message=f"prompt: {request.prompt_tokens} tokens and {request.answer_tokens} to generate exceed every worker of this "
-            f"model (longest: {longest})",
+            message=f"prompt: {request.prompt_tokens} tokens and {request.answer_tokens} to generate exceed every worker that may "
+            f"serve the request (longest: {longest})",
             field="prompt",
         )
     if IneligibleReason.FAILED_BEFORE in causes:
@@ -170,7 +172,7 @@ def explain_no_candidate(request: PlacementRequest, table: CandidateTable) -> Wa
             cause=RejectionCause.ALL_FAILED,
             message="every worker of this model has failed the request",
         )
-    if IneligibleReason.LABEL_MISSING in causes:
+    if IneligibleReason.LABEL_MISSING in causes and IneligibleReason.TOO_SMALL not in causes:
         return Rejection(
             reason=Reason.NO_WORKER,
             cause=RejectionCause.NO_LABEL,
@@ -181,7 +183,7 @@ def explain_no_candidate(request: PlacementRequest, table: CandidateTable) -> Wa
         return Rejection(
             reason=Reason.NO_WORKER,
             cause=RejectionCause.ALL_DRAINING,
-            message="all workers of this model are draining; retry when another one is connected",
+            message="all workers that may serve the request are draining; retry when another one is connected",
         )
     if request.adapter is not None and IneligibleReason.NO_ADAPTER in causes:
         return Rejection(
@@ -195,6 +197,20 @@ def explain_no_candidate(request: PlacementRequest, table: CandidateTable) -> Wa
         cause=RejectionCause.NO_WORKER,
         message="no worker serves this model now; retry when one is connected",
     )
+
+
+def _longest_if_all_too_small(
+    request: PlacementRequest, table: CandidateTable, reasons: Mapping[WorkerId, IneligibleReason]
+) -> int:
+    """Return the longest context of the workers that meet the client's demands; 0 if the request fits on one of them.
+
+    Workers that drain or have failed the request count too, because such a worker, or the one that replaces it, may take requests later.
+    """
+    topology = table.topology
+    rows = [topology.rows[worker_id] for worker_id, reason in reasons.items() if reason in _MEETS_DEMANDS]
+    if topology.fit(request.prompt_tokens, request.answer_tokens)[rows].any():
+        return 0
+    return max(topology.descriptions[row].max_model_len for row in rows)
 
 
 def reject_without_pair(request: PlacementRequest) -> Rejection:

@@ -119,6 +119,34 @@ def test_cause_ignores_workers_outside_the_allowed_list(cause, demand):
     assert refused.cause is cause
 
 
+SMALL, DRAINS = a_candidate("s", max_model_len=50), a_candidate("e", draining=True)
+GOLD_SMALL = a_candidate("s", max_model_len=50, labels=("gold",))
+
+
+@pytest.mark.parametrize(
+    ("cause", "demand", "rows", "message"),
+    [
+        (RejectionCause.ALL_DRAINING, {}, [SMALL, DRAINS], "all workers that may serve the request are draining"),
+        (
+            RejectionCause.ALL_DRAINING,
+            {"labels": ("gold",)},
+            [GOLD_SMALL, D, a_candidate("e", labels=("gold",), draining=True)],
+            "all workers that may serve the request are draining",
+        ),
+        (RejectionCause.ALL_FAILED, {}, [SMALL, a_candidate("e", failed=True)], "has failed"),
+        (RejectionCause.TOO_LARGE, {}, [SMALL, a_candidate("e", max_model_len=60, draining=True)], "(longest: 60)"),
+        (RejectionCause.TOO_LARGE, {"labels": ("gold",)}, [GOLD_SMALL, D], "(longest: 50)"),
+        (RejectionCause.TOO_LARGE, {"pin": WorkerId("s")}, [SMALL, D], "(longest: 50)"),
+    ],
+)
+def test_length_is_the_cause_only_if_no_suitable_worker_fits(cause, demand, rows, message):
+    refused = outcome(demand, *rows)
+
+    assert isinstance(refused, Rejection)
+    assert refused.cause is cause
+    assert message in refused.message
+
+
 def test_unknown_pin_is_quoted_in_its_error():
     refused = outcome({"pin": WorkerId("nobody")}, D)
 

@@ -170,7 +170,7 @@ def explain_no_candidate(request: PlacementRequest, table: CandidateTable) -> Wa
         return Rejection(
             reason=Reason.WORKER_LOST,
             cause=RejectionCause.ALL_FAILED,
-            message="every worker of this model has failed the request",
+            message="every worker that may serve the request now has failed it",
         )
     if IneligibleReason.LABEL_MISSING in causes and IneligibleReason.TOO_SMALL not in causes:
         return Rejection(

@@ -147,6 +147,14 @@ def test_length_is_the_cause_only_if_no_suitable_worker_fits(cause, demand, rows
     assert message in refused.message
 
 
+@pytest.mark.parametrize(("demand", "other"), [({}, DRAINS), ({"labels": ("gold",)}, E)])
+def test_failure_names_only_workers_that_may_serve(demand, other):
+    refused = outcome(demand, a_candidate("d", failed=True, labels=("gold",)), other)
+
+    assert isinstance(refused, Rejection)
+    assert refused.message == "every worker that may serve the request now has failed it"
+
+
 def test_unknown_pin_is_quoted_in_its_error():
     refused = outcome({"pin": WorkerId("nobody")}, D)
 

@@ -178,6 +178,7 @@ class LiveRequest(Struct):
             and arrived.placement is _AUTO
             and arrived.kv_path is None
             and not self.failures
+            and not self.sent
         ):
             return None  # the most frequent case
         return (

@@ -26,7 +26,7 @@ from fleet.router.placement.wait_or_reject import Rejection
 from fleet.router.queueing.admission_queue import AdmissionQueue, QueuedRequest
 from fleet.router.queueing.wait_groups import UNKNOWN_WORKERS
 from fleet.router.sessions import SessionBinding
-from tests.support.builders import BLOCK_TOKENS, a_description, a_handoff, a_prompt, an_arrival
+from tests.support.builders import BLOCK_TOKENS, FINGERPRINT, a_description, a_handoff, a_prompt, an_arrival
 from tests.support.router.machine_driver import Dispatch, RouterMachineDriver, the
 
 MODEL = ModelName("tiny")
@@ -175,6 +175,19 @@ def test_groups_split_by_sizes_of_later_workers():
     router.leave("small")
     router.leave("middle")  # now all requests fit all remaining workers
     assert who(router.step(on_large, 7, finish=Finish.STOP)) == ("long", "large")
+
+
+def test_resumed_request_does_not_block_unrestricted_ones():
+    router = RouterMachineDriver(oversubscribe=1.0)
+    router.join("same", max_running=1)
+    router.join("other", max_running=1, fingerprint="other weights")
+    router.send(an_arrival(request_id="runs", sampling=GREEDY, pin=WorkerId("same")))
+    on_other = router.send(an_arrival(request_id="plain", sampling=GREEDY))
+    resumed = {"answered": (11,), "fingerprint": FINGERPRINT}
+    assert not router.send(an_arrival(request_id="resumed", sampling=GREEDY, **resumed))
+    assert not router.send(an_arrival(request_id="free", sampling=GREEDY))
+
+    assert who(router.step(the(Dispatch, on_other), 7, finish=Finish.STOP)) == ("free", "other")
 
 
 def a_worker(dice: random.Random, worker_id: WorkerId, incarnation: int) -> WorkerJoined:

@@ -360,7 +360,7 @@ def _build_request(
         bad_words=tuple(body.bad_words or ()),
         cache_salt=body.cache_salt or "",
         truncate_prompt=body.truncate_prompt_tokens,
-        priority=options.priority if body.priority is None else _priority(body.priority, options),
+        priority=options.priority if body.priority is None else combined_priority(body.priority, options),
         deadline=Nanos(now + options.timeout_ms * MILLISECOND) if options.timeout_ms else None,
         session=options.session or body.session_id or "",
         tenant=options.tenant,
@@ -463,10 +463,13 @@ def _check_stream_options(options: StreamOptions, *, stream: bool) -> None:
         raise invalid("stream_options.include_obfuscation", "only false is supported")
 
 
-def _priority(priority: int, options: FleetOptions) -> int:
+def combined_priority(priority: int, options: FleetOptions) -> int:
     """Return the priority in the object ``fleet``. If it is 0, return the negated value of vLLM's field `priority`.
 
     The sign differs, because a lower number runs earlier in vLLM, and later in Fleet.
+
+    Raises:
+        RequestRejected: INVALID_ARGUMENT, because `priority` is out of range.
     """
     if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
         raise invalid("priority", f"must be from {-MAX_PRIORITY} to {MAX_PRIORITY}, not {_short(priority)}")

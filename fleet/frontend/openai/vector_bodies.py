@@ -24,7 +24,7 @@ from fleet.core.requests import (
 )
 from fleet.core.validation import checked_request_id
 from fleet.frontend.openai.bodies import FleetOptions, header_hints, unsupported
-from fleet.frontend.openai.requests import decode_body, invalid_body, read_token_ids
+from fleet.frontend.openai.requests import combined_priority, decode_body, invalid_body, read_token_ids
 
 MAX_INPUTS = 2048  # OpenAI's limit
 
@@ -258,7 +258,7 @@ def _shared(body: VectorBody, request_id: RequestId, now: Nanos, headers: Header
         id=request_id if body.request_id is None else checked_request_id(body.request_id),
         model=ModelName(body.model or ""),
         options=options,
-        priority=options.priority if body.priority is None else -body.priority,
+        priority=options.priority if body.priority is None else combined_priority(body.priority, options),
         deadline=Nanos(now + options.timeout_ms * MILLISECOND) if options.timeout_ms else None,
         activation=body.use_activation,
     )

@@ -678,9 +678,10 @@ class Relay:
                 submit()
             except RequestRejected as refused:
                 relayed.refuse(refused)
-            except Exception:  # supervisor: after an error of the tokenizer the client gets an error
-                log.exception("prompt reading failed", extra={"request": relayed.request_id})
+            except Exception:  # supervisor: after a bug or an error of the tokenizer the client gets an error
+                log.exception("request failed", extra={"request": relayed.request_id})
                 relayed.refuse(internal_error())
+                self.router.close(relayed.request_id, relayed)
 
         waiting.add_done_callback(done)
 

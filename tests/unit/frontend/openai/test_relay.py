@@ -1,13 +1,21 @@
-"""Relayed requests that are rejected while their answer arrives."""
+"""Relayed requests that are rejected while their answer arrives, or that fail while they are submitted."""
+
+import asyncio
 
 import pytest
 
 from fleet.core.clock import Nanos
 from fleet.core.errors import Reason, RequestRejected
-from fleet.core.ids import RequestId
-from fleet.frontend.metrics.relay import RelayedRequests
+from fleet.core.ids import ModelName, RequestId
+from fleet.frontend.metrics.relay import RelayedRequests, RelayMetrics
+from fleet.frontend.openai import relay as openai_relay
+from fleet.frontend.openai.prompt_keys import PromptReader
 from fleet.frontend.openai.relay import RelayedRequest
+from fleet.frontend.openai.relayed_paths import RelayedPaths
 from fleet.net.http.exchange import Exchange, HttpHead, HttpRequest
+from fleet.router.tenants import Tenants
+from tests.support.kvstore.builders import ManualClock
+from tests.support.waiting import turns
 
 EVENT = b"9\r\ndata: a\n\n\r\n"
 REQUEST = HttpRequest(
@@ -73,3 +81,61 @@ def test_error_event_follows_the_bytes_of_the_same_turn(at_event_boundary):
     assert line.written.startswith(EVENT)
     assert (b"going away" in line.written.removeprefix(EVENT)) == at_event_boundary
     assert line.kept_alive is False
+
+
+class BrokenRouter:
+    """A router that takes requests, and fails after that."""
+
+    def __init__(self):
+        self.running = set()
+
+    def open(self, arrived, _listener):
+        self.running.add(arrived.request_id)
+        raise RuntimeError("a bug")
+
+    def close(self, request_id, _listener):
+        self.running.discard(request_id)
+
+
+class Workers:
+    def expect(self, relayed):
+        pass
+
+    def forget(self, relayed):
+        pass
+
+
+class Threads:
+    """Threads that have done each task at once."""
+
+    def run(self, work, _size):
+        done = asyncio.get_running_loop().create_future()
+        done.set_result(work())
+        return done
+
+
+@pytest.mark.parametrize("inline_bytes", [0, 1000])
+async def test_request_that_fails_after_its_submission_is_closed(inline_bytes):
+    line, clock, model, router = Line(), ManualClock(), ModelName("m"), BrokenRouter()
+    reader = PromptReader(model, [16], None, clock, None)
+    reader.inline_bytes = inline_bytes
+    relay = openai_relay.Relay(
+        router,
+        Workers(),
+        {model: reader},
+        Tenants({}, clock.now()),
+        RelayMetrics(lambda: ()),
+        clock,
+        Threads(),
+        id_prefix="t",
+        only=True,
+        paths=RelayedPaths.of(()),
+        is_running=lambda _request_id: False,
+        named_ids=set(),
+    )
+
+    relay.serve(Exchange(line, HttpRequest(REQUEST.head, b'{"prompt": "say"}')))
+    await turns()
+
+    assert line.written.startswith(b"HTTP/1.1 500 ")
+    assert not router.running

@@ -29,7 +29,10 @@ from fleet.sim.scenario import (
 )
 from fleet.sim.workload.drawn import DrawnWorkload
 
-SECRET = ("tenants", "tenant_secret", "prompt_secret", "openai_workers", "store_credentials", "worker_credentials")
+SECRET = (
+    *("tenants", "tenants_redis", "tenant_secret", "prompt_secret", "openai_workers"),
+    *("store_credentials", "worker_credentials", "tracing"),
+)
 """Router settings that the page does not show, because pages are shared with other people."""
 
 

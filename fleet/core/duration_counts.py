@@ -44,13 +44,13 @@ def percentile(counts: Counts, share: float) -> float | None:
 def within(counts: Counts, seconds: float) -> float:
     """Estimate the number of durations that are not longer than `seconds`.
 
-    The durations within one bucket are assumed to be spread evenly on a logarithmic scale. If `seconds` is above the
-    largest edge, all durations are counted.
+    The durations within one bucket are assumed to be spread evenly on a logarithmic scale, also those of the first bucket,
+    as if it had a lower edge. If `seconds` is above the largest edge, all durations are counted.
     """
     index = bucket_of(seconds)
     if not counts or index == len(EDGES):
         return float(sum(counts))
-    return sum(counts[:index]) + counts[index] * (1.0 - log(EDGES[index] / seconds) / log(STEP))
+    return sum(counts[:index]) + counts[index] * max(0.0, 1.0 - log(EDGES[index] / seconds) / log(STEP))
 
 
 def interpolated(counts: Counts, share: float) -> float | None:

@@ -124,6 +124,13 @@ def test_values_within_a_duration_are_counted_by_bucket(seconds_: float, expecte
     assert within((), 1.0) == 0.0
 
 
+def test_no_more_requests_are_late_than_there_were() -> None:
+    durations = counts((0.0009, 4), (0.02, 6))
+    assert within(durations, 0.0005) == 0.0
+    assert within(durations, 0.00001) == 0.0
+    assert 0.0 < within(durations, 0.0009) < 4.0
+
+
 def windows(count: int, arrivals: float, prompt: int, cached: float, began: float = 0.0, seed: int = 1):
     chance = random.Random(seed)
     for number in range(count):

@@ -142,7 +142,7 @@ class Resumption:
             if answer.has_begun:
                 raise Unavailable(
                     "the stream broke, and no router can go on with its answer: its router gave no resume token; set"
-                    " prompt_secret on the routers"
+                    " prompt_secret or tenant_secret on the routers"
                 )
         else:
             request = pb.GenerateRequest()

@@ -308,8 +308,10 @@ class RouterDemand:
         """
         counters = self._models.get(model := live.arrived.model) or self._new(model)
         if live.first_token_at:
+            tokens = len(live.sent)
             counters.finished += 1
-            counters.answer_tokens += len(live.sent)
+            counters.answer_tokens += tokens
+            counters.answer_squares += tokens * tokens
         elif reason in _FOR_LOAD:
             counters.refused += 1
         elif reason in _INVALID:

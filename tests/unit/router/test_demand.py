@@ -94,6 +94,17 @@ def test_request_stopped_after_its_first_token_is_served():
     assert (found.abandoned, found.finished, found.answer_tokens) == (0, 1, 2)
 
 
+def test_request_that_failed_after_its_first_token_is_served():
+    driver = RouterMachineDriver(("w1", Role.BOTH), max_attempts=1)
+    work = the(Dispatch, arrive(driver))
+    driver.step(work, 1, 2, 3)
+    driver.reject(work, Reason.INTERNAL)
+
+    found = demand_of(driver)
+
+    assert (found.refused, found.finished, found.answer_tokens, found.answer_squares) == (0, 1, 3, 9)
+
+
 def test_relayed_answer_in_one_report_is_served():
     driver = RouterMachineDriver(("w1", Role.BOTH))
     work = the(Dispatch, arrive(driver, only_end=True))

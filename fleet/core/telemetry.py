@@ -178,7 +178,7 @@ class GenAiTimes(Struct, frozen=True):
     operation: str  # value of OpenTelemetry's attribute `gen_ai.operation.name`
     durations: Mapping[str, Durations]  # durations by `error.type`, which is empty for successful requests
     first_token: Durations | None = None  # None if requests of this operation generate no tokens
-    token_gaps: Durations | None = None  # None if the times of tokens are unknown
+    token_gaps: Durations | None = None  # None if there are no tokens, or their times are unknown
 
 
 def operation_of(request: GenerateRequest) -> str:
@@ -261,6 +261,8 @@ class ModelRequests:
         for (error, _), each in self.durations.items():
             by_error.setdefault(error, []).append(each)
         durations = {error: summed(alike) for error, alike in by_error.items()}
+        if self.operation in {EMBEDDINGS, SCORE}:  # their answers have no tokens
+            return GenAiTimes(self.model, self.operation, durations)
         return GenAiTimes(self.model, self.operation, durations, self.first_token, self.token_gaps)
 
 

@@ -11,8 +11,10 @@ from fleet.core.roles import Phase
 from fleet.core.telemetry import (
     CHAT,
     COMPLETION,
+    EMBEDDINGS,
     LATENCY_BUCKETS,
     METRICS,
+    SCORE,
     LogLineFormatter,
     ModelRequests,
     RouterProcessMetrics,
@@ -71,6 +73,17 @@ def test_times_have_the_names_of_opentelemetry_too():
     for bound, count in (("0.25", 0), ("0.5", 1), ("7.5", 2), ("300.0", 2), ("600.0", 3)):
         assert f'{ttft}_bucket{{{labels},le="{bound}"}} {count}.0' in told
     assert f"gen_ai_server_time_per_output_token_seconds_count{{{labels}}} 1.0" in told
+
+
+@pytest.mark.parametrize("operation", [EMBEDDINGS, SCORE])
+def test_requests_without_tokens_have_no_times_of_tokens(operation):
+    metrics = RouterProcessMetrics(CollectorRegistry())
+    metrics.begin("m", operation).ended(Finish.STOP, (), USAGE, 0.5, answered=True)
+
+    series = [line for line in lines(metrics) if f'gen_ai_operation_name="{operation}"' in line]
+
+    assert series
+    assert all(line.startswith("gen_ai_server_request_duration_seconds") for line in series)
 
 
 def test_both_names_count_the_same_durations():

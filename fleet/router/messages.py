@@ -128,7 +128,10 @@ class PeerReserved(Struct, frozen=True, kw_only=True):
 
 
 class PeerPlaced(Struct, frozen=True, kw_only=True):
-    """Event: a peer router has sent prompts to workers, or prompts that it announced are over (`fleet.router.kv_index.peer_prompts`)."""
+    """Event: a peer router announces prompts that it has sent to workers, or the end of such prompts.
+
+    See `fleet.router.kv_index.peer_prompts`.
+    """
 
     replica: str
     placed: tuple[PlacedPrompt, ...] = ()

@@ -9,6 +9,8 @@ Rules:
 3. The ranks of one engine, each in its own process, share whole blocks (`kvstore.layouts.shards`): one rank reserves,
    each writes its shard, and the reserving rank publishes. Writing shards requires the node's shared memory; the blocks
    can be read over every data path.
+4. A client talks to one node only, usually the one of its host. That node finds blocks of other nodes
+   (`kvstore.tiers.peer.backend`).
 """
 
 import logging

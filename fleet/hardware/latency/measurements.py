@@ -135,7 +135,11 @@ class AccuracyCell(Struct, frozen=True, order=True):
 
 
 def cells(measurements: Iterable[Measurement]) -> list[AccuracyCell]:
-    """Return the sets whose errors are reported: for each phase, all, each engine, each GPU with each engine, and each model."""
+    """Return the sets of measurements whose errors are reported.
+
+    For each phase, these are one set of all measurements, one for each engine, one for each pair of a GPU and an engine, and
+    one for each model.
+    """
     found: set[AccuracyCell] = set()
     for each in measurements:
         found |= {

@@ -344,8 +344,8 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
 
     grpc_max_held_bytes: Annotated[int, Meta(ge=KIB, le=1 << 40)] = 1024 * MIB
     """Memory for the messages of all requests at `grpc_listen`, from the first byte to the end of the answer, and the same again
-    for `kserve_listen`; `http.max_held_bytes` is its counterpart for HTTP. Beyond it messages above 64 KiB are rejected; shorter ones
-    have 256 MiB of their own."""
+    for `kserve_listen`; `http.max_held_bytes` is its counterpart for HTTP. When it is full, complete messages above 64 KiB are
+    rejected. Shorter messages may use 256 MiB more, and longer ones half of that while they arrive."""
 
     connection_seconds: Annotated[float, Meta(ge=0, le=86_400)] = 0.0
     """Age of a connection in seconds at which its client is asked to open a new one; running requests go on, and clients reconnect by

@@ -252,7 +252,9 @@ class KubePlanner:
             ) from error
         place = (namespace, asked.deployment)
         if (other := taken.setdefault(place, name)) != name:
-            text = f"the ServingPlan {other} is for the same deployment, and is obeyed"
+            text = (
+                f"the ServingPlan {other} is for the same deployment and its name sorts first, so only it can be obeyed"
+            )
             raise PlanNotObeyed("OtherPlanObeyed", text)
         if planned >= self._settings.most_plans:
             text = f"this planner obeys {self._settings.most_plans} plans at most (most_plans)"

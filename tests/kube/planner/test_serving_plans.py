@@ -34,6 +34,7 @@ from tests.support.metric_pages import differences
 from tests.support.waiting import pace, until
 
 LOAD = {"mode": "Active", "requestsPerReplica": 4, "coolDownSeconds": 1}
+OTHER_PLAN = "the ServingPlan a is for the same deployment and its name sorts first, so only it can be obeyed"
 
 
 @pytest.fixture
@@ -169,9 +170,18 @@ async def test_first_plan_by_name_is_obeyed_for_a_deployment(asked, a_cluster, t
     with a_planner(asked, tmp_path):
         await first.says("Settled", "True")
         said = await second.says("Settled", "False", "OtherPlanObeyed")
-        assert said["message"] == "the ServingPlan a is for the same deployment, and is obeyed"
+        assert said["message"] == OTHER_PLAN
         asked.api.delete(asked.path("servingplans", "a")).expect(200)
         await second.says("Settled", "True")
+
+
+async def test_refused_first_plan_is_not_said_to_be_obeyed(asked, a_cluster, tmp_path):
+    asked.apply(planned_deployment()).expect(201)
+    first, second = SeenPlan(asked, "a", **LOAD, roles=[{"role": "none"}]), SeenPlan(asked, "b", **LOAD)
+    with a_planner(asked, tmp_path):
+        await first.says("Settled", "False", "SpecificationRefused")
+        said = await second.says("Settled", "False", "OtherPlanObeyed")
+        assert said["message"] == OTHER_PLAN
 
 
 async def test_missing_control_secret_is_reported_until_it_is_there(asked, nodes, tmp_path):

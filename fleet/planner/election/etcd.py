@@ -7,6 +7,8 @@ Rules:
 2. The owner stops leading when two thirds of `lease_seconds` have passed since its last successful renewal. It measures
    this time by its own clock, from the instant before it sent the renewal. So the owner stops before etcd deletes the
    key, and there are never two leaders.
+3. The owner also stops when it finds that another candidate owns the key, because somebody has deleted the key by hand.
+   In this case only, there may be two leaders, until the owner's next renewal (every sixth of `lease_seconds`).
 """
 
 import asyncio
@@ -45,8 +47,8 @@ class EtcdElection:
         while True:
             began = self._clock.now()
             try:
-                if await self._channels.call(self._renew):
-                    self._until = Nanos(began + self._settings.lease_seconds * SECOND * 2 // 3)
+                owned = await self._channels.call(self._renew)
+                self._until = Nanos(began + self._settings.lease_seconds * SECOND * 2 // 3 if owned else 0)
                 trouble = ""
             except grpc.aio.AioRpcError as error:
                 if (cause := etcd_error_text(error)) != trouble:

@@ -7,8 +7,9 @@ Rules:
    and `both`). They are divided among the prefill pools as well, because each request needs both phases.
 2. A pool grows at once. It shrinks only to its highest need during the last cool-down, so that a short pause of the
    load changes nothing.
-3. A pool that is not pinned stays within its bounds. If the GPU budget or the price limit is too small for all needs,
-   each pool gets its minimum, and further replicas are given to the pools in the order of their names.
+3. A pinned pool keeps its number, and every other pool stays within its bounds. If the GPU budget or the price limit
+   is too small for all needs, each pool that is not pinned gets its minimum, and further replicas are given to the pools
+   in the order of their names.
 4. All numbers stay as they are if demand is stale, a number is impossible, the clock went back, or a pool is not
    reported.
 """
@@ -110,16 +111,20 @@ class LoadRule:
     ) -> dict[PoolName, int]:
         """Return the numbers of replicas that the budget allows; draining replicas use up a part of the budget.
 
-        A pool gets its minimum number of replicas even if the budget is used up.
+        A pool gets its minimum number of replicas even if the budget is used up, and a pinned pool gets its number.
         """
         budget = self._budget
         gpus = sum(pool.gpus * observed[pool.name].draining for pool in self._pools if pool.gpu)
         dollars = sum(pool.replica_dollars * observed[pool.name].draining for pool in self._pools)
-        gpus += sum(pool.gpus * min(needs[pool.name], pool.least) for pool in self._pools if pool.gpu)
-        dollars += sum(pool.replica_dollars * min(needs[pool.name], pool.least) for pool in self._pools)
+        floors = {
+            pool.name: needs[pool.name] if observed[pool.name].pinned else min(needs[pool.name], pool.least)
+            for pool in self._pools
+        }
+        gpus += sum(pool.gpus * floors[pool.name] for pool in self._pools if pool.gpu)
+        dollars += sum(pool.replica_dollars * floors[pool.name] for pool in self._pools)
         replicas = {}
         for pool in self._pools:
-            given = min(needs[pool.name], pool.least)
+            given = floors[pool.name]
             while given < needs[pool.name]:
                 own = pool.replica_gpus
                 over = budget.gpus is not None and own and gpus + own > budget.gpus

@@ -150,3 +150,13 @@ def test_pinned_pool_keeps_its_number():
     pinned = Observation((PoolObservation(name=DECODE, wanted=2, ready=2, pinned="a person did"),))
 
     assert a_rule().decide(Nanos(0), a_window(decode=50), pinned).replicas == {DECODE: 2}
+
+
+def test_budget_reserves_the_replicas_of_pinned_pools_first():
+    pools = (a_pool(gpu="h100"), a_pool(PREFILL, Role.PREFILL, gpu="h100"))
+    pinned = PoolObservation(name=PREFILL, wanted=3, ready=3, pinned="a person did")
+    observed = Observation((PoolObservation(name=DECODE, wanted=1, ready=1), pinned))
+
+    decision = a_rule(*pools, budget=PlanBudget(gpus=5)).decide(Nanos(0), a_window(decode=16, prefill=4), observed)
+
+    assert decision.replicas == {DECODE: 2, PREFILL: 3}

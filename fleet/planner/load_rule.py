@@ -9,7 +9,8 @@ Rules:
    load changes nothing.
 3. A pinned pool keeps its number, and every other pool stays within its bounds. If the GPU budget or the price limit
    is too small for all needs, each pool that is not pinned gets its minimum, and further replicas are given to the pools
-   in the order of their names.
+   in the order of their names. Replicas that drain or are still to end use up the budget, too. So if one pool shrinks
+   in favour of another pool, the other pool grows when the replicas have drained.
 4. All numbers stay as they are if demand is stale, a number is impossible, the clock went back, or a pool is not
    reported.
 """
@@ -109,33 +110,53 @@ class LoadRule:
     def _within_budget(
         self, needs: dict[PoolName, int], observed: dict[PoolName, PoolObservation], conditions: list[PlanCondition]
     ) -> dict[PoolName, int]:
-        """Return the numbers of replicas that the budget allows; draining replicas use up a part of the budget.
+        """Return the numbers of replicas that the budget allows at this instant (rule 3).
 
         A pool gets its minimum number of replicas even if the budget is used up, and a pinned pool gets its number.
         """
-        budget = self._budget
-        gpus = sum(pool.gpus * observed[pool.name].draining for pool in self._pools if pool.gpu)
-        dollars = sum(pool.replica_dollars * observed[pool.name].draining for pool in self._pools)
+        exhausted: dict[PoolName, str] = {}  # the limit because of which a pool gets less than it needs
         floors = {
             pool.name: needs[pool.name] if observed[pool.name].pinned else min(needs[pool.name], pool.least)
             for pool in self._pools
         }
-        gpus += sum(pool.gpus * floors[pool.name] for pool in self._pools if pool.gpu)
-        dollars += sum(pool.replica_dollars * floors[pool.name] for pool in self._pools)
-        replicas = {}
+        none = dict.fromkeys(needs, 0)
+        shares = self._divided(floors, needs, none, none, exhausted)
+        # Each pool shrinks to its share at once. It grows to its share as soon as the other pools leave room.
+        held = {name: max(found.wanted, found.ready) for name, found in observed.items()}
+        draining = {name: found.draining for name, found in observed.items()}
+        least = {name: max(floors[name], min(share, observed[name].wanted)) for name, share in shares.items()}
+        replicas = self._divided(least, shares, held, draining, exhausted)
+        for name, field in exhausted.items():
+            message = f"{name} needs {needs[name]} replicas, and {field} leaves {replicas[name]}"
+            conditions.append(PlanCondition(type=PlanConditionType.BUDGET_EXHAUSTED, field=field, message=message))
+        return replicas
+
+    def _divided(
+        self,
+        least: dict[PoolName, int],
+        most: dict[PoolName, int],
+        held: dict[PoolName, int],
+        draining: dict[PoolName, int],
+        exhausted: dict[PoolName, str],
+    ) -> dict[PoolName, int]:
+        """Divide the budget among the pools: each gets `least`, and up to `most`, in the order of their names.
+
+        A pool uses the budget for at least `held` replicas, and for `draining` further ones. Note the limit in
+        `exhausted` for each pool that gets less than `most`.
+        """
+        budget, replicas = self._budget, dict(least)
+        used = {name: max(count, held[name]) + draining[name] for name, count in least.items()}
+        gpus = sum(pool.replica_gpus * used[pool.name] for pool in self._pools)
+        dollars = sum(pool.replica_dollars * used[pool.name] for pool in self._pools)
         for pool in self._pools:
-            given = floors[pool.name]
-            while given < needs[pool.name]:
-                own = pool.replica_gpus
+            while replicas[pool.name] < most[pool.name]:
+                free = replicas[pool.name] < held[pool.name]  # the budget has this replica already
+                own, price = (0, 0.0) if free else (pool.replica_gpus, pool.replica_dollars)
                 over = budget.gpus is not None and own and gpus + own > budget.gpus
-                dear = budget.dollars_per_hour is not None and dollars + pool.replica_dollars > budget.dollars_per_hour
+                dear = budget.dollars_per_hour is not None and price and dollars + price > budget.dollars_per_hour
                 if over or dear:
-                    field = "budget.gpus" if over else "budget.dollars_per_hour"
-                    message = f"{pool.name} needs {needs[pool.name]} replicas, and {field} leaves {given}"
-                    conditions.append(
-                        PlanCondition(type=PlanConditionType.BUDGET_EXHAUSTED, field=field, message=message)
-                    )
+                    exhausted[pool.name] = "budget.gpus" if over else "budget.dollars_per_hour"
                     break
-                given, gpus, dollars = given + 1, gpus + own, dollars + pool.replica_dollars
-            replicas[pool.name] = given
+                gpus, dollars = gpus + own, dollars + price
+                replicas[pool.name] += 1
         return replicas

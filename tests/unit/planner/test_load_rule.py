@@ -160,3 +160,24 @@ def test_budget_reserves_the_replicas_of_pinned_pools_first():
     decision = a_rule(*pools, budget=PlanBudget(gpus=5)).decide(Nanos(0), a_window(decode=16, prefill=4), observed)
 
     assert decision.replicas == {DECODE: 2, PREFILL: 3}
+
+
+@pytest.mark.parametrize("budget", [PlanBudget(gpus=6), PlanBudget(dollars_per_hour=12.0)])
+def test_growth_waits_until_replicas_of_another_pool_drained(budget):
+    pools = (
+        a_pool(gpu="h100", dollars_per_hour=2.0),
+        a_pool(PREFILL, Role.PREFILL, gpu="h100", dollars_per_hour=2.0),
+    )
+    rule, load = a_rule(*pools, budget=budget), a_window(decode=16, prefill=16)
+    draining = PoolObservation(name=PREFILL, wanted=2, ready=2, draining=3)
+
+    before = rule.decide(Nanos(0), load, seen(decode=1, prefill=5))
+    meanwhile = rule.decide(
+        Nanos(SECOND), load, Observation((PoolObservation(name=DECODE, wanted=1, ready=1), draining))
+    )
+    after = rule.decide(Nanos(2 * SECOND), load, seen(decode=1, prefill=2))
+
+    assert before.replicas == {DECODE: 1, PREFILL: 2}
+    assert meanwhile.replicas == {DECODE: 1, PREFILL: 2}
+    assert after.replicas == {DECODE: 4, PREFILL: 2}
+    assert [each.type for each in before.conditions] == [PlanConditionType.BUDGET_EXHAUSTED] * 2

@@ -9,8 +9,8 @@ Rules:
    until its time limit, and without this rule it could make other deployments wait. No reconcile waits for a probe.
 2. A probe is repeated if it failed, or if the worker computed the prompt itself although it should have loaded the
    blocks from a prefill worker. Before the repetition, the prober sends no probe to the deployment for a while. This
-   pause doubles with each repetition, up to `longest_seconds`. It is reset to the shortest pause when the pods of the
-   deployment change.
+   pause doubles with each repetition, up to `longest_seconds`. It is reset to the shortest pause after a probe that
+   need not be repeated, and when the pods of the deployment change.
 3. Only the leader sends probes.
 """
 
@@ -112,7 +112,8 @@ class Prober:
             task.cancel()
 
     async def _show(self, key: ReconcileKey, subject: ProbeSubject) -> None:
-        pause, asked = min(FIRST_PAUSE_SECONDS, self._longest_seconds), 0
+        shortest = min(FIRST_PAUSE_SECONDS, self._longest_seconds)
+        pause, asked = shortest, 0
         while targets := probing.wanted(subject, self.of(key)):
             async with self._asking_again if self.of(key).failures else nullcontext(), self._asking:
                 if not self._leads():
@@ -124,6 +125,8 @@ class Prober:
             if self._learn(key, subject, targets[0], answer):
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, self._longest_seconds)
+            else:
+                pause = shortest
 
     def _learn(
         self, key: ReconcileKey, subject: ProbeSubject, target: ProbeTarget, answer: ProbeCompletion | ProbeFailure

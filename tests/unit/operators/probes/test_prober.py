@@ -5,6 +5,9 @@ from contextlib import asynccontextmanager
 
 import msgspec
 
+from fleet.core.clock import Nanos
+from fleet.sim.kernel import Kernel
+from fleet.sim.virtual_loop import VirtualLoop
 from operators.keys import deployment_key
 from operators.probes.evidence import PendingProbes, ProbeCompletion, ProbeEvidence, ProbeFailure, unanswered
 from operators.probes.prober import Prober
@@ -40,6 +43,18 @@ class Clients:
             while len(self.asked) < count:
                 self.changed.clear()
                 await self.changed.wait()
+
+
+class TimedClients(Clients):
+    """A probe sender that also notes when each probe was sent."""
+
+    def __init__(self):
+        super().__init__()
+        self.times = []
+
+    async def ask(self, probe):
+        self.times.append(asyncio.get_running_loop().time())
+        return await super().ask(probe)
 
 
 @asynccontextmanager
@@ -159,6 +174,23 @@ async def test_after_a_failure_there_is_a_pause():
         await clients.until(1)
         await turns(TURNS)
         assert (len(clients.asked), clients.on_the_way) == (1, 0)
+
+
+def test_pause_is_the_shortest_again_after_an_answer():
+    """Time is virtual."""
+    clients = TimedClients()
+    for answer in (REFUSED, REFUSED, REFUSED, ProbeCompletion(True), REFUSED, ProbeCompletion(True)):
+        clients.answers.put_nowait(answer)
+
+    async def play():
+        async with a_prober(clients, longest_seconds=30) as (prober, _):
+            prober.want(deployment_key("ns", "dd"), a_want("a", "b"))
+            await clients.until(6)
+
+    VirtualLoop(Kernel(1), Nanos(0)).complete(play())
+
+    assert [worker for _, worker in clients.asked] == ["a", "a", "a", "a", "b", "b"]
+    assert clients.times == [0.0, 0.5, 1.5, 3.5, 3.5, 4.0]
 
 
 async def test_follower_sends_no_probes_until_it_leads_again():

@@ -76,7 +76,8 @@ class ObservedLoad:
         return [] if self.last is None else [each for each in self.last.workers if each.pool == pool]
 
     def _note_lengths(self) -> None:
-        sent = sum(_sent(window) + window.abandoned for window in self._windows)
+        # The prompt tokens of simulated windows include those of abandoned requests.
+        sent = sum(_sent(window) for window in self._windows)
         finished = sum(window.finished for window in self._windows)
         prompt = sum(window.prompt_tokens for window in self._windows)
         if not sent or not finished or not prompt:

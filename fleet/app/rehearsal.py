@@ -163,15 +163,17 @@ def _traffic(task: RehearsalTask) -> Iterator[TraceRequest]:
 def _shared(request: RecentRequest, blocks: int, again: int) -> tuple[int, ...]:
     """Return names for those blocks of a prompt whose block keys are known, in the block size of the simulation.
 
-    A known block with fewer than `BLOCK_TOKENS` tokens counts as one block of the simulation.
+    A block key stands for the whole prompt up to the end of its block. So a block of the simulation is named by the
+    first block key that covers all of its tokens.
 
     `again` is the number of the repetition. Each repetition gets other names (rule 1).
     """
     if not request.block_tokens:
         return ()
-    each = max(1, request.block_tokens // BLOCK_TOKENS)
-    names = [(key ^ (again << 8)) * 64 + part for key in request.block_keys for part in range(each)]
-    return tuple(names[:blocks])
+    keys = request.block_keys
+    covered = min(blocks, len(keys) * request.block_tokens // BLOCK_TOKENS)
+    last = (-(-(at + 1) * BLOCK_TOKENS // request.block_tokens) - 1 for at in range(covered))
+    return tuple((keys[index] ^ (again << 8)) * 64 + at % 64 for at, index in enumerate(last))
 
 
 def _predict(task: RehearsalTask, replicas: Mapping[PoolName, int], traffic: Sequence[TraceRequest]) -> PoolsPrediction:

@@ -27,14 +27,14 @@ def a_pool(role=Role.BOTH, name=BOTH, **fields):
     return RehearsedPool(pool=PlannedPool(name=name, role=role, **fields), engine=engine)
 
 
-def a_sample(count=100, shared=0):
+def a_sample(count=100, shared=0, block_tokens=32):
     return tuple(
         RecentRequest(
             arrived=Nanos(number * SECOND // 10),
             prompt_tokens=320,
             answer_tokens=40,
-            block_tokens=32,
-            block_keys=tuple(key if key < shared else 1000 * number + key for key in range(10)),
+            block_tokens=block_tokens,
+            block_keys=tuple(key if key < shared else 1000 * number + key for key in range(320 // block_tokens)),
         )
         for number in range(count)
     )
@@ -75,6 +75,17 @@ def test_shared_prefixes_are_cached_in_the_rehearsal():
     )
 
     assert alike.ttft_seconds < apart.ttft_seconds
+
+
+@pytest.mark.parametrize(("block_tokens", "shared"), [(16, 10), (64, 3)])
+def test_other_block_sizes_share_the_same_tokens(block_tokens, shared):
+    """The prompts share 160 tokens, or 192 tokens with the long blocks."""
+    usual = a_sample(shared=shared * block_tokens // 32)
+    other = a_sample(shared=shared, block_tokens=block_tokens)
+
+    expected, found = (rehearsed(a_task({BOTH: 2}, {BOTH: 2}, sample=sample)).planned for sample in (usual, other))
+
+    assert found == expected
 
 
 def test_disaggregated_pools_are_rehearsed():

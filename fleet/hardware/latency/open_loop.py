@@ -100,18 +100,18 @@ class BatchOccupancy(Struct, frozen=True, kw_only=True):
     def wait(self, rate: float, busy: float, share: float, beside: float, longest: float) -> float:
         """Return the percentile of the seconds that a prompt waits for other prompts (rule 4).
 
-        The result is infinite if prompts arrive faster than full steps can compute them.
+        The result is `longest` if prompts arrive faster than full steps can compute them.
 
         Args:
             rate: Prompts per second that arrive at one engine.
             busy: Seconds of a step that computes this prompt and no other one.
             share: Seconds that one prompt adds to a full step.
             beside: Number of further prompts for which a step has room.
-            longest: Upper limit of a finite result in seconds.
+            longest: Upper limit of the result in seconds; infinite if there is no limit.
         """
         used = rate * share
         if used >= 1.0:
-            return inf
+            return longest
         rest = 1.0 - self.percentile
         # This is the exponent in Sakasegawa's formula; bursts have the same effect as fewer engines.
         together = sqrt(2.0 * (self.replicas / self.dispersion + 1.0)) - 1.0

@@ -117,6 +117,17 @@ def test_prompts_pile_up_beyond_highest_rate():
     assert prefill_ttft(engine, REQUEST, AT_A_RATE, 1.001 * highest_prefill_rate(engine, REQUEST)) == inf
 
 
+def test_waiting_clients_bound_the_wait_at_any_rate():
+    engine, request = an_engine(), RequestShape(prompt_tokens=8192, answer_tokens=1)
+    rate = aggregated_rate(engine, request, 64)
+    assert rate > highest_prefill_rate(engine, request)
+    assert aggregated_ttft(engine, request, AT_A_RATE, 64) == inf
+
+    seen = aggregated_ttft(engine, request, WAITING, 64)
+
+    assert seen <= 65 * (engine.step.seconds(8192, 8192 * 4096, 64, 64 * request.context))
+
+
 @pytest.mark.parametrize("occupancy", [AT_A_RATE, WAITING])
 def test_more_load_never_lowers_latency(occupancy):
     engine = an_engine()

@@ -10,9 +10,8 @@ Rules:
 3. MLA caches one latent vector and one rotary key per token for all heads, and every rank of a tensor-parallel group
    holds a copy. As in engines, decoding multiplies with the latent vectors, while prefill first computes the keys and
    values of all heads from them.
-4. If a field has a value that this module does not support, an error names the field. But a kind of layer that this
-   module does not know counts as a layer with full attention. Fields that affect neither sizes nor operations are
-   ignored.
+4. If a field has a value that this module does not support, such as an unknown kind of layer, an error names the field.
+   Fields that affect neither sizes nor operations are ignored.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,6 +22,9 @@ from msgspec import Struct
 
 from fleet.core.errors import ConfigurationRefused
 from fleet.hardware.gpus import SCALES, Number
+
+FULL = ("full_attention", "attention", "indexed_attention", "deepseek_sparse_attention")
+"""Kinds of layers that cache each token. The last two attend to at most `index_topk` tokens (`ModelSizes.most_attended`)."""
 
 LINEAR = ("linear_attention", "mamba", "recurrent")
 WINDOWED = ("sliding_attention", "chunked_attention")
@@ -164,7 +166,7 @@ def read_model(config: Mapping[str, Any], name: str = "", *, precision: Precisio
     if layers > MOST_LAYERS:
         raise fields.refusal("num_hidden_layers", f"must be at most {MOST_LAYERS:,}")
     kinds = _layer_kinds(fields, layers)
-    full = sum(kind not in (*LINEAR, *WINDOWED) for kind in kinds)
+    full = sum(kind in FULL for kind in kinds)
     windowed = sum(kind in WINDOWED for kind in kinds)
     latent = "kv_lora_rank" in fields
     head_dim = fields.count("head_dim", default=max(1, hidden // heads))
@@ -257,7 +259,10 @@ def _layer_kinds(fields: _Fields, layers: int) -> Sequence[str]:
         return ["full_attention"] * layers
     if not isinstance(kinds, Sequence) or isinstance(kinds, str) or len(kinds) != layers:
         raise fields.refusal("layer_types", f"must list num_hidden_layers, {layers}, kinds of layers")
-    return [str(kind) for kind in kinds]
+    for index, kind in enumerate(kinds):
+        if kind not in (*FULL, *LINEAR, *WINDOWED):
+            raise fields.refusal(f"layer_types[{index}]", f"{kind!r:.50} is not a known kind of layer")
+    return kinds
 
 
 def _moe_layers(fields: _Fields, layers: int) -> int:

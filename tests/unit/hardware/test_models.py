@@ -55,6 +55,11 @@ def test_text_part_of_multimodal_model_is_read():
     assert read_model({"text_config": LLAMA_70B, "vision_config": {}}).parameters == a_model().parameters
 
 
+@pytest.mark.parametrize("kind", ["attention", "indexed_attention", "deepseek_sparse_attention"])
+def test_layer_kinds_that_cache_all_tokens_count_as_full(kind):
+    assert a_model(layer_types=[kind] * 80).kv_bytes_per_token == a_model().kv_bytes_per_token
+
+
 def test_linear_layers_keep_state_instead_of_cache():
     hybrid = a_model(
         layer_types=["linear_attention"] * 60 + ["full_attention"] * 20,
@@ -90,6 +95,8 @@ def test_linear_layers_keep_state_instead_of_cache():
             "mlp_only_layers must list at most 80 layers",
         ),
         ({"layer_types": ["full_attention"]}, "layer_types must list num_hidden_layers, 80, kinds of layers"),
+        ({"layer_types": ["full_attention", "conv"] * 40}, "layer_types[1] 'conv' is not a known kind of layer"),
+        ({"layer_types": [["full_attention"]] * 80}, "layer_types[0] ['full_attention'] is not a known kind of layer"),
         ({"layer_types": ["sliding_attention"] * 80}, "sliding_window is missing"),
         ({"quantization_config": {"quant_method": "magic"}}, "quantization_config.quant_method 'magic' is not known"),
     ],

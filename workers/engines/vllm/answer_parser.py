@@ -120,28 +120,35 @@ class VllmAnswerParsers:
         the parser.
 
         Raises:
-            ConfigurationRefused: A parser does not fit the model, and the settings name at least one of the parsers.
+            ConfigurationRefused: A parser that the settings name does not fit the model. The message names the setting.
         """
         if names is None or not settings.vllm.keeps_forms or not hasattr(tokenizer, "backend_tokenizer"):
             return None
-        named = {
-            "tool_call_parser": settings.tool_call_parser not in ("", AUTO),
-            "reasoning_parser": settings.reasoning_parser not in ("", AUTO),
-        }
+        fields = {"tool_call_parser": "tool_calls", "reasoning_parser": "reasoning"}
+        named = [setting for setting in fields if getattr(settings, setting) not in ("", AUTO)]
         attempts = [
             names,
             AnswerParsers(tool_calls=names.tool_calls, in_engine=True),
             AnswerParsers(reasoning=names.reasoning, in_engine=True),
         ]
+        unfit: BaseException | None = None
         for attempt in attempts:
-            if not attempt.tool_calls and not attempt.reasoning:
+            used = [setting for setting, field in fields.items() if getattr(attempt, field)]
+            if not used:
                 continue
             try:
-                return VllmAnswerParsers(attempt, tokenizer, model_config, model_type=model_type)
+                parsers = VllmAnswerParsers(attempt, tokenizer, model_config, model_type=model_type)
             except TypeError as error:
-                for setting in (setting for setting, is_named in named.items() if is_named):
-                    raise ConfigurationRefused(f"{setting}: {error.__cause__ or error}") from error
-                log.warning("parser does not fit the model", extra={"cause": str(error.__cause__ or error)})
+                cause = error.__cause__ or error
+                if len(used) == 1 and used[0] in named:
+                    raise ConfigurationRefused(f"{used[0]}: {cause}") from error
+                unfit = unfit or cause
+                log.warning("parser does not fit the model", extra={"cause": str(cause)})
+                continue
+            if set(named) <= set(used):
+                return parsers
+        if named:  # both are named; each of them fits, but not together
+            raise ConfigurationRefused(f"{named[0]}: {unfit}") from unfit
         return None
 
     def open(self, start: Start, task: ParsingTask) -> "VllmAnswerParser":

@@ -5,6 +5,7 @@ import re
 import tempfile
 import warnings
 from contextlib import suppress
+from copy import copy
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -489,3 +490,33 @@ def test_found_parser_without_its_tokens_is_left_out():
         VllmAnswerParsers.fitting(
             names, worker_settings(reasoning_parser="deepseek_r1"), tokenizer, None, model_type=""
         )
+
+
+def test_named_parser_stays_if_the_found_one_does_not_fit():
+    tokenizer = parsers_of(FAMILIES[0]).tokenizer  # it has no <think>
+    names = AnswerParsers(tool_calls="hermes", reasoning="deepseek_r1", in_engine=True)
+    settings = worker_settings(tool_call_parser="hermes")
+
+    found = VllmAnswerParsers.fitting(names, settings, tokenizer, None, model_type="")
+
+    assert found.names == AnswerParsers(tool_calls="hermes", in_engine=True)
+
+
+def test_error_names_the_one_of_two_parsers_that_does_not_fit():
+    tokenizer = parsers_of(FAMILIES[0]).tokenizer  # it has no <think>
+    names = AnswerParsers(tool_calls="hermes", reasoning="deepseek_r1", in_engine=True)
+    settings = worker_settings(tool_call_parser="hermes", reasoning_parser="deepseek_r1")
+
+    with pytest.raises(ConfigurationRefused, match=r"reasoning_parser: .*think"):
+        VllmAnswerParsers.fitting(names, settings, tokenizer, None, model_type="")
+
+
+def test_named_parsers_that_only_fit_alone_are_refused():
+    tokenizer = copy(parsers_of(FAMILIES[0]).tokenizer)
+    fields = {"thinking": {"open": "<think>", "close": "</think>"}, "content": {}}
+    tokenizer.response_template = {"version": 1, "start_anchor": "<s>", "fields": fields}
+    names = AnswerParsers(tool_calls="hermes", reasoning="hf", in_engine=True)
+    settings = worker_settings(tool_call_parser="hermes", reasoning_parser="hf")
+
+    with pytest.raises(ConfigurationRefused, match=r"tool_call_parser: .*hf parser cannot be combined"):
+        VllmAnswerParsers.fitting(names, settings, tokenizer, None, model_type="")

@@ -5,8 +5,8 @@ Rules:
 1. Entry points of the groups `fleet.policies`, `fleet.filters`, `fleet.scorers` and `fleet.pickers` name Structs whose fields are
    their parameters (`fleet.router.policy`). An entry point with the name of a built-in plug-in is ignored.
 2. A policy that comes from another package, or has a part from one, decides in a thread of its own, on a copy of the data. If it exceeds
-   its time budget, raises an exception or names no candidate, the default policy decides with its default parameters, and the failure is
-   counted. If it exceeds its budget, it is not called again before its call has ended.
+   its time budget, raises an exception or names no candidate, the default policy decides with the parameters that the settings have for it,
+   and the failure is counted. If it exceeds its budget, it is not called again before its call has ended.
 3. Such a policy has the same time budget for explaining its costs, because the whole router waits for the explanation too. If it does not
    give a finite number for each candidate, the explanation has no cost terms.
 """
@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from fleet.core.errors import ConfigurationRefused
 from fleet.core.roles import Phase
@@ -65,15 +65,16 @@ def open_policy(settings: RouterSettings, known: PolicyCatalog | None = None) ->
     """Return the policy that the settings name, guarded if the policy or a part of it comes from another package.
 
     Raises:
-        ConfigurationRefused: There is no such policy, it does not accept the parameters in the settings, or a plug-in cannot be loaded.
+        ConfigurationRefused: There is no such policy, a plug-in cannot be loaded, or the policy does not accept its parameters in the
+            settings. If the policy is guarded, this also holds for the parameters of the default policy.
     """
     if known is None:
         known = policy_catalogue()
     chosen = policy(settings.policy, parameters(settings), known)
     if _is_ours(settings, known):
         return chosen
-    plain = RouterSettings()
-    return GuardedPolicy(chosen, policy(DEFAULT, parameters(plain)), settings.policy_budget_ms / 1000)
+    fallback = policy(DEFAULT, parameters(structs.replace(settings, policy=DEFAULT)))
+    return GuardedPolicy(chosen, fallback, settings.policy_budget_ms / 1000)
 
 
 def _is_ours(settings: RouterSettings, known: PolicyCatalog) -> bool:

@@ -471,7 +471,8 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
     """Placement policy: a name that `fleet router policies` lists."""
 
     policies: dict[str, dict[str, Any]] = {}
-    """Parameters by policy; only those of the chosen policy are read."""
+    """Parameters by policy. Only those of the chosen policy are read, and those of the default policy if the chosen one comes from
+    another package, or has a part from one."""
 
     policy_budget_ms: Annotated[float, Meta(gt=0, le=1e6)] = 5.0
     """Time for one decision of a policy from another package: after that, the default policy decides. Built-in policies take

@@ -74,6 +74,13 @@ def raising(candidates):
     raise RuntimeError("a bug")
 
 
+class BrokenPolicy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A plug-in whose policy always fails."""
+
+    def policy(self):
+        return Misbehaving(raising)
+
+
 def greedy(candidates):
     candidates.columns[:] = 1e9
     return 1
@@ -134,6 +141,32 @@ def test_built_in_name_keeps_its_meaning(monkeypatch):
     found(monkeypatch, dynamo=f"{__name__}:LastPolicy")
 
     assert policy_catalogue().policies["dynamo"] is BUILT_IN.policies["dynamo"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, "d1"),
+        ({"engine_hit_credit": 0.0}, "d2"),
+        ({"policies": {"fleet": {"running_request_blocks": 100.0}}}, "d2"),
+    ],
+    ids=["cached blocks decide", "cached blocks do not count", "running requests cost much"],
+)
+def test_fallback_decides_by_the_operators_parameters(monkeypatch, fields, expected):
+    found(monkeypatch, broken=f"{__name__}:BrokenPolicy")
+    settings = RouterSettings(policy="broken", policy_budget_ms=5000, **fields)
+    candidates = candidates_of([a_candidate("d1", engine_blocks=5, requests=1), a_candidate("d2")], settings)
+
+    place, _ = open_policy(settings).choose(ASKED, candidates, Phase.AGGREGATED, random.Random(0))
+
+    assert candidates.worker_ids[place] == expected
+
+
+def test_invalid_parameters_of_the_fallback_are_refused(monkeypatch):
+    found(monkeypatch, broken=f"{__name__}:BrokenPolicy")
+
+    with pytest.raises(ConfigurationRefused, match=r"router\.policies\.fleet: .*magic"):
+        open_policy(RouterSettings(policy="broken", policies={"fleet": {"magic": 1}}))
 
 
 @pytest.mark.parametrize("value", [f"{__name__}:NO_STRUCT", f"{__name__}:missing"])

@@ -24,6 +24,7 @@ from msgspec import Struct, structs
 from fleet.cli.local.cluster import LocalCluster, LocalClusterOptions, cluster_client, say, with_cluster
 from fleet.client import AsyncClient, FleetError
 from fleet.core.clock import MILLISECOND, SECOND, Clock, Nanos
+from fleet.core.errors import ConfigurationRefused
 from fleet.core.requests import TOKEN_BYTES, KvOrigin, KvPhase, Source, TokenBytes
 from fleet.core.roles import KvPath, Phase, Placement, Role
 from fleet.core.system_clock import SystemClock
@@ -91,10 +92,15 @@ async def check(
         api_key: The key of a tenant; empty: the clusters take requests without one.
 
     Raises:
-        ConfigurationRefused: The topology cannot be used.
+        ConfigurationRefused: The topology cannot be used, or its limit of tokens is so short that no block would have to move.
         ClusterFailed: The reference could not be computed.
         Interrupted: A stop was requested.
     """
+    shortest = topology.cluster.block_tokens + 1 + ANSWER_TOKENS
+    if topology.cluster.max_model_len < shortest:
+        raise ConfigurationRefused(
+            f"cluster.max_model_len: --check needs at least {shortest}: one block, one token, and {ANSWER_TOKENS} of an answer"
+        )
     length = min(topology.cluster.max_model_len, LONGEST + ANSWER_TOKENS)
     expected: list[CheckedCompletion] = []
     prompts: list[TokenBytes] = []
@@ -316,7 +322,7 @@ def _pool(topology: Topology, role: Role) -> PoolSection:
 
 
 def reference_prompts(model_dir: Path, *, max_tokens: int) -> list[TokenBytes]:
-    """Return token ids of at least `FEWEST` prompts, none longer than `max_tokens`, which must be at least 240.
+    """Return token ids of at least `FEWEST` prompts, none longer than `max_tokens`, which must be at least 2.
 
     The prompts are cut from texts that are shipped with Python, so machines with the same Python have the same prompts.
     """
@@ -347,4 +353,4 @@ def _cut(text: TokenBytes, max_tokens: int) -> Iterator[TokenBytes]:
         yield take(min(length, max_tokens))
     shared = take(min(SHARED, max_tokens // 2))
     for sharing in range(_SHARING):
-        yield shared + take(40 + 16 * sharing)
+        yield shared + take(min(40 + 16 * sharing, max_tokens - len(shared) // TOKEN_BYTES))

@@ -1,10 +1,26 @@
 """Verdicts of `fleet up --check`."""
 
-import pytest
+import asyncio
+from pathlib import Path
 
-from fleet.cli.local.check import WITHIN, CheckedCompletion, blocks_received, complaint, disaggregated, judge
+import pytest
+from msgspec import structs
+
+from fleet.cli.local.check import (
+    FEWEST,
+    WITHIN,
+    CheckedCompletion,
+    blocks_received,
+    check,
+    complaint,
+    disaggregated,
+    judge,
+    reference_prompts,
+)
+from fleet.cli.local.cluster import LocalClusterOptions
 from fleet.core.clock import MILLISECOND, SECOND, Nanos
-from fleet.core.requests import KvOrigin, KvPhase, KvReport, Source
+from fleet.core.errors import ConfigurationRefused
+from fleet.core.requests import TOKEN_BYTES, KvOrigin, KvPhase, KvReport, Source
 from fleet.core.roles import KvPath, Phase
 from fleet.local.settings import Topology
 
@@ -95,3 +111,19 @@ def test_router_of_the_check_queues_as_long_as_the_check(path):
 
     assert topology.router.max_queue_seconds * SECOND >= WITHIN[path]
     assert all(pool.watchdog.enabled for pool in topology.pools)
+
+
+@pytest.mark.parametrize("max_tokens", [2, 33, 100, 239, 240, 3000])
+def test_no_prompt_is_longer_than_allowed(model_dir, max_tokens):
+    lengths = [len(prompt) // TOKEN_BYTES for prompt in reference_prompts(model_dir, max_tokens=max_tokens)]
+
+    assert len(lengths) >= FEWEST
+    assert 1 <= min(lengths) <= max(lengths) <= max_tokens
+
+
+def test_context_without_room_for_a_block_is_refused():
+    topology = Topology()
+    topology = structs.replace(topology, cluster=structs.replace(topology.cluster, max_model_len=88))
+
+    with pytest.raises(ConfigurationRefused, match=r"cluster\.max_model_len: --check needs at least 89"):
+        asyncio.run(check(topology, LocalClusterOptions(relative_to=Path(), logs=None), ()))

@@ -106,6 +106,7 @@ NEXT: dict[tuple[LifePhase, LifeEvent], LifePhase] = {
     # A second request to drain may set an earlier deadline.
     (LifePhase.DRAINING, LifeEvent.DRAIN_ASKED): LifePhase.DRAINING,
     (LifePhase.DRAINING, LifeEvent.EMPTIED): LifePhase.GONE,
+    (LifePhase.STARTING, LifeEvent.ENGINE_STUCK): LifePhase.GONE,
     (LifePhase.SERVING, LifeEvent.ENGINE_STUCK): LifePhase.GONE,
     (LifePhase.DRAINING, LifeEvent.ENGINE_STUCK): LifePhase.GONE,
 }

@@ -172,6 +172,13 @@ def test_starting_worker_takes_no_work():
     assert rejection(machine.handle(asked(a_start()), START)).reason is Reason.NO_WORKER
 
 
+def test_hanging_engine_ends_a_starting_worker():
+    machine = WorkerMachine(role=Role.BOTH, facts=FACTS, capacity=4)
+
+    assert machine.handle(EngineStuck(), START) == [Abandon(lost=0)]
+    assert machine.phase is LifePhase.GONE
+
+
 def test_worker_drained_before_engine_start_stays_drained():
     machine = WorkerMachine(role=Role.BOTH, facts=FACTS, capacity=4)
 

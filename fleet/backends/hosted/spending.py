@@ -14,7 +14,8 @@ Rules:
    charged too. Only in this case can the charges of an hour exceed the limit. No new requests are then admitted until
    enough charges are older than an hour.
 4. If the wall clock goes back, charges of later minutes count as charges of the present minute. So they are neither
-   lost nor kept for longer than an hour.
+   lost nor kept for longer than an hour. But the minute of their requests is not known any more. So the unused part of
+   an estimate among them stays charged for as long.
 """
 
 from collections.abc import Mapping

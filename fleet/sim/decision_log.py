@@ -38,6 +38,7 @@ from fleet.router.messages import (
     Dispatch,
     Emit,
     Reject,
+    RequestCancelled,
     ReservationTotals,
     RouterEvent,
     StartedOver,
@@ -55,14 +56,16 @@ class DecisionLog:
         # the router machine whose decisions and reservations are logged; nothing is logged while this is None
         self.machine: RouterMachine | None = None
         self._booked: dict[WorkerId, ReservationTotals] = {}
-        # for each request, the last decision that was logged, until the request is completed or refused
+        # for each request, the last decision that was logged, until the request is completed, refused or cancelled
         self._placed: dict[str, Decision] = {}
 
-    def __call__(self, now: Nanos, event: RouterEvent, commands: Sequence[Command] | None, /) -> None:  # noqa: ARG002
+    def __call__(self, now: Nanos, event: RouterEvent, commands: Sequence[Command] | None, /) -> None:
         if self.machine is None or commands is None:
             return
         for command in commands:
             self._command(now, command, self.machine)
+        if isinstance(event, RequestCancelled):
+            self._placed.pop(event.request_id, None)
         self._bookings(now, self.machine)
 
     def _command(self, now: Nanos, command: Command, machine: RouterMachine) -> None:

@@ -1,6 +1,7 @@
 """Planner report: writes one HTML page about a replayed planner, with demand, replicas, goals, cost, and decisions with their reasons."""
 
 from collections.abc import Sequence
+from math import ceil
 from typing import TextIO
 
 import msgspec
@@ -17,7 +18,7 @@ MOST_DECISIONS = 200
 """Maximum number of decisions that the page lists for one rule."""
 
 POINTS = 400
-"""Lines with a point for each decision are thinned, so that they have fewer than twice this number of points."""
+"""Maximum number of points of a line with a point for each decision. Longer lines are thinned."""
 
 
 def write_planner_report(
@@ -79,7 +80,7 @@ def _course(result: ReplayResult, scenario: ReplayScenario, prices: dict[str, fl
     last = result.steps[-1].at if result.steps else 0.0
     unit, unit_name = next((seconds, name) for least, seconds, name in TIME_UNITS if last >= least)
     x = f"simulated {unit_name}"
-    steps = result.steps[:: max(1, len(result.steps) // POINTS)]
+    steps = thinned(result.steps)
     names = [pool_name(pool) for pool in scenario.pools]
 
     def line(name: str, points: Sequence[tuple[float, float]]) -> ChartLine:
@@ -111,6 +112,11 @@ def _course(result: ReplayResult, scenario: ReplayScenario, prices: dict[str, fl
             ),
         ),
     )
+
+
+def thinned(steps: Sequence[ReplayStep]) -> Sequence[ReplayStep]:
+    """Return at most `POINTS` of the steps, at equal distances, beginning with the first one."""
+    return steps[:: max(1, ceil(len(steps) / POINTS))]
 
 
 def _decision(step: ReplayStep) -> tuple[str, str, str, str]:

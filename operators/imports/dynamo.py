@@ -137,7 +137,8 @@ def imported(manifest: Mapping[str, Any], name: str = "", namespace: str = "") -
         kv_transfer=transferred(_transfer(workers, notes), engine, roles, spec.path, notes),
         routing=routing,
     )
-    return Imported((document(given, made, place),), tuple(notes))
+    # each service adds the same notes about the variables that all services share
+    return Imported((document(given, made, place),), tuple(dict.fromkeys(notes)))
 
 
 def _services(spec: DocumentReader) -> list[_DynamoService]:

@@ -185,6 +185,18 @@ def test_note_says_where_a_dropped_secret_belongs():
     ]
 
 
+@pytest.mark.parametrize(("name", "field"), [("graph-v1alpha1", "envs"), ("graph-v1beta1", "env")])
+def test_secret_that_all_services_share_is_noted_once(name, field):
+    graph = next(each for each in documents(name) if each["kind"] == "DynamoGraphDeployment")
+    variables = graph["spec"].setdefault(field, [])
+    variables.append({"name": "LOG_API_KEY", "value": SECRET})
+
+    made = imported([graph])
+
+    path = f"spec.{field}[{len(variables) - 1}]"
+    assert [note.message[:12] for note in made.notes if note.path == path] == ["LOG_API_KEY:"]
+
+
 def test_sidecars_keep_everything_but_secrets():
     variables = [{"name": "LOG_API_KEY", "value": SECRET}, {"name": "LEVEL", "value": "info"}]
     beside = {"name": "logs", "image": "i", "env": variables}

@@ -990,7 +990,7 @@ def resolve_model(card: ModelCard, salt: bytes) -> ModelTarget:
 
     Args:
         card: The model card that a request names.
-        salt: The salt of the request's tenant.
+        salt: The salt of the request's tenant, or the salt that was made of it and the request's `cache_salt`.
     """
     if not card.parent:
         return ModelTarget(card.name, None, salt)

@@ -102,7 +102,7 @@ class ClusterSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     task: ModelTask = ModelTask.AUTO
     """The task of the model: generate, embed or classify; see `task` of the workers. auto: by the model's architecture. A
-    cluster whose model does not generate has one pool of role both, no KV paths and no store.
+    cluster whose model does not generate has only pools of role both, no KV paths and no store.
     """
 
     chat_template: str = ""

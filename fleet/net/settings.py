@@ -111,7 +111,7 @@ class HttpSettings(ConnectionSettings, frozen=True, kw_only=True, forbid_unknown
     """The maximum size of the request line and the headers together."""
 
     max_body_bytes: Annotated[int, Meta(ge=KIB, le=1024 * MIB)] = 8 * MIB
-    """The maximum size of a request body. The default is enough for two million token ids."""
+    """The maximum size of a request body. The default is enough for about one million token ids."""
 
     max_held_bytes: Annotated[int, Meta(ge=KIB, le=1 << 40)] = 1024 * MIB
     """The maximum size of the bodies of all connections together. A body counts from its first byte to the end of its

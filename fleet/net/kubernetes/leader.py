@@ -41,7 +41,7 @@ Seconds = Annotated[float, Meta(gt=0, le=3600)]
 
 
 class LeaseSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of the Lease that elects the acting operator. The defaults are those of Kubernetes' own controllers."""
+    """Settings of a Lease that elects the acting operator, planner or endpoint picker. The defaults are those of Kubernetes' controllers."""
 
     name: Annotated[str, Meta(min_length=1, max_length=63)] = "fleet-operator"
     """The name of the Lease."""
@@ -50,7 +50,7 @@ class LeaseSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """The namespace of the Lease; empty: the pod's namespace."""
 
     owner: Annotated[str, Meta(max_length=253)] = ""
-    """The Deployment to which the operator's pods belong, in the namespace of the Lease. Kubernetes removes the Lease together with
+    """The Deployment to which the candidates' pods belong, in the namespace of the Lease. Kubernetes removes the Lease together with
     this Deployment. Empty: the Lease stays."""
 
     duration_seconds: Annotated[int, Meta(ge=1, le=3600)] = 15

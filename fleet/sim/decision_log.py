@@ -57,7 +57,7 @@ class DecisionLog:
         self.machine: RouterMachine | None = None
         self._booked: dict[WorkerId, ReservationTotals] = {}
         # for each request, the last decision that was logged, until the request is completed, refused or cancelled
-        self._placed: dict[str, Decision] = {}
+        self.placed: dict[str, Decision] = {}
 
     def __call__(self, now: Nanos, event: RouterEvent, commands: Sequence[Command] | None, /) -> None:
         if self.machine is None or commands is None:
@@ -65,7 +65,7 @@ class DecisionLog:
         for command in commands:
             self._command(now, command, self.machine)
         if isinstance(event, RequestCancelled):
-            self._placed.pop(event.request_id, None)
+            self.placed.pop(event.request_id, None)
         self._bookings(now, self.machine)
 
     def _command(self, now: Nanos, command: Command, machine: RouterMachine) -> None:
@@ -73,8 +73,8 @@ class DecisionLog:
             case Dispatch():
                 request_id = request_of(command.start.request_id)
                 decision = machine.decision(request_id)
-                if decision is not None and self._placed.get(request_id) is not decision:
-                    self._placed[request_id] = decision
+                if decision is not None and self.placed.get(request_id) is not decision:
+                    self.placed[request_id] = decision
                     self.lines.append(f"{now} place {request_id} {_placed(decision)}")
                 self.lines.append(
                     f"{now} send {command.start.request_id} to {command.worker_id}: {_sent(command.start)}"
@@ -84,12 +84,12 @@ class DecisionLog:
             case StartedOver():
                 self.lines.append(f"{now} start over {command.request_id}")
             case Complete():
-                self._placed.pop(command.request_id, None)
+                self.placed.pop(command.request_id, None)
                 self.lines.append(
                     f"{now} complete {command.request_id}: {command.finish}, {command.cached_tokens} cached"
                 )
             case Reject():
-                self._placed.pop(command.request_id, None)
+                self.placed.pop(command.request_id, None)
                 self.lines.append(f"{now} refuse {command.request_id}: {command.reason}")
             case CacheDriftChanged():
                 self.lines.append(f"{now} drift {command.worker_id}: {'yes' if command.drifting else 'no'}")

@@ -20,10 +20,10 @@ def test_ended_request_is_forgotten(cancelled):
     machine = log.machine = ObservedMachine(RouterSettings(), random.Random(0), observer=log)
     machine.handle(a_joined_worker("w1", Role.BOTH), START)
     work = the(Dispatch, machine.handle(an_arrival(request_id="r1"), START))
-    assert log._placed.keys() == {"r1"}
+    assert log.placed.keys() == {"r1"}
 
     progress = some_progress(1, request_id=work.start.request_id, finish=Finish.LENGTH)
     stepped = WorkerStepped(worker_id=work.worker_id, progress=(progress,))
     machine.handle(RequestCancelled(request_id=an_arrival().request_id) if cancelled else stepped, START)
 
-    assert not log._placed
+    assert not log.placed

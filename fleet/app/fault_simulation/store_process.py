@@ -48,7 +48,6 @@ POOL_BLOCKS = 16
 TICK = Nanos(500 * MILLISECOND)
 DISK_TIME = Nanos(4 * MILLISECOND)
 READ_TIME = Nanos(3 * MILLISECOND)  # time until the bytes of a read have reached the client
-HUNG_DISK = Nanos(8 * SECOND)
 
 
 class MatchCall(Struct, frozen=True, kw_only=True):
@@ -152,7 +151,6 @@ class StoreProcess(VirtualProcess):
         self._network, self._points, self._truth, self._disk = network, points, truth, disk
         self._random = chance.random
         self._places: dict[int, _Place] = {}  # the blocks in the pool, by their offsets
-        self._writing: dict[int, tuple[int, ...]] = {}  # offsets of the blocks of each write reservation
         self._watchers: list[ConnectionEnd] = []
         network.listeners[STORE] = Listener(process=self, accept=self._accept, handle=self._serve)
         self.after(TICK, self._tick)

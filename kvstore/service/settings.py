@@ -93,8 +93,8 @@ class StoreSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """
 
     tenant_quota_bytes: Annotated[int, Meta(ge=0)] = 0
-    """Quota of each tenant; a tenant above it evicts its own oldest blocks. 0: no limit. Chains without a salt belong to
-    no tenant and have no quota.
+    """Quota of each tenant; a tenant above it evicts its own blocks, in the order of `eviction`. 0: no limit. Chains
+    without a salt belong to no tenant and have no quota.
     """
 
     tenant_quotas: dict[TenantSalt, Annotated[int, Meta(ge=0)]] = {}

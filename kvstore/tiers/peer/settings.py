@@ -17,17 +17,18 @@ class PeerSettings(TierSettings, frozen=True, kw_only=True, tag="peer"):
 
     own_address: str = ""
     """This node's own entry in `peers`; empty if `peers` does not contain this node. The node ranks its own address like
-    the others, so that all nodes agree on the owner of each chain, but it never sends a request to it."""
+    the others, so that all nodes agree on the owner of a first block, but it never sends a request to it."""
 
     look_ups: Annotated[int, Meta(ge=1, le=16)] = 2
-    """Maximum number of peers that answer a look-up of one chain. The default of 2 covers the likely holder and one more
+    """Maximum number of peers that answer one look-up. The default of 2 covers the likely holder and one more
     peer. Each peer costs a round trip."""
 
     connect_seconds: Annotated[float, Meta(gt=0, le=60)] = 0.5
     """Time limit for the handshake with a peer; less if the deadline of the call is nearer."""
 
     push: bool = False
-    """Write demoted blocks to the memory of their chain's owner, the first peer in the chain's rendezvous order."""
+    """Write the demoted blocks of each call to the memory of their owner. The owner is the first peer in the rendezvous
+    order of the call's first block, so the blocks of one chain may have several owners."""
 
     def __post_init__(self) -> None:
         if not set(self.peers) - {self.own_address}:

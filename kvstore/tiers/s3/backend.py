@@ -14,7 +14,7 @@ Rules:
 3. `find` searches for the length of the stored prefix, because chains are written from their start. Each round sends
    `parallel` HEAD requests and divides the range by that number. Three rounds are enough for thousands of blocks, and one
    for a complete chain. A missing block in the middle is noticed when the blocks are fetched. No request is sent for a
-   block that was found or missing a short time ago (`kvstore.tiers.s3.sightings`).
+   block that was found or missing a short time ago (`kvstore.tiers.s3.sightings`). `holds` does not rely on this memory.
 4. The bucket's lifecycle rules decide what is evicted.
 """
 
@@ -95,15 +95,13 @@ class S3Backend:
 
     def find(self, keys: Sequence[BlockKey], deadline: Nanos) -> int:
         return leading(
-            len(keys), self._settings.parallel, lambda indices: self.holds([keys[i] for i in indices], deadline)
+            len(keys), self._settings.parallel, lambda indices: self._found([keys[i] for i in indices], deadline)
         )
 
     def holds(self, keys: Sequence[BlockKey], deadline: Nanos) -> list[bool]:
-        """Return which blocks are stored; a block that was found or missing lately is not looked up again (rule 3)."""
-        now = self._clock.now()
-        recalled = {key: self.sightings.recall(key, now) for key in keys}
-        there = {key: is_there for key, is_there in recalled.items() if is_there is not None}
-        self._each({key: key for key in recalled if key not in there}, self._exists, there, deadline)
+        """Return which blocks are stored; look up every block, except those that this node cannot use."""
+        there = {key: False for key in keys if self.sightings.is_suspect(key)}
+        self._each({key: key for key in keys if key not in there}, self._exists, there, deadline)
         return [there[key] for key in keys]
 
     def put(self, work: Mapping[BlockKey, BlockWrite], there: dict[BlockKey, bool], deadline: Nanos) -> None:
@@ -136,6 +134,14 @@ class S3Backend:
     def close(self) -> None:
         self.threads.close()
         self.clients.close()
+
+    def _found(self, keys: Sequence[BlockKey], deadline: Nanos) -> list[bool]:
+        """Return which blocks are stored; a block that was found or missing lately is not looked up again (rule 3)."""
+        now = self._clock.now()
+        recalled = {key: self.sightings.recall(key, now) for key in keys}
+        there = {key: is_there for key, is_there in recalled.items() if is_there is not None}
+        self._each({key: key for key in recalled if key not in there}, self._exists, there, deadline)
+        return [there[key] for key in keys]
 
     # The methods below make one or a few requests for one object.
 

@@ -95,12 +95,20 @@ class NixlNode:
             warn_of_open_ports([NIXL_PORTS])
 
     async def run(self) -> None:
-        """Replace the process whenever it dies, until cancelled."""
+        """Replace the process whenever it dies, until cancelled.
+
+        The pause before a restart doubles, up to `LONGEST_PAUSE_SECONDS`. It is short again after a process that lived
+        at least that long.
+        """
+        now = asyncio.get_running_loop().time
         pause = FIRST_PAUSE_SECONDS
         while True:
             if self.process is not None:
+                began = now()
                 code = await self.process.wait()
                 self.process, self._offer = None, None
+                if now() - began >= LONGEST_PAUSE_SECONDS:
+                    pause = FIRST_PAUSE_SECONDS
                 log.warning("nixl process died", extra={"exit_code": code})
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)

@@ -1,6 +1,8 @@
 """Tests of the process of a node's NIXL agent, with a script in the place of the agent."""
 
+import asyncio
 import sys
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -45,3 +47,37 @@ async def test_ports_are_warned_of_once_and_only_if_nixl_starts(node, offer, cap
         assert node.offer == NixlOffer(b"agent", 1, 2)
         await node.stop()
     assert [record.message for record in caplog.records] == ["port open to other hosts"]
+
+
+@pytest.mark.parametrize(
+    ("lifetime", "pauses"),
+    [(1.0, [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0]), (3600.0, [1.0] * 8)],
+    ids=["soon", "late"],
+)
+async def test_pause_grows_only_while_the_agent_dies_soon(node, monkeypatch, lifetime, pauses):
+    now, slept = 0.0, []
+
+    async def live() -> int:
+        nonlocal now
+        now += lifetime
+        return 1
+
+    async def sleep(seconds: float) -> None:
+        nonlocal now
+        if len(slept) == len(pauses):
+            raise asyncio.CancelledError
+        slept.append(seconds)
+        now += seconds
+
+    async def start() -> None:
+        node.process = SimpleNamespace(wait=live)
+
+    await start()
+    monkeypatch.setattr(node, "start", start)
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now)
+    with pytest.raises(asyncio.CancelledError):
+        await node.run()
+    monkeypatch.undo()
+
+    assert slept == pauses

@@ -427,7 +427,8 @@ class Volume:
                 first_page, count = segment.take(records)
                 run = RecordRun(segment, first_page, self._state.take_sequences(count), count)
             self._append(run, batch[:count], self._scratch)
-            self._state.count.rescued += count
+            with self._state.lock:
+                self._state.count.rescued += count
 
     # The methods below are for the head and the footer of a segment.
 

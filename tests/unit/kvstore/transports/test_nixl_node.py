@@ -2,15 +2,20 @@
 
 import asyncio
 import sys
+from itertools import pairwise
 from types import SimpleNamespace
 
 import msgspec
 import pytest
 
+from fleet.core.clock import Nanos
+from fleet.sim.kernel import Kernel
+from fleet.sim.virtual_loop import VirtualLoop
 from kvstore.errors import StoreNotStarted
 from kvstore.tiers.shared_memory import SharedMemoryTier
 from kvstore.transports.nixl import NixlOffer
 from kvstore.transports.nixl_node import NixlNode
+from tests.support.waiting import pace, until
 
 AGENT = """\
 #!/bin/sh
@@ -54,30 +59,25 @@ async def test_ports_are_warned_of_once_and_only_if_nixl_starts(node, offer, cap
     [(1.0, [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0]), (3600.0, [1.0] * 8)],
     ids=["soon", "late"],
 )
-async def test_pause_grows_only_while_the_agent_dies_soon(node, monkeypatch, lifetime, pauses):
-    now, slept = 0.0, []
+def test_pause_grows_only_while_the_agent_dies_soon(node, monkeypatch, lifetime, pauses):
+    """Time is virtual."""
+    starts = []
 
     async def live() -> int:
-        nonlocal now
-        now += lifetime
+        await pace(lifetime, "the agent lives that long")
         return 1
 
-    async def sleep(seconds: float) -> None:
-        nonlocal now
-        if len(slept) == len(pauses):
-            raise asyncio.CancelledError
-        slept.append(seconds)
-        now += seconds
-
     async def start() -> None:
+        starts.append(asyncio.get_running_loop().time())
         node.process = SimpleNamespace(wait=live)
 
-    await start()
-    monkeypatch.setattr(node, "start", start)
-    monkeypatch.setattr(asyncio, "sleep", sleep)
-    monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now)
-    with pytest.raises(asyncio.CancelledError):
-        await node.run()
-    monkeypatch.undo()
+    async def play() -> None:
+        await start()
+        running = asyncio.create_task(node.run())
+        await until(lambda: len(starts) > len(pauses), 10 * sum(pauses), between_seconds=1.0)
+        running.cancel()
 
-    assert slept == pauses
+    monkeypatch.setattr(node, "start", start)
+    VirtualLoop(Kernel(1), Nanos(0)).complete(play())
+
+    assert [later - earlier - lifetime for earlier, later in pairwise(starts)][: len(pauses)] == pauses

@@ -67,7 +67,7 @@ class ResumedAnswer(Struct, kw_only=True):
         if self.claims.prompt != prompt:
             raise invalid(FIELD, "is for another API, model or prompt; send the same request as before")
         if len(resume.token_ids) > sampling.max_tokens or resume.position > sampling.max_tokens:
-            raise invalid("resume.token_ids", f"names more tokens than max_tokens, {sampling.max_tokens}")
+            raise invalid("resume.token_ids", "names more tokens than max_tokens allows")
         if resume.token_ids and max(resume.token_ids) >= vocab_size:
             raise invalid("resume.token_ids", f"must be less than the size of the vocabulary, {vocab_size}")
         if in_engine and (resume.from_start or (is_kept and resume.position)):

@@ -15,9 +15,10 @@ Rules:
    (`took_elsewhere`). Until all peers have confirmed what a router has reported, that router admits at most an equal share of what is left,
    or one request if the share is smaller (`is_unsure`). N routers together admit at most N - 1 requests too many. The level of the bucket
    is then below zero, so these requests are made up for later.
-5. A request whose images have to be fetched first asks whether it would be admitted (`expected`), so that nothing is fetched for a tenant
-   over its limit. The question takes nothing from the buckets. But until the images are fetched, the request counts as expected when other
-   requests ask. The answer depends on the buckets of this router alone; the later admission follows rules 2 to 4.
+5. A request that needs work before its admission first asks whether it would be admitted (`expected`), so that no work is done for a
+   tenant over its limit. Such work is to fetch images, or to search and replay the tokens of an answer that is resumed. The question takes
+   nothing from the buckets. But until the work is done, the request counts as expected when other requests ask. The answer depends on the
+   buckets of this router alone; the later admission follows rules 2 to 4.
 """
 
 from collections.abc import Awaitable, Callable, Iterator, Mapping
@@ -122,7 +123,7 @@ class _TenantLimits:
     def __init__(self, settings: TenantSettings, now: Nanos) -> None:
         self.requests = TokenBucket(settings.requests_per_minute, now) if settings.requests_per_minute else None
         self.tokens = TokenBucket(settings.tokens_per_minute, now) if settings.tokens_per_minute else None
-        # The number of requests that have asked for admission, and whose images are being fetched (rule 5).
+        # The number of requests that have asked for admission, and are being prepared for it (rule 5).
         self.expected = 0
         self.taken_requests = 0.0
         self.taken_tokens = 0.0
@@ -423,8 +424,8 @@ def _check_expected(limited: _TenantLimits, requests: TokenBucket, now: Nanos) -
         return
     raise RequestRejected(
         Reason.RATE_LIMITED,
-        f"images of {limited.expected} of this tenant's requests are being fetched, and its limit of {requests.per_minute:g} requests a"
-        f" minute leaves no room for more; retry in {seconds:.1f} s",
+        f"{limited.expected} of this tenant's requests are being prepared (their images are fetched, or answers are resumed), and its limit"
+        f" of {requests.per_minute:g} requests a minute leaves no room for more; retry in {seconds:.1f} s",
         retry_after_ms=_milliseconds(seconds),
         allowance=_status(limited, now),
     )

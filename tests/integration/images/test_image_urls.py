@@ -211,7 +211,7 @@ async def test_images_are_fetched_for_as_many_requests_as_are_left(tmp_path, ser
         answer = await post(frontends, body)
         assert answer.status_code == 429
         assert answer.headers["retry-after"] == "1"
-        assert "images of 2 of this tenant's requests are being fetched" in answer.json()["error"]["message"]
+        assert "2 of this tenant's requests are being prepared" in answer.json()["error"]["message"]
         for each in waiting:
             each.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)

@@ -133,8 +133,8 @@ def test_expected_requests_are_refused_above_what_is_left():
             pass
     assert (refused.reason, refused.retry_after_ms, soon.retry_after_ms) == (Reason.RATE_LIMITED, 1000, 500)
     assert refused.message == (
-        "images of 2 of this tenant's requests are being fetched, and its limit of 3 requests a minute leaves no room for more;"
-        " retry in 1.0 s"
+        "2 of this tenant's requests are being prepared (their images are fetched, or answers are resumed), and its limit"
+        " of 3 requests a minute leaves no room for more; retry in 1.0 s"
     )
 
 

@@ -147,7 +147,9 @@ class PredictionQuality(Struct, frozen=True, kw_only=True):
     # kind of measurements from which the step times were estimated: a value of
     # `fleet.hardware.latency.coefficients.EstimateBasis`; empty: unknown
     basis: str = ""
-    ttft_error: float = 0.0  # median relative error of the TTFT, on measurements that were not used for the fit
+    # median relative error of the TTFT on measurements that were not used for the fit; a guess if no GPU of this maker was
+    # measured (`fleet.hardware.latency.coefficients.OTHER_MAKERS_ERRORS`)
+    ttft_error: float = 0.0
     tpot_error: float = 0.0
     power_error: float = 0.0
     price: str = ""

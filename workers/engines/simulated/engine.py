@@ -2,7 +2,8 @@
 
 A request passes these stages: `submit` -> waiting -> admission, with a place in the batch and blocks -> load from the store or
 the prefill engine -> prefill -> decode -> end. One loop drives the batch in real time. Loads and publications are separate
-tasks, so that no other request waits for them. `batch` computes the steps; the tokens come from `model`, or from `scripts`.
+tasks, so that no other request waits for them. `batch` computes the steps, and a step takes as long as the latency model of the
+settings says (`fleet.hardware.latency.linear`). The tokens come from `model`, or from `scripts`.
 """
 
 import asyncio

@@ -123,7 +123,11 @@ class RewindableGenerator(torch.Generator):  # type: ignore[misc]  # torch's typ
         return made
 
     def __init__(self, seed: int, answer: Sequence[int], vocab_size: int, noise: torch.dtype) -> None:
-        """Begin after one draw for each token of `answer`; the caller's list grows with the answer."""
+        """Begin after one draw for each token of `answer`.
+
+        The generator keeps the list `answer`, to which vLLM later appends the tokens of the request. So `set_offset` always
+        returns to the position after the last token.
+        """
         super().__init__()
         self._seed, self._answer, self._vocab_size, self._noise = seed, answer, vocab_size, noise
         self.set_offset(0)

@@ -435,7 +435,9 @@ def _resume_tokens(settings: RouterSettings) -> ResumeTokens | None:
 
 
 def _predictions(settings: RouterSettings) -> "PredictionMetrics | None":
-    """Build the object that predicts step times. Return None if the settings name no profiles.
+    """Build the object that predicts the times to the first token and between tokens, from the step times of profiles.
+
+    Return None if the settings name no profiles.
 
     Raises:
         ConfigurationRefused: A profile is invalid.

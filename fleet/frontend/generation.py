@@ -940,6 +940,7 @@ class Generation:
             or sampling.prompt_logprobs is not None
             or sampling.thinking_tokens is not None
         ):
+            # Workers whose engine lacks one of these fields are not candidates (`fleet.router.placement.wait_or_reject`, LACKS_FIELD).
             needs = engine_fields(sampling)
         keys: Mapping[int, tuple[int, ...]] = {}
         if request.images:

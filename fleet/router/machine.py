@@ -618,7 +618,7 @@ class RouterMachine:
         """Place a request again or reject it, after its attempt has ended without a result."""
         assert live.attempt is not None
         worker = self.registry.get(blamed or live.attempt.worker_id)
-        # A worker that has left is not excluded, because its next incarnation may serve the request.
+        # A worker that has left needs no entry: it gets no requests any more, and its next incarnation counts as another worker.
         if worker is not None:
             live.failed_on[worker.description.worker_id, worker.description.incarnation] = None
         live.failures += 1

@@ -1,5 +1,6 @@
 """Health checks, trial requests and tokenizer check of an external backend.
 
+`fleet.backends.external.backend` decides when a check is sent, and what follows from its result (rules 1 and 2 there).
 A trial request asks for the shortest possible answer. It shows whether the engine behind the HTTP server still works.
 """
 

@@ -60,7 +60,7 @@ ORDER_BYTES = 256 << 20
 MESSAGE_BYTES = 64 << 10
 
 SaveKey = tuple[int, int]
-"""Identifies a save: the number of its step, and its position in the step's list."""
+"""Identifies a save of one channel: the number of its step, and its position among the step's saves of that channel."""
 
 
 class RankChannel(IntEnum):

@@ -280,8 +280,8 @@ class FollowingSaver:
         self.area = StagingArea(blocks)
         self._changed = threading.Condition()  # protects `staged` and `finished`; notified when a save is staged
         self.staged: dict[SaveKey, list[int]] = {}
-        # Saves that have ended or whose shards were staged too late for an order; their shards need not be staged any
-        # more.
+        # Saves whose shards need not be staged any more: an order waited for them in vain, or the save ended before they
+        # were staged.
         self.finished: set[SaveKey] = set()
         self.lost = False
         self._loss_logged = False  # True if the log already says that this rank saves no more blocks

@@ -195,7 +195,7 @@ class PeerRouters:
         self._metrics = metrics
         self._private = private
         self._now_unix_ns = now_unix_ns
-        # The thresholds that were changed last, at this router or at another one; None: never changed.
+        # The thresholds of the router that an administrator has set last, at this router or at a peer (rule 7); None: nobody has set any.
         self._tuned: PeerThresholds | None = None
         self.links: dict[str, _PeerConnection] = {}  # the open connections that this router has dialled, by address
         self._prompts, self._sessions = router.prompts, router.sessions

@@ -34,7 +34,7 @@ from fleet.core.errors import ConfigurationRefused, Reason, RequestRejected, inv
 from fleet.core.requests import RateLimitStatus, RemainingLimit
 
 MINUTE_SECONDS = 60
-# Maximum number of times that one request waits until the peers have confirmed (rule 4). After each wait, this router may
+# Maximum number of times that one request waits until the peers have confirmed this router's usage (rule 4). After each wait, this router may
 # admit at least its equal share of what is left of the tenant's limit.
 ROUNDS = 100
 # Maximum retry hint, in seconds, for a request that would be admitted if no requests with images to fetch were expected (rule 5). The hint

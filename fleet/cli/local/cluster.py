@@ -236,7 +236,7 @@ def _on_signal(processes: LocalProcesses) -> None:
 
 
 def say(line: str) -> None:
-    """Print one line, or the end of a log, for the person at the terminal."""
+    """Print a message for the person at the terminal. It may have several lines, such as the end of a log."""
     print(f"fleet: {line}", file=sys.stderr, flush=True)
 
 

@@ -79,7 +79,7 @@ class TracingSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
         except ValueError:  # the port is no number
             usable = False
-        if not usable or parts.username or parts.query or parts.fragment:
+        if not usable or "@" in parts.netloc or parts.query or parts.fragment:
             raise ValueError(f"endpoint: {self.endpoint!r} must be http://host:port or https://host:port")
         if self.protocol == "grpc" and parts.path not in ("", "/"):
             raise ValueError(f"endpoint: {self.endpoint!r} has a path, which gRPC does not use; leave it out")

@@ -84,6 +84,10 @@ def test_a_topology_says_what_differs_from_the_default(tmp_path):
             "[router]\ntenants_redis = 'redis://:secret@host:port'",
             "router: tenants_redis: its port is no number from 1 to 65535, or its brackets do not match; write the characters / ? # @ [ ] of a password as %2F, %3F and so on",
         ),
+        (
+            "[router]\nopenai_workers = [{worker_id = 'a', model = 'm', url = 'http://:password@host'}]",
+            "router.openai_workers[0]: url: 'http://:password@host' must be http://host:port or https://host:port",
+        ),
         ("[router.http]\nidle_timeout_seconds = 0", "router.http.idle_timeout_seconds: Expected `float` > 0.0"),
         (
             "[router.http]\nmax_conections = 9",

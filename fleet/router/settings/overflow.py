@@ -81,7 +81,7 @@ class OverflowSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         except ValueError:  # the port is invalid
             usable = False
         printable = all(" " < character < "\x7f" for character in self.url)
-        if not usable or not printable or parts.query or parts.fragment or parts.username:
+        if not usable or not printable or parts.query or parts.fragment or "@" in parts.netloc:
             raise ValueError(f"url: {self.url!r} must be http://host:port or https://host:port")
         if self.api_key_file and not self.insecure:
             refuse_plain_key("url", self.url, "api_key_file", "insecure")

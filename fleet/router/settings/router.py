@@ -185,7 +185,7 @@ class OpenAiWorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fie
             (parts.hostname or "").encode("idna")
         except ValueError:  # the port is invalid, or no resolver would accept the name
             usable = False
-        if not usable or parts.query or parts.fragment or parts.username:
+        if not usable or parts.query or parts.fragment or "@" in parts.netloc:
             raise ValueError(f"url: {self.url!r} must be http://host:port or https://host:port")
         if any(not " " < character < "\x7f" for character in self.url + self.api_key):
             raise ValueError("url and api_key: only printable ASCII without spaces is allowed")

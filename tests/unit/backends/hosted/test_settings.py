@@ -29,6 +29,7 @@ def test_short_section_is_enough(tmp_path):
     [
         (OVERFLOW.replace("https:", "ftp:"), "overflow[...]: url: 'ftp:"),
         (OVERFLOW.replace("https://", "https://me@"), "overflow[...]: url: 'https://me@"),
+        (OVERFLOW.replace("https://", "https://:password@"), "overflow[...]: url: 'https://:password@"),
         (OVERFLOW.replace("= 5", "= 0"), "overflow[...].dollars_per_hour"),
         (OVERFLOW.replace("= 5", "= nan"), "overflow[...].dollars_per_hour"),
         (OVERFLOW.replace("= 5", "= inf"), "overflow[...].dollars_per_hour"),

@@ -53,8 +53,9 @@ up: $(INSTALLED)
 test: $(INSTALLED) $(KUBE)
 	@$(BIN)/pytest -n 2 --no-loadscope-reorder $(if $(filter simulated,$(ENGINE)),-m "not vllm") $(TESTS)
 
+# Each process has API servers of its own, except where a real one is named.
 kube-test: $(KUBE)
-	@$(BIN)/pytest tests/kube $(TESTS)
+	@$(BIN)/pytest -n $(if $(FLEET_TEST_KUBE_API),0,3) --no-loadscope-reorder tests/kube $(TESTS)
 
 check: $(KUBE)
 	@$(BIN)/ruff check $(CODE)

@@ -28,6 +28,9 @@ ENGINES = (
     "tests/integration/local/test_up",
 )
 
+IMAGE_STEPS = "tests/kube/images/test_steps.py"
+"""Tests that install a hundred packages each. They are the longest tests of `make kube-test`."""
+
 ON_BOTH_LOOPS = {
     "test_http_connections.py",
     "test_relay.py",
@@ -57,11 +60,16 @@ def _of_this_test(record: logging.LogRecord) -> bool:
 logging.getLogger("asyncio").addFilter(_of_this_test)
 
 
-class EngineTestScheduling(LoadScopeScheduling):  # type: ignore[misc]
-    """Give all tests that start large engines to one of the two processes of `make test`, in order, and the rest to the other."""
+class LongTestScheduling(LoadScopeScheduling):  # type: ignore[misc]
+    """Distribute the test files to the processes of a run, with two exceptions.
+
+    One process gets all tests that start large engines, in order. The tests of `IMAGE_STEPS` may each go to another process.
+    """
 
     def _split_scope(self, nodeid: str) -> str:
-        return "engines" if starts_engines(nodeid) else nodeid.partition("::")[0]
+        if starts_engines(nodeid):
+            return "engines"
+        return nodeid if nodeid.startswith(IMAGE_STEPS) else nodeid.partition("::")[0]
 
 
 def starts_engines(nodeid: str) -> bool:
@@ -69,9 +77,9 @@ def starts_engines(nodeid: str) -> bool:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the tests that start engines first, since they take longest."""
+    """Put the tests that take longest first, so that no process waits for them at the end."""
     if "PYTEST_XDIST_WORKER" in os.environ:
-        items.sort(key=lambda item: not starts_engines(item.nodeid))
+        items.sort(key=lambda item: not item.nodeid.startswith((*ENGINES, IMAGE_STEPS)))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -90,8 +98,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         os.setpriority(os.PRIO_PROCESS, 0, 5)
 
 
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> EngineTestScheduling:
-    return EngineTestScheduling(config, log)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LongTestScheduling:
+    return LongTestScheduling(config, log)
 
 
 def pytest_asyncio_loop_factories(item: pytest.Item) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:

@@ -7,9 +7,9 @@ Rules:
 2. Each message about reservations contains all of them. So if a message is lost, the next one replaces it.
 3. Reservations are sent after one has begun or ended or a prompt was computed, and at least every `FULL_STATE_SECONDS`,
    which is soon enough for answers that grow. Because many change at once, a message waits for `SEND_SECONDS`. It waits
-   for up to `FEW_CHANGES_SECONDS` while there are few changes: at most `FEW_CHANGES` for each running request. The longer
-   a message waits, the more routers send their next requests to the same worker: if a quarter of the running requests
-   changes between two messages, the messages are of no use.
+   for up to `FEW_CHANGES_SECONDS` while there are few changes (at most `FEW_CHANGES` for each running request) and no
+   news of rules 8 and 9. The longer a message waits, the more routers send their next requests to the same worker: if a
+   quarter of the running requests changes between two messages, the messages are of no use.
 4. A router that was silent for `SILENCE_SECONDS`, or whose connection broke, counts as gone, and its reservations are
    dropped. It is dialled again: after `FIRST_PAUSE_SECONDS` if the connection had lasted for some time, or if that router
    has dialled this one, and otherwise after a longer pause.
@@ -20,7 +20,7 @@ Rules:
    (`fleet.gateway.selection`) is forwarded in the same way. Routers that do not answer within `ANSWER_SECONDS` are left
    out.
 7. Changed thresholds are sent to all routers, also to those reached later; the latest change wins.
-8. Session bindings are sent with the reservations, and all of them to a router that is reached later. So routers whose
+8. Session bindings are sent within `SEND_SECONDS`, and all of them to a router that is reached later. So routers whose
    connection was broken have the same bindings as soon as they are connected again.
 9. Peer prompts (prompts that a worker is about to compute and has not reported) are sent like session bindings. Prompts
    for workers without KV events are sent too, if their block keys are made with a secret that other routers have. Each
@@ -363,10 +363,10 @@ class PeerRouters:
         if self._is_urgent:
             return
         changes = self._prompts.changes + self._usage_changes
-        if changes > self._few_changes:
+        if changes > self._few_changes or self._prompts.has_prompts or self._sessions.has_news:
             self._tell_within(SEND_SECONDS)
             self._is_urgent = self._timer is not None
-        elif self._timer is None and (changes or self._sessions.has_news):
+        elif self._timer is None and changes:
             self._tell_within(FEW_CHANGES_SECONDS)
 
     def _usage_changed(self) -> None:

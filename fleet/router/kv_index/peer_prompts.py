@@ -70,10 +70,12 @@ class PromptAnnouncements:
         self._over: list[int] = []
         self._sent: deque[tuple[WorkerId, Keys]] = deque(maxlen=MAX_SENT_PROMPTS)
         self.changes = 0
-        """Number of changes of reservations and assumed caches since the last call of `news`.
+        """Number of changes of reservations since the last call of `news`."""
 
-        A prompt is announced and ends together with a reservation, so it counts only once.
-        """
+    @property
+    def has_prompts(self) -> bool:
+        """True if `news` would return prompts to announce."""
+        return bool(self._unannounced or self._sent)
 
     def placed(self, worker_id: WorkerId, keys: Keys) -> int | None:
         """Record a prompt that a worker has to compute.
@@ -97,7 +99,6 @@ class PromptAnnouncements:
     def sent(self, worker_id: WorkerId, keys: Keys) -> None:
         """Record a prompt that was sent to a worker which does not report its cache."""
         self._sent.append((worker_id, keys))
-        self.changes += 1
 
     def news(self) -> tuple[list[PlacedPrompt], list[int]]:
         """Return the prompts to announce since the last call, and the numbers of announced prompts whose reservations have ended since then."""

@@ -82,6 +82,7 @@ async def test_few_of_many_requests_change_in_one_message(tmp_path, monkeypatch)
     """Send the third of three changes to 17 running requests at once, and the two before it in the same message."""
     monkeypatch.setattr(replicas, "FULL_STATE_SECONDS", 600.0)
     monkeypatch.setattr(replicas, "FEW_CHANGES_SECONDS", 600.0)
+    monkeypatch.setattr(replicas, "SILENCE_SECONDS", 600.0)
     async with PeerRouterSetup(tmp_path, 0, 2).running() as a, PeerRouterSetup(tmp_path, 1, 2).running() as b:
         await until(lambda: are_connected(a, b))
         with monkeypatch.context() as every_change_counts:
@@ -99,6 +100,26 @@ async def test_few_of_many_requests_change_in_one_message(tmp_path, monkeypatch)
         await until(lambda: b.booked_elsewhere() == 20)
 
         assert b.server.times == 1
+
+
+@pytest.mark.parametrize("request_fields", [{"tokens": a_prompt(2000)}, {"tokens": a_prompt(10), "session": "s1"}])
+async def test_long_prompts_and_sessions_are_told_at_once(request_fields, tmp_path, monkeypatch):
+    """Send them without the wait for more changes, so that the next request which begins alike goes to the same worker."""
+    monkeypatch.setattr(replicas, "FULL_STATE_SECONDS", 600.0)
+    monkeypatch.setattr(replicas, "FEW_CHANGES_SECONDS", 600.0)
+    monkeypatch.setattr(replicas, "SILENCE_SECONDS", 600.0)
+    monkeypatch.setattr(replicas, "FEW_CHANGES", 1000)
+    routers = [PeerRouterSetup(tmp_path, number, 2, session_affinity="hard").running() for number in range(2)]
+    async with routers[0] as a, routers[1] as b:
+        await until(lambda: are_connected(a, b))
+        await a.select()
+        await until(lambda: b.booked_elsewhere() == 1)
+
+        first = await a.stub.Select(pb.SelectRequest(**request_fields))
+        await until(lambda: b.booked_elsewhere() == 2)
+        second = await b.stub.Select(pb.SelectRequest(**request_fields))
+
+        assert second.decode.worker_id == first.decode.worker_id
 
 
 async def test_session_is_known_to_all_and_to_later_routers(tmp_path):

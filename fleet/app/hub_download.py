@@ -137,7 +137,7 @@ def main() -> None:
 
     try:
         ended: Event = fetch(request, tell)
-    except Exception as error:  # noqa: BLE001 - the client raises nearly everything; the parent reports it
+    except Exception as error:  # noqa: BLE001 - the client raises many types of exceptions; the parent reports each
         ended = failed(error)
     tell(ended)
     sys.stdout.buffer.flush()
@@ -311,7 +311,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def _end_with_parent() -> None:
-    """End this process when its parent ends, which closes this process's standard input."""
+    """End this process when its parent ends. The end of the parent is noticed because it closes the standard input."""
     sys.stdin.buffer.read()
     os._exit(1)
 

@@ -115,7 +115,7 @@ def priced_settings(settings: PlannerSettings) -> PlannerSettings:
 
     Raises:
         ConfigurationRefused: The price book cannot be read, or lacks the region or the price of a GPU; or the budget is
-            too small for the least replicas of the pools.
+            too small for the smallest allowed number of replicas of every pool.
     """
     if not settings.prices:
         return settings

@@ -8,7 +8,7 @@ Rules:
 1. The recent requests arrive in their recorded pattern, scaled to the rate that the plan is made for. If they do not
    last for `HORIZON` seconds, they are repeated with other block names, so that no cache has the repeated prompts.
 2. If two recent prompts shared blocks, they also share them in the simulation. The caches of the simulated workers are
-   empty at the beginning, so the predicted TTFT is rather too high.
+   empty at the beginning, so the predicted TTFT is too high rather than too low.
 3. The process runs with a lower priority than the planner. When the planner does not wait for the result any more, the
    process is killed.
 """
@@ -43,7 +43,8 @@ from kvstore.eviction.trace_replay import TraceRequest
 
 LEAST_REQUESTS = 20
 MOST_REQUESTS = 3000
-HORIZON = 60.0  # least duration of a rehearsal in simulated seconds, unless it needs more than `MOST_REQUESTS` (rule 1)
+# Least duration of a rehearsal in simulated seconds (rule 1). A rehearsal is shorter if `MOST_REQUESTS` arrive in less time.
+HORIZON = 60.0
 BLOCK_TOKENS = 32
 NICE = 10
 LINK = 10e9

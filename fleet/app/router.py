@@ -92,7 +92,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 # Number of file descriptors that client connections must not use: for worker streams, other ports, peer routers and files.
-# If the limit of open files is below twice this number, they must not use half of the limit.
+# If the limit of open files is below twice this number, client connections may use only half of the limit.
 RESERVED_DESCRIPTORS = 512
 # Number of new objects after which Python collects garbage. A collection takes 1 to 2 ms. With Python's default of 700
 # objects, a router would spend 5 % of its time on collections.
@@ -290,8 +290,7 @@ async def _overflow(settings: RouterSettings, shared: _Shared) -> "AsyncIterator
     """Open the hosted endpoints. The `with` block gets None if the settings name no hosted endpoint.
 
     Raises:
-        ConfigurationRefused: `overflow` names a model that no worker of Fleet serves, or a key or ledger file cannot be
-            used.
+        ConfigurationRefused: `overflow` names a model that is not in `models`, or a key or ledger file cannot be used.
     """
     if not settings.overflow:
         yield None
@@ -474,7 +473,7 @@ def _workers(backends: _Backends, traces: "RequestTraces | None") -> Workers:
 def _machine(
     settings: RouterSettings, shared: _Shared, observers: Sequence[Observer]
 ) -> "tuple[RouterMachine, FlightRecorder | None]":
-    """Build the router machine, and the flight recorder to which it writes; None if the settings demand no recording.
+    """Build the router machine and its flight recorder. If the settings demand no recording, return None for the recorder.
 
     Raises:
         ConfigurationRefused: The policy is not installed, or the recording cannot be written.
@@ -613,7 +612,8 @@ async def _serve(settings: RouterSettings, parts: _Parts, announce: Announce) ->
 
     A process that does not share its ports opens them first. So if another process has these ports already,
     this process ends before it contacts workers. Its health port can also report from the beginning whether it is ready.
-    Processes that share ports (`share_ports`) open them last, because clients can connect to a listening port at once.
+    Processes that share ports (`share_ports`) open them last. If they listened earlier, they would get connections that
+    another process of the router, which is ready, could serve at once.
     """
     async with _directory(settings) as directory, asyncio.TaskGroup() as tasks, AsyncExitStack() as opened:
         ports = _frontends(settings, parts)

@@ -80,7 +80,8 @@ def command_of(part: str) -> str:
 def settings_keys(kind: type[Struct], path: str = "", outer: tuple[type[Struct], ...] = ()) -> Iterator[SettingsKey]:
     """Yield all keys of a settings file; the keys of a section follow the key of the section.
 
-    `outer` are the sections around `kind`. They are not listed again inside `kind`, which would never end.
+    `outer` are the sections around `kind`. They are not listed again inside `kind`, because a section that contains itself
+    would be listed without end.
     """
     texts = documented_fields(kind)
     for field in structs.fields(kind):

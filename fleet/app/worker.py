@@ -288,7 +288,7 @@ async def _evacuator(
 def _patience(facts: EngineFacts) -> float | None:
     """Return the seconds to wait for the store node; None means the default time.
 
-    They are 0 if the node did not answer when the engine started, because it will hardly answer now.
+    The time is 0 if the node did not answer when the engine started, because it will probably not answer now either.
     """
     return None if facts.store_id is not None else 0.0
 

@@ -117,7 +117,7 @@ class _ItemQueue(Generic[Item]):
 
 
 def _without_worker(progress: Progress) -> Progress:
-    """Remove the worker's name from a handoff, because engines do not know it."""
+    """Return the progress without the worker's name in its handoff, because a real engine does not know that name."""
     if progress.handoff is None:
         return progress
     return structs.replace(progress, handoff=structs.replace(progress.handoff, prefill_worker=WorkerId("")))

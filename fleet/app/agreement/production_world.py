@@ -285,7 +285,10 @@ def _with_token_ids(arrived: Arrived) -> Arrived:
 
 
 def tokens_from_keys(keys: Sequence[int], block_tokens: int, num_tokens: int) -> TokenBytes:
-    """Return token ids that contain block keys. The first two tokens of each block hold its key plus one; the others are zero."""
+    """Return token ids that contain block keys.
+
+    The first two tokens of each block hold its key plus one, so that a zero there means "no key". All other tokens are zero.
+    """
     assert block_tokens * WORD.itemsize >= KEY.itemsize, block_tokens
     tokens = np.zeros(num_tokens, WORD)
     words = np.array([key + 1 for key in keys], KEY).view(WORD).reshape(-1, 2)

@@ -38,7 +38,7 @@ BOUNDS = ((1, 3), (2, 1))
 """Numbers of handoffs and of faults in each exploration: one handoff with up to three faults, and two handoffs with
 at most one fault."""
 
-OTHER_WORK = 1  # how often other requests may overwrite all blocks that are not leased, on the way to one state
+OTHER_WORK = 1  # how often, in each sequence of steps, other requests may overwrite all blocks that are not leased
 ENDED = (LoanState.RECEIVED, LoanState.NEEDLESS, LoanState.COMPUTING)
 
 Action = tuple[str, int]
@@ -176,7 +176,7 @@ class _HandoffWorld:
         return True
 
     def time_out(self, number: int) -> bool:
-        """Let the borrower's deadline pass. Messages that it has sent still arrive."""
+        """Let the borrower's deadline pass. Messages that the borrower has sent still arrive."""
         case = self.cases[number]
         if not case.connected:
             return False
@@ -207,7 +207,7 @@ class _HandoffWorld:
         return True
 
     def die(self, number: int) -> bool:
-        """End the borrower, or cancel its attempt before it begins. Messages that it has sent still arrive."""
+        """End the borrower, or cancel its attempt if no borrower has begun. Messages that the borrower has sent still arrive."""
         case = self.cases[number]
         if case.dead or not case.lease:
             return False
@@ -363,7 +363,9 @@ LENDER_STEPS = ("offer", "serve", "expire", *STEPS_BESIDE)
 
 
 def explore(bounds: Sequence[tuple[int, int]] = BOUNDS) -> HandoffExploration:
-    """Visit the reachable states, breadth first, until a violation is found, so that the reported path to it is short.
+    """Visit the reachable states until a violation is found.
+
+    The search goes breadth first, so that the reported path to the violation is short.
 
     Args:
         bounds: For each exploration, the number of handoffs and the largest number of faults.

@@ -76,7 +76,8 @@ FIRST_PAUSE = Nanos(50 * MILLISECOND)
 CONNECT_TIMEOUT = Nanos(2 * SECOND)
 
 CHECKS_EVERY = 8
-"""Number of events between two checks of the machine's invariants, because a check takes as long as several events."""
+"""Number of events between two checks of the machine's invariants. Not every event is followed by a check, because a check
+takes as long as several events."""
 
 
 class Malformed(Struct, frozen=True):

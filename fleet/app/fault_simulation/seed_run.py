@@ -78,7 +78,8 @@ class SeedOutcome(Struct, kw_only=True):
     ends: dict[str, int] = {}  # number of requests for each way to end
     tokens: int = 0  # number of tokens that the clients have at the end; each was compared with the expected one
     events: int = 0
-    # Virtual time from `WELL_FROM` until rule 2 was fulfilled or a promise was broken; negative before `WELL_FROM`.
+    # Virtual time from `WELL_FROM` until rule 2 was fulfilled or a promise was broken; negative: a promise was broken
+    # before `WELL_FROM`.
     recovery_seconds: float = 0.0
     points: dict[str, int] = {}  # how often each fault point was reached, by name
     promise: str = ""  # text of the broken `Promise`; empty: none was broken

@@ -6,8 +6,8 @@ Rules:
 2. While two processes are cut off from each other, neither messages nor the end of a connection pass between them. When
    the cut ends, they arrive, unless the receiving side has closed the connection before.
 3. The end of a process ends its connections. The other side notices the end after it has received all earlier messages.
-4. A frozen process still accepts connections, because the operating system does this for a real process. But it answers
-   nothing.
+4. A frozen process refuses no connection and no call, as the operating system of a real process would keep them waiting.
+   It answers them when it is thawed; by then, the timeout of the caller may have passed.
 """
 
 from collections import deque
@@ -172,7 +172,7 @@ class VirtualNetwork:
     ) -> None:
         """Send a request, and call `answered` with the answer, or `failed` as in `dial`.
 
-        Exactly one of them is called, unless the caller is killed before.
+        Exactly one of these two functions is called, unless the caller is killed before.
 
         A request that a network cut holds back arrives when the cut ends, even if the caller does not wait any more.
         """

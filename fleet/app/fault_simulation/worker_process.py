@@ -358,7 +358,10 @@ class WorkerProcess(VirtualProcess):
             self.after(0, self._go_on)
 
     def _go_on(self) -> None:
-        """Report what has changed and begin the next engine step, unless a step is running or there is nothing to compute."""
+        """Report what has changed, and begin the next engine step if there is something to compute.
+
+        While a step is running, do neither: the end of the step calls this method again.
+        """
         self._woken = False
         if self._stepping:
             return

@@ -5,8 +5,9 @@ Rules:
 1. To the router, a server is a worker that runs whole requests. It joins when it answers a health check. It leaves when
    it fails several health checks in a row, and answers no request in this time either.
 2. A server that cannot be reached, or fails `TRIPS` requests in a row, gets no new requests (it drains) and leaves when
-   its running requests have ended. It returns when it answers a health check; after failed requests there is a pause
-   before. If the first request after its return fails too, the server leaves again, and the next pause is twice as long.
+   its running requests have ended. It returns when it answers a health check, but if failed requests were the reason, not
+   before a pause is over. If the first request after its return fails too, the server leaves again, and the next pause is
+   twice as long.
    Failed requests alone never remove the only server of a model, or more than half of its servers. Otherwise a request
    that no server can handle could remove all servers.
 3. Exactly one event ends each request: it has finished, it was rejected, or its server left. For a cancelled request
@@ -279,7 +280,7 @@ class ExternalBackend:
         return await self._health.model_objects() if self.joined else []
 
     async def carry(self, passage: Passage, *, may_move: bool) -> bool:
-        """Pass a request on to the server while it arrives, and the answer to the client.
+        """Pass a request on to the server while the request still arrives, and pass the answer to the client.
 
         Args:
             passage: The request.
@@ -333,7 +334,7 @@ class ExternalBackend:
 
         While some requests make progress, the requests are checked only once a second, because only silence must be
         noticed soon. The more requests run, the less often they are checked, so that checks take at most a hundredth
-        of the processor.
+        of the processor. But while the silence detector is not `calm`, each call is a check.
 
         Returns:
             True if `decide` has to be called.

@@ -46,7 +46,7 @@ class FirstByteHistory:
         self._stale = True
 
     def expected(self, kib: int, total: int) -> float:
-        """Return the longest time, in nanoseconds, until the first byte of an answer is expected.
+        """Return the time, in nanoseconds, within which the first byte of an answer is expected.
 
         Args:
             kib: Size of the request's body in KiB.

@@ -63,7 +63,8 @@ class ServerHealth:
     async def healthy(self) -> bool | None:
         """Send a health check.
 
-        Return True if the server answered with a status below 500, False if it did not, and None if no socket was left.
+        If the server does not know the path `health_path`, the check asks for its list of models instead. Return True if
+        the server answered with a status below 500, False if it did not, and None if no socket was left.
         """
         try:
             status, _ = await self._ask("GET", self._settings.health_path)

@@ -65,7 +65,8 @@ class ServerAddress(Struct, frozen=True, kw_only=True):
     def opening(self, method: bytes, target: bytes) -> bytes:
         """Return the first lines of a request.
 
-        For the Messages API, these lines also contain the key under Anthropic's header name.
+        They contain the key from the settings, if there is one. For the Messages API, they contain it also under
+        Anthropic's header name.
         """
         key = b"authorization: %s\r\n" % self.authorization if self.authorization else b""
         if key and target.startswith(b"/v1/messages"):

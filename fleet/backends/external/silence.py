@@ -10,9 +10,9 @@ still loads. Rules:
    of them has answered yet, no server is judged.
 2. A server becomes suspect if a request has waited twice the expected time while the server sent no byte to any client.
    The same holds if the client has cancelled the request after that time. Shorter waits of cancelled requests are added
-   up. The router sends a suspect server a trial request (`SendTrial`) for one token, so that no client's request is
-   needed as a test. If a sibling works, the suspect server gets no new requests (`HoldBack`) until it answers the trial
-   request.
+   up, and their sum counts like one wait. The router sends a suspect server a trial request (`SendTrial`) for one token,
+   so that no client's request is needed as a test. If a sibling works, the suspect server gets no new requests
+   (`HoldBack`) until it answers the trial request.
 3. A server leaves rotation (`TakeOutOfRotation`) when its silence has lasted `silence_factor` times the expected time, and the trial
    request was not answered either. A sibling must work: it has answered a request since the silence began, or has no
    requests. If all servers are equally slow, none of them is removed.
@@ -426,7 +426,7 @@ class SilenceDetector:
                 self._silent += 1
 
     def _overtaken(self, each: OutstandingRequest) -> bool:
-        """Return True if `OVERTAKEN` later requests were answered before this one, and it wants a stream.
+        """Return True if the client of a request wants a stream, and `OVERTAKEN` later requests were answered first.
 
         Return False for an answer in one piece, because it may come later only because it is long.
         """
@@ -463,7 +463,7 @@ class SilenceDetector:
                 commands.append(AbandonRequest(each.work_id, f"the server sent nothing for {quiet / SECOND:.1f} s"))
 
     def _trial_waits(self, now: Nanos, suspicious: float) -> bool:
-        """Return True if an open trial request has waited as long as the first byte of any outstanding request may take."""
+        """Return True if an open trial request has waited as long as a first byte is expected to take (rule 5)."""
         if self._asked_at is None:
             return False
         return now - max(self._asked_at, self._latest_byte_at) >= suspicious / SUSPECT_FACTOR
@@ -472,7 +472,9 @@ class SilenceDetector:
         return not each.moved and (each.streams or self._overtakes >= OVERTAKES or not self.answers)
 
     def _silent_since(self, limits: tuple[float, float] | None) -> Nanos | None:
-        """Return the instant since which the server should have sent a byte; None if it has nothing to answer.
+        """Return the instant since which the server has sent nothing although it had something to answer.
+
+        Return None if it has nothing to answer.
 
         A cancelled request counts like a waiting one if it had waited long enough to make the server suspect. The waits
         of several cancelled requests are added up. A shorter wait alone does not count, because the client may just

@@ -61,7 +61,8 @@ USAGE_BYTES = 4096
 _PROMPT_TOKENS = re.compile(rb'"(?:prompt|input)_tokens"\s*:\s*([0-9]{1,12})')
 # A number of more than nine digits is not read as a count.
 _COMPLETION_TOKENS = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*([0-9]{1,9})(?![0-9])')
-_TOKEN_COUNT = b'_tokens"'  # the end of the names of all token counts; in a JSON string, the quote would be escaped
+# The end of the names of all token counts. The text of an answer cannot contain it, because a quote is escaped there.
+_TOKEN_COUNT = b'_tokens"'
 _CACHED_TOKENS = re.compile(rb'"cached_tokens"\s*:\s*([0-9]{1,12})')
 
 _BETWEEN_CHUNKS = re.compile(rb"\r\n[0-9A-Fa-f]{1,16}(?:;[^\r\n]*)?\r\n")
@@ -673,7 +674,7 @@ def connection_line(*, keep_alive: bool, chunks: bool) -> bytes:
 def read_head(content: bytes) -> AnswerHead:
     """Prepare the head of an answer for clients.
 
-    The parser has accepted the head, and `content` ends with the empty line.
+    `content` must be a complete head that ends with the empty line. Its lines are not checked here.
     """
     status_line, *lines = content[:-4].split(b"\r\n")
     version, _, status = status_line.partition(b" ")

@@ -133,9 +133,10 @@ class ExternalBackends:
             return self._listed
 
     async def carry(self, passage: Passage, model: ModelName | None) -> None:
-        """Pass a request on to the server of this model with the fewest passages and requests. None means any model.
+        """Pass a request on to the server of a model that has the fewest passages, or of equal servers the fewest requests.
 
-        If this server cannot be reached, or answers a request without a body by 404, the next server is tried.
+        If `model` is None, all servers are candidates. If the server cannot be reached, or answers a request without a body
+        with 404, the next server is tried.
 
         Raises:
             RequestRejected: No server can take the request, or the request failed.

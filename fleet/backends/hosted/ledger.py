@@ -32,7 +32,7 @@ TRY_SECONDS = 0.005
 FILE_BYTES = 4096  # size of the file in bytes; it stores the charges of 61 minutes, each in at most 32 bytes
 NEAR_LIMIT = 0.5
 """Share of the spending limit. If the last known charges and the estimate are together at most this share, `has_room` does
-not read the file again. Other processes can hardly have charged the rest since the last reading."""
+not read the file again, because it is unlikely that other processes have charged all of the rest since the last reading."""
 
 
 class SpendingLedger(Protocol):

@@ -12,7 +12,7 @@ Rules:
    reached, requests wait as they would without an endpoint.
 3. If the endpoint does not accept a request, the client gets the router's own rejection. Its message also gives the
    reason why the request did not overflow.
-4. An endpoint that fails gets no requests for a pause. The pause doubles with each further failure.
+4. An endpoint that fails through its own fault gets no requests for a pause. The pause doubles with each further failure.
 """
 
 import logging
@@ -236,7 +236,7 @@ class HostedOverflow:
         """Try to serve a rejected request by its hosted endpoint; return None if it was served, or else the rejection.
 
         Raises:
-            RequestRejected: The tenant's limit is reached, or an answer that has begun broke off.
+            RequestRejected: The tenant's limit is reached, the deadline has passed, or an answer that has begun broke off.
             ClientDisconnected: The client has closed its connection.
         """
         hosted, now = offer.hosted, self._clock.now()

@@ -4,9 +4,9 @@ This module does no I/O.
 
 Rules:
 
-1. A charge belongs to the minute in which its request began. A request is admitted only if its estimate fits in
-   addition to the charges of the present minute and of the 60 minutes before. So the charges of any 60 consecutive
-   minutes stay within the limit.
+1. A charge belongs to the minute in which its request began. A request is admitted only if its estimate, together with
+   the charges of the present minute and of the 60 minutes before, stays within the limit. So the charges of any 60
+   consecutive minutes stay within the limit, too.
 2. The estimate is charged before the request is sent. When the usage is known, the difference to the real cost is
    subtracted from the charge of the same minute. If the usage never becomes known, the estimate remains. So even if the
    process is killed, the charges are never below the money that was spent.
@@ -14,8 +14,8 @@ Rules:
    charged too. Only in this case can the charges of an hour exceed the limit. No new requests are then admitted until
    enough charges are older than an hour.
 4. If the wall clock goes back, charges of later minutes count as charges of the present minute. So they are neither
-   lost nor kept for longer than an hour. But the minute of their requests is not known any more. So the unused part of
-   an estimate among them stays charged for as long.
+   lost nor kept for longer than an hour. But it is not known any more in which minute their requests began. So if such a
+   request costs less than its estimate, the difference is not subtracted, and stays charged for up to an hour.
 """
 
 from collections.abc import Mapping

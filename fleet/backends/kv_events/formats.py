@@ -80,7 +80,7 @@ def decode(payload: bytes) -> list[EngineEvent]:
     """Return the events of one batch, in order.
 
     Raises:
-        UnreadableEngineEvent: The batch breaks rule 3 of this module.
+        UnreadableEngineEvent: The batch or one of its events breaks a rule of this module.
     """
     try:
         batch = msgspec.msgpack.decode(payload)

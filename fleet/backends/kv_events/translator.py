@@ -208,7 +208,7 @@ class KvEventTranslator:
     def _names(self, event: BlocksStored) -> list[BlockHash] | SkipReason:
         """Return the block hashes of an event's blocks in order, or the reason why they cannot be named.
 
-        Blocks from the first one with an image on are left out, because the engine alone knows the key of the image.
+        The first block with an image and all blocks after it are left out, because only the engine knows the image's key.
         """
         extra_keys = event.extra_keys or [None] * len(event.hashes)
         if len(extra_keys) != len(event.hashes):

@@ -4,11 +4,11 @@ Rules:
 
 1. All workers that keep answers (`workers.answer_keeper`) are asked, because a resume token does not name the worker. The
    search ends as soon as one worker has all wanted tokens, when all workers have answered or left, or after
-   `SEARCH_SECONDS`. Only one attempt has a key, so only one worker has tokens under it.
+   `SEARCH_SECONDS`. Each key belongs to a single attempt, so only one worker has tokens under it.
 2. After the death of a router, all its streams are resumed at once. So the searches that begin in one turn of the event
    loop are sent together, in one message to each worker.
 3. A search for an answer is only sent if no running search wants at least as many tokens of it. Otherwise it waits for the result
-   of the running search. So a client that resumes an answer many times at once does not make workers send it as often.
+   of the running search. So if a client resumes an answer many times at once, the workers still send the answer only once.
 """
 
 import asyncio

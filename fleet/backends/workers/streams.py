@@ -3,8 +3,8 @@
 Rules:
 
 1. The router dials each member and sends a greeting (`RouterHello`). The worker has joined when it has answered with
-   its description; it sends a second description if it finds its store later. After the first description, only the
-   stream counts. The worker has left when the stream breaks, when a message is invalid, or when KV events are missing.
+   its description; it sends a second description if it finds its store later. From then on, the stream alone decides
+   whether the worker has left: when the stream breaks, when a message is invalid, or when KV events are missing.
    It has also left when nothing arrives for the heartbeat timeout, because workers report their load every second.
    `WorkerLeft` comes after all other events of the stream. Time in which the router process itself did not run is not
    counted as silence of a worker. If an engine hangs, its worker notices it (`workers.watchdog`) and ends the stream.
@@ -178,7 +178,7 @@ class WorkerStreams:
         self._send(worker_id, Cancel(request_id=request_id))
 
     def keep_trace(self, worker_id: WorkerId, request: KeepTrace) -> None:
-        """Request from a worker the export of its spans of a request that head sampling left out.
+        """Ask a worker to export its spans of a request that head sampling left out.
 
         If the worker has left or reads too slowly, the spans are lost.
         """
@@ -534,7 +534,7 @@ class _SilenceTimer:
 
 
 def _other_task(first: WorkerDescription, links: "Iterable[_WorkerConnection]") -> str | None:
-    """Return the task of the connected workers with the same model, if it differs from this worker's task; else None."""
+    """Return the task of the connected workers with the same model as the worker `first`, if its task differs; else None."""
     for each in links:
         if (other := each.description) is not None and other.model == first.model and other.pooling != first.pooling:
             return _task(other)

@@ -153,7 +153,7 @@ def _change(raw: Any, where: str, value: Any) -> None:
     """Set one value in the parsed content of a file.
 
     Raises:
-        ValueError: Nothing at that path can have such a field.
+        ValueError: The path leads into a value without fields, or to an element that an array does not have.
     """
     *parents, last = where.split(".")
     inner = raw
@@ -261,7 +261,7 @@ def _in_sections(key: str, kind: Any, sections: Sequence[str]) -> str:
 
 
 def _place_in(path: str, cause: str, kind: Any) -> str:
-    """Put a path before a cause, which may itself begin with the name of that section and a field."""
+    """Put a path before a cause. If the cause begins with the last name of the path and a field, do not repeat this name."""
     section, _, field = cause.partition(": ")[0].partition(".")
     if section == path.rpartition(".")[2] and field in known_fields(kind, f".{path}"):
         return path.removesuffix(section) + cause

@@ -33,7 +33,7 @@ class Job(Struct, Generic[Name], frozen=True, kw_only=True):
     prompt_tokens: int
     answer_tokens: int  # maximum number of tokens that the attempt may generate
     keys: Sequence[Name]  # names of the prompt's full blocks
-    answer_keys: Sequence[Name] = ()  # names of the blocks that the answer will fill; may be shorter than the answer
+    answer_keys: Sequence[Name] = ()  # names of the blocks that the answer will fill; the last ones may be missing
     fetched_tokens: int = 0  # number of prompt tokens whose KV comes from a prefill worker
     handed_off: bool = False  # True if the blocks are kept after the attempt's end, until `BatchScheduler.release`
     priority: int = 0  # attempts of a higher priority are admitted first
@@ -91,5 +91,6 @@ class BatchedAttempt(Generic[Name]):
         self.cached: int | None = None
         self.held: list[Name] = []  # names of the attempt's blocks that have a name
         self.own = 0  # number of the attempt's blocks without a name
-        self.begun_at = 0  # decode steps of the engine when the attempt joined the batch, minus its tokens at that time
+        # Number of the engine's decode steps when the attempt joined the batch, minus the attempt's generated tokens then.
+        self.begun_at = 0
         self.admitted = 0  # number of the attempt in the order of admission

@@ -44,7 +44,7 @@ class KvBlocks(Generic[Name]):
 
     @property
     def used(self) -> int:
-        """Number of blocks that attempts use."""
+        """Number of blocks that attempts and handoff leases use."""
         return self.blocks - self.available
 
     def leading(self, keys: Sequence[Name]) -> int:

@@ -111,7 +111,7 @@ def _accuracy(wheel: Path | None) -> tuple[Any, Sequence[str]]:
 
 
 def _predicted(wheel: Path) -> "list[AccuracyRow]":
-    """Return the errors of this version's predictions for those measurements in a wheel to which it was not fitted."""
+    """Return the errors of the latency model's predictions, for those measurements in a wheel that it was not fitted to."""
     from fleet.hardware.aiconfigurator import read_sample  # noqa: PLC0415
     from fleet.hardware.latency.coefficients import AccuracyRow, EstimateBasis, coefficients  # noqa: PLC0415
     from fleet.hardware.latency.measurements import accuracy, cells  # noqa: PLC0415
@@ -257,7 +257,8 @@ def _stored(model: "ModelSizes", weights: str | None, kv: str | None) -> "ModelS
 def _watts(placement: "ShardedModel", step: "StepModel", prompt: int, running: float, rate: float) -> float:
     """Return the power in watts of all GPUs of a replica.
 
-    Each attention group runs `running` requests at a time, and serves `rate` requests per second.
+    `running` is the number of requests that each of its data-parallel groups runs at a time, and `rate` the number that
+    each group serves per second.
     """
     from fleet.hardware.latency.prediction import BUDGET_TOKENS  # noqa: PLC0415
     from fleet.hardware.latency.step_model import pairs  # noqa: PLC0415

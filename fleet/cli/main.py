@@ -3,7 +3,7 @@
 Rules:
 
 1. The output of a command goes to standard output, and messages go to standard error. Each error is one line.
-2. Exit status 0: done; 1: failed; 2: misused (argparse's own); 3: a configuration or another input file was refused.
+2. Exit status 0: done; 1: failed; 2: misused (set by argparse); 3: a configuration or another input file was refused.
    `fleet serve worker` also ends with 4 or 5 (`fleet.cli.console.exits`).
 3. `fleet.cli.console.command_line` finds the sub-commands.
 """
@@ -39,10 +39,10 @@ def run(argv: Sequence[str]) -> int:
         return CONFIGURATION_REFUSED
     except KeyboardInterrupt:
         return FAILED
-    except BrokenPipeError:  # the reading program has ended, so Python must not flush the output at exit
+    except BrokenPipeError:  # the program that reads the output has ended, so a flush at exit would fail
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
-    except OSError as error:  # for example a full disk; if the error has no file name, it is about standard output
+    except OSError as error:  # only a full disk is handled; if the error has no file name, it is about standard output
         if error.errno != errno.ENOSPC:
             raise
         if error.filename is None:

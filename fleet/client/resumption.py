@@ -79,7 +79,7 @@ class Resumption:
         timeout_seconds: float | None,
         clock: Clock = SystemClock(),  # noqa: B008 - the default has no state
     ) -> None:
-        """Mark the request as resumable if it can be, and start its time limit. Nothing is sent yet.
+        """Mark the request as resumable if its answer can be continued, and start its time limit. Nothing is sent yet.
 
         Args:
             request: The first message of the request.

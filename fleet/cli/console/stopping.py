@@ -1,7 +1,7 @@
 """Interrupts: Ctrl-C and SIGTERM end a command in the same way, so that it always cleans up.
 
 During an import, or while msgspec inspects a type, an exception can crash C code (msgspec 0.22). A signal that arrives
-in this time takes effect a moment later, or at the end of the `with` block.
+in this time takes effect a moment later, or at the end of the `with` block of `raise_interrupt_on`.
 """
 
 import signal

@@ -33,7 +33,7 @@ from fleet.local.processes import ClusterFailed
 from fleet.local.settings import PoolSection, StorePlace, Topology
 
 LONGEST = 3000  # maximum number of tokens of a prompt
-SHARED = 512  # number of tokens with which `_SHARING` of the prompts begin alike
+SHARED = 512  # maximum number of equal tokens at the beginning of the last `_SHARING` prompts
 FEWEST = 20  # minimum number of prompts
 _LENGTHS = (40, 48, 63, 64, 65, 96, 128, 200, 333, 777, 1024, 1500, 2049)
 _LONG = 2
@@ -338,7 +338,7 @@ def reference_prompts(model_dir: Path, *, max_tokens: int) -> list[TokenBytes]:
 def _cut(text: TokenBytes, max_tokens: int) -> Iterator[TokenBytes]:
     """Yield prompts made of consecutive pieces of the text.
 
-    The last `_SHARING` prompts begin with the same piece. Otherwise, no two prompts contain the same part of the text.
+    The last `_SHARING` prompts begin with the same piece. Apart from it, no two prompts contain the same part of the text.
     """
     position = 0
 

@@ -61,8 +61,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _profiles(path: Path) -> "Callable[[WorkerDescription], WorkerProfile | None]":
     """Return a function that finds the profile of a worker in a scenario.
 
-    The function returns the profile of the pool whose name is a prefix of the worker's name, or else of the pool with the
-    worker's role.
+    The function returns the profile of the pool whose name is a prefix of the worker's name, or else of the first pool
+    with the worker's role; None if the scenario has no such pool.
     """
     from fleet.core.ids import longest_prefix  # noqa: PLC0415
     from fleet.router.latency_predictions import WorkerProfile  # noqa: PLC0415

@@ -41,7 +41,8 @@ OF_TOKENIZERS = ("tokenizer", "special_tokens", "added_tokens", "chat_template",
 OF_MODELS = ("config.json", "generation_config.json")
 WEIGHTS = ".safetensors"
 MISTRAL_WEIGHTS = "consolidated"
-"""Prefix of the names of weight files in Mistral's format. They have the same content as the repository's other weight files."""
+"""Prefix of the names of weight files in Mistral's format. If a repository also has other weight files, those contain the
+same weights, and the files in Mistral's format are not downloaded."""
 
 
 class DownloadRequest(Struct, frozen=True, kw_only=True):

@@ -54,7 +54,11 @@ async def cancelled_by_signals() -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def stop_signal() -> AsyncIterator[asyncio.Event]:
-    """Yield an event that is set by SIGTERM or SIGINT. A second signal ends the process at once, because no handler is left."""
+    """Yield an event that is set by SIGTERM or SIGINT.
+
+    A second signal ends the process at once, because no handler is left. But process 1 of a container ignores a second
+    SIGTERM for the same reason.
+    """
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
 

@@ -12,7 +12,12 @@ Name = TypeVar("Name", bound=Hashable)
 
 
 class StepTimes(Protocol):
-    """Port that predicts the duration of an engine step in seconds."""
+    """Port that predicts the duration of an engine step in seconds.
+
+    The step computes `prefill_tokens` tokens of prompts. `prefill_pairs` is the number of pairs of such a token and a token
+    that it attends to. The step also generates one token for each of `decodes` sequences, which have `decode_context`
+    tokens in total.
+    """
 
     def seconds(self, prefill_tokens: float, prefill_pairs: float, decodes: float, decode_context: float) -> float: ...
 
@@ -61,7 +66,7 @@ class BlockSupply(Protocol[Name]):
 
 
 class BatchedAttempt(Generic[Name]):
-    """The state of an attempt in its engine. The class is not a Struct, because most fields change often."""
+    """The state of an attempt in its engine. The class is not a frozen Struct, because most fields change often."""
 
     __slots__ = (
         "admitted",

@@ -137,7 +137,7 @@ class HandoffLeases(Generic[Name]):
         pulled = self._open.get(lease)
         if pulled is None:
             return ()
-        if pulled.state is not LeaseState.PULLED:  # a borrower may fetch its blocks by several requests
+        if pulled.state is not LeaseState.PULLED:  # a second request of the borrower gets the blocks again
             pulled.state = advance_lease(pulled.state, LeaseStep.PULL)
         return pulled.names
 

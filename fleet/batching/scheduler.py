@@ -8,8 +8,8 @@ Rules:
 1. Attempts are admitted in the order of priority, then of arrival, if there is room for the prompt and one more token. Within a
    priority, preempted attempts come first. While the first attempt cannot be admitted, no other one is admitted before it.
 2. A block supply (`fleet.batching.attempts.BlockSupply`) says which blocks of a prompt can be fetched from a store or a
-   prefill worker. The scheduler calls it once for each attempt, when there is room for the attempt's prompt. If it begins
-   a fetch, blocks are reserved for the prompt at once. The attempt then no longer is the first one of rule 1, so others
+   prefill worker. The scheduler calls it once for each attempt, when there is room for the attempt's prompt. If a fetch
+   begins, blocks are reserved for the prompt at once. The attempt then no longer is the first one of rule 1, so others
    are admitted during the fetch. After the fetch, even if it has failed, the attempt is admitted before all attempts that
    wait for room.
 3. A step gives one token to each running attempt, and the other tokens of `step_tokens` to prompts, in the order of admission. A

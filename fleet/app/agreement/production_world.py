@@ -63,7 +63,8 @@ JOIN_TIME = SECOND
 """Virtual time before the first request, in nanoseconds. All workers join in less time."""
 
 APART = 10_000
-"""Nanoseconds between the starts of two workers that exist from the beginning, so that they join in a fixed order."""
+"""Nanoseconds from the start of one worker to that of the next, for workers that exist from the beginning. So they join in
+a fixed order."""
 
 DRAIN = 3600 * SECOND
 WORD = np.dtype("<u4")  # a token id has 4 bytes

@@ -157,7 +157,7 @@ class SeedRun:
             outcome.promise, outcome.detail = found.promise.value, found.detail
         except AssertionError as found:
             outcome.promise, outcome.detail = Promise.CONSISTENT.value, _place_of(found)
-        except Exception as found:  # noqa: BLE001 - supervisor: any failure of a machine is a finding
+        except Exception as found:  # noqa: BLE001 - supervisor: any exception counts as a broken promise
             outcome.promise, outcome.detail = Promise.CONSISTENT.value, f"{type(found).__name__}: {_place_of(found)}"
         if self._router.alive:
             self._router.count_points()

@@ -105,7 +105,7 @@ class VirtualDisk:
         self.fails = False
         self.full = False
         self.hangs = False
-        self.corrupts = 0  # number of next records that will be damaged when they are written
+        self.corrupts = 0  # how many of the next records will be damaged when they are written
 
     def write(self, key: BlockKey, content: bytes, checksum: int) -> bool:
         if self.full:

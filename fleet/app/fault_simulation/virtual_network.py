@@ -275,6 +275,6 @@ class VirtualNetwork:
         return len(hit)
 
     def ended(self, process: VirtualProcess) -> None:
-        """End all connections of a process that was killed."""
+        """End all connections of a process that has ended."""
         for end in [end for end in self._ends if end.process is process]:
             end.close()

@@ -157,15 +157,15 @@ class WorkerProcess(VirtualProcess):
         self.machine = WorkerMachine(role=role, facts=facts, capacity=CAPACITY)
         self.batch = Batch(LIMITS, loads=lambda _: True)
         self.lender = BlockLender(self.batch.blocks, HANDOFF_LEASE)
-        self.hangs = False  # the first of several fields for faults: True while the engine hangs
-        self.fails = 0  # number of next attempts that will fail in the engine
-        self.spoils = 0  # number of next messages to the router that will be malformed, apart from descriptions
-        self.skips = 0  # number of next messages with KV events that will be lost, apart from the first one of a stream
+        self.hangs = False  # True while the engine hangs; faults set this field and the next ones
+        self.fails = 0  # how many of the next attempts will fail in the engine
+        self.spoils = 0  # how many of the next messages to the router will be malformed; descriptions are spared
+        self.skips = 0  # how many of the next messages with KV events will be lost; the first one of a stream is spared
         # Stages (`schedule.STAGES`); when this process reaches one of them, it will be killed.
         self.dies_at: set[str] = set()
         # Stages with durations; when this process reaches one of them, it will be frozen for the duration.
         self.stops_at: dict[str, Nanos] = {}
-        self.damages = 0  # number of next answers to borrowers whose blocks will all be damaged on the way
+        self.damages = 0  # how many of the next answers to borrowers will have all their blocks damaged on the way
         self._points, self._truth, self._network = points, truth, network
         self._random = chance.random
         self._exited = exited

@@ -213,7 +213,7 @@ def grpc_authorities() -> str:
 
 
 def child_environment() -> dict[str, str]:
-    """Return environment variables for child processes: those of this process, and unbuffered output."""
+    """Return environment variables for child processes: those of this process, and one that makes Python's output unbuffered."""
     return {**os.environ, "PYTHONUNBUFFERED": "1"}  # noqa: TID251 - this is the loader
 
 
@@ -242,7 +242,10 @@ def _path_of(value: Any, is_wrong: Callable[[Any], bool]) -> str | None:
 
 
 def _with_path(error: msgspec.ValidationError, kind: Any) -> str:
-    """Rewrite 'Object contains unknown field `x` - at `$.router`' as 'router.x: is not a known key'."""
+    """Return the text of a validation error with the path of the key at its beginning.
+
+    For example, 'Object contains unknown field `x` - at `$.router`' becomes 'router.x: is not a known key'.
+    """
     cause, path = split_validation_error(error)
     cause = with_allowed_values(cause, kind, path)
     path = path.removeprefix(".")

@@ -81,7 +81,7 @@ def _check_content(file: Path, kind: type[Struct]) -> None:
 
 
 def _most_likely_part(file: Path) -> str:
-    """Return the kind of settings file that has most of the file's keys in its schema.
+    """Return the kind of settings file whose schema has more of the file's keys than the other schemas.
 
     A file without keys counts as a topology.
     """

@@ -3,7 +3,7 @@
 Rules:
 
 1. `run` runs one scenario, with one seed or several. `compare` runs two scenarios and compares them. `sweep` runs many
-   scenarios. `capacity` searches the highest load that keeps an SLO.
+   scenarios. `capacity` finds the highest load at which enough requests keep the SLO.
 2. The other sub-commands are tests. `faults` runs the machines under randomly drawn faults, without a
    scenario. `replay` gives the recording of a router to the router machine again, and compares the commands. `agree`
    runs a scenario through the production servers as well, and compares the decisions.

@@ -12,7 +12,7 @@ from fleet.core.errors import Reason
 from fleet.v1 import inference_pb2 as pb
 
 NO_CLIENTS_PORT = "that is an address of another part of the cluster, such as a control address, and serves no clients"
-# Message of gRPC servers for an unknown method, which all ports send except the router's port for clients.
+# Message of gRPC servers for an unknown method. A client gets it from every port except the router's port for clients.
 NO_METHOD = "Method not found!"
 
 TLS_SIGNS = (
@@ -103,7 +103,7 @@ class ServerError(FleetError):
     """Error: the server has a bug, or this client does not understand its answer."""
 
 
-# Classes of errors to which no server has added a reason, such as those of gRPC itself and of other kinds of servers.
+# Classes of errors without a reason from Fleet's servers, such as errors of gRPC itself or of other kinds of servers.
 _CODES: Mapping[grpc.StatusCode, type[FleetError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
     grpc.StatusCode.NOT_FOUND: ModelNotFound,

@@ -166,7 +166,7 @@ class PoolStatus(Struct, frozen=True, kw_only=True):
 
 
 class RouterStatus(Struct, frozen=True, kw_only=True):
-    requests: int  # number of requests that have ended since the start
+    requests: int  # number of requests that have ended since the router started
     aggregated: int
     disaggregated: int
     refused: int
@@ -192,7 +192,7 @@ class OverflowStatus(Struct, frozen=True, kw_only=True):
     model: str
     url: str
     running: int
-    served: int  # number of requests that the endpoint has answered since the start
+    served: int  # number of requests that the endpoint has answered since the router started
     # Requests that the endpoint did not get, because of its spending limit, an earlier failure, or too many requests.
     not_taken: int
     failed: int  # number of requests that got no answer or an incomplete one

@@ -69,8 +69,8 @@ class Client:
                 routers of one cluster. The first router gets all requests until it fails, and then the next one.
             api_key: API key, which is needed if the cluster has tenants.
             tls: Files for TLS, or None to connect without TLS.
-            insecure: If true, the client may send the API key to another host without TLS, because nobody else can read
-                the network.
+            insecure: If true, the client may send the API key to another host without TLS. Set it only if nobody else can
+                read the network.
             resume_seconds: Seconds in which the client tries to continue a broken stream at another router, or at the
                 only address. 0 means that a broken stream ends with an error. None means 30 if there are several
                 addresses, and otherwise 0. With temperature 0 the continuation has exactly the tokens that the lost

@@ -5,8 +5,8 @@ Rules:
 1. To the router, a server is a worker that runs whole requests. It joins when it answers a health check. It leaves when
    it fails several health checks in a row, and answers no request in this time either.
 2. A server that cannot be reached, or fails `TRIPS` requests in a row, gets no new requests (it drains) and leaves when
-   its running requests have ended. It returns when it answers a health check, but if failed requests were the reason, not
-   before a pause is over. If the first request after its return fails too, the server leaves again, and the next pause is
+   its running requests have ended. It returns when it answers a health check. After failed requests, it first has to wait
+   for the end of a pause. If the first request after its return fails too, the server leaves again, and the next pause is
    twice as long.
    Failed requests alone never remove the only server of a model, or more than half of its servers. Otherwise a request
    that no server can handle could remove all servers.
@@ -109,7 +109,7 @@ TOKEN = 0  # placeholder for token ids, which external servers do not send
 PROBE_INTERVAL = MILLISECOND // 2
 PROBE_INTERVAL_IN_PROGRESS = SECOND  # time between two silence checks while some requests make progress
 
-_STOP = Finish.STOP  # a module variable is three times as fast as the enum attribute
+_STOP = Finish.STOP  # reading a module variable is three times as fast as reading the enum attribute
 
 Hear = Callable[[WorkerEvent], None]
 """Function that handles a worker's event before it returns: `RouterServer.hear`."""
@@ -659,7 +659,10 @@ class ExternalBackend:
             self._suspend()
 
     def _suspend(self, why: str = "it fails requests") -> None:
-        """Stop sending new requests to the server. Afterwards the caller reports its own events and calls `_leave_when_done`."""
+        """Stop sending new requests to the server. The caller then has to call `_leave_when_done`.
+
+        If a failed request is the reason, its rejection must be reported to the router before `_leave_when_done`.
+        """
         if self._taking:
             self._stop_taking(why)
 

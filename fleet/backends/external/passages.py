@@ -10,7 +10,7 @@ Rules:
 3. A request without a body that a server answers with 404 may go to another server, because stored objects (responses,
    files, batches) exist on one server only.
 4. A passage ends when the server and the client have both sent nothing for the server's `silence_timeout_seconds`. If
-   a client sends too slowly, or does not read, the client's connection ends the passage.
+   a client sends too slowly, or does not read, the time limits of its own connection to the router end the passage.
 """
 
 import asyncio

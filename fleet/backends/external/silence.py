@@ -164,7 +164,7 @@ class SilenceDetector:
         self.answers = 0
         self._latest_byte_at = Nanos(0)
         self._latest_sent = _UNSEEN  # latest instant at which an answered request was sent
-        self._silent = 0.0  # count of silent requests, which answers lower (rule 4)
+        self._silent = 0.0  # count of silent requests; each answer lowers it (rule 4)
         self._overtakes = 0
         self._siblings: Sequence[SilenceDetector] = ()
         # Results of `_limit` since the last call of `note`, by kind of request.

@@ -12,7 +12,7 @@ Rules:
    concern only the connection to the server are removed.
 4. A status of 500 or more does not count as an answer, except 501, which means that the server lacks the function. An
    answer that is cut off does not count either. An event stream counts as cut off if it lacks the last event of its API
-   (``[DONE]``, ``message_stop``, ``response.completed``), and an earlier stream of the same path had such an event. The
+   (such as ``[DONE]``, ``message_stop`` or ``response.completed``), and an earlier stream of the same path had such an event. The
    router decides whether another server may answer instead. Interim heads (``100 Continue``, ``103 Early Hints``) are
    skipped, up to a limit; a switch of protocols (101) is no answer.
 5. Tokens are not decoded. The number of events is a good estimate of an answer's length. A tenant is charged for the

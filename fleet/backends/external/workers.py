@@ -133,7 +133,9 @@ class ExternalBackends:
             return self._listed
 
     async def carry(self, passage: Passage, model: ModelName | None) -> None:
-        """Pass a request on to the server of a model that has the fewest passages, or of equal servers the fewest requests.
+        """Pass a request on to the server of a model with the fewest passages.
+
+        If several servers have the fewest passages, the one of them with the fewest placed requests gets the request.
 
         If `model` is None, all servers are candidates. If the server cannot be reached, or answers a request without a body
         with 404, the next server is tried.

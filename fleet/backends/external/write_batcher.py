@@ -24,7 +24,7 @@ MAX_BATCHED_MESSAGES = 16
 
 
 class WriteBatcher:
-    """Collects the messages and the other effects of each turn of one event loop, and performs them at its end."""
+    """Collects the messages and the other effects of each turn of one event loop, and performs them at the end of the turn."""
 
     def __init__(self) -> None:
         self._sending: deque[Callable[[], None]] = deque()

@@ -2,8 +2,8 @@
 
 Rules:
 
-1. A request overflows if the router rejects it because of load before any answer: its predicted wait is above
-   `after_seconds`, the queue is full, no worker serves the model, or its worker was lost. A request does not overflow
+1. A request overflows if the router rejects it because of load before any part of its answer was sent: its predicted wait
+   is above `after_seconds`, the queue is full, no worker serves the model, or its worker was lost. A request does not overflow
    if the hosted endpoint could not answer it in the same way. This holds for requests that name a LoRA adapter, a worker
    or a label, that have images or token ids, or that want a longer answer than `max_answer_tokens`. It also holds for
    requests with fields that the endpoint does not know or treats differently. Requests of excluded tenants do not
@@ -433,7 +433,8 @@ def answers_alike(parsed: OpenAiRequest, settings: OverflowSettings) -> bool:
 def _sets_template(prompt: ChatPrompt) -> bool:
     """Return True if a chat sets variables of the chat template.
 
-    A chat that sets exactly the two variables `reasoning_effort` and `enable_thinking` does not count.
+    A chat that sets exactly the two variables `reasoning_effort` and `enable_thinking` does not count, because the router
+    sets both for the field `reasoning_effort` of the OpenAI API.
     """
     variables = msgspec.json.decode(prompt.template_args) if prompt.template_args else {}
     return set(variables) not in (set(), {"reasoning_effort", "enable_thinking"})

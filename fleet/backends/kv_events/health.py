@@ -3,8 +3,8 @@
 Rules:
 
 1. An engine that computes new blocks of a prompt must publish them. An engine is silent if it has served `ENOUGH`
-   prompts with new blocks, and has published nothing for the time `patience` after the first of them. (The engine may
-   already have cached one prompt that is new to the router, but hardly several such prompts in a row.)
+   prompts with new blocks, and has published nothing for the time `patience` after the first of them. (One prompt that is
+   new to the router may be in the engine's cache already, but this is unlikely for several such prompts in a row.)
 2. If an engine publishes only blocks of another size than the router uses, its events are useless, because the router
    never looks up the hashes of such blocks.
 3. If an engine publishes only events of layers that do not keep whole chains, the events are skipped (rule 4 of

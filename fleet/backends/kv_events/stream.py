@@ -194,7 +194,9 @@ class _Replay:
         self._pause_seconds = FIRST_PAUSE_SECONDS
 
     async def since(self, start: int) -> Mapping[int, bytes]:
-        """Return the batches from number `start` on that the engine can repeat, by number, but only those after the last gap (rule 5).
+        """Return the batches from number `start` on that the engine can repeat, by number.
+
+        If they have gaps, only the batches after the last gap are returned (rule 5).
 
         The result is empty if no batch arrives, if there is no replay endpoint, or during a pause (rule 6).
         """

@@ -3,8 +3,8 @@
 Rules:
 
 1. The router dials each member and sends a greeting (`RouterHello`). The worker has joined when it has answered with
-   its description; it sends a second description if it finds its store later. From then on, the stream alone decides
-   whether the worker has left: when the stream breaks, when a message is invalid, or when KV events are missing.
+   its description; it sends a second description if it finds its store later. Once a worker has joined, the stream alone
+   decides when it has left: when the stream breaks, when a message is invalid, or when KV events are missing.
    It has also left when nothing arrives for the heartbeat timeout, because workers report their load every second.
    `WorkerLeft` comes after all other events of the stream. Time in which the router process itself did not run is not
    counted as silence of a worker. If an engine hangs, its worker notices it (`workers.watchdog`) and ends the stream.

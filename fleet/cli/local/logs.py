@@ -16,7 +16,7 @@ from fleet.core.errors import ConfigurationRefused
 
 LINES = 100
 MOST_LINES = 100_000
-LONGEST_LINE = 4096  # bytes that are read from the end of a log for each requested line
+LONGEST_LINE = 4096  # maximum number of bytes that are read from the end of a log for each requested line
 MOST_BYTES = 64 << 10  # maximum number of bytes of a log in memory at a time; a longer line is shown as several lines
 POLL_SECONDS = 0.25
 STAMP = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[,.]\d+|(?<=\"time\":\")[^\"]+")

@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigurationRefused("--heartbeat: needs --ready-fd, where it is written")
 
     _require_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[1])
-    # Raise a router's limit of open files. A stream of a client needs two of them, so with the usual limit of 1024, many
+    # Raise a router's limit of open files. A stream of a client needs two open files, so with the usual limit of 1024, many
     # streams would leave none for connections to workers.
     if arguments.part == "router":
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)

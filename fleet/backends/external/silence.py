@@ -474,11 +474,9 @@ class SilenceDetector:
     def _silent_since(self, limits: tuple[float, float] | None) -> Nanos | None:
         """Return the instant since which the server has sent nothing although it had something to answer.
 
-        Return None if it has nothing to answer.
-
-        A cancelled request counts like a waiting one if it had waited long enough to make the server suspect. The waits
-        of several cancelled requests are added up. A shorter wait alone does not count, because the client may just
-        have changed its mind.
+        Return None if it has nothing to answer. A cancelled request counts like a waiting one if it had waited long enough
+        to make the server suspect. The waits of several cancelled requests are added up. A shorter wait alone does not
+        count, because the client may just have changed its mind.
         """
         sent = [each.sent_at for each in self._outstanding]
         if self._left is not None and limits is not None:

@@ -182,7 +182,7 @@ class Upstream(asyncio.Protocol):
         self._complete = False  # True if the answer is complete, but not reported to `owner` yet
         self._head: AnswerHead | None = None
         self._held = b""  # bytes that wait for the rest of the head, or for the first content (rule 3)
-        # bytes that wait for the end of the event loop's turn: of the request, or once `_client` is set, of the answer
+        # bytes of the request that wait for the end of the event loop's turn, or, once `_client` is set, bytes of the answer
         self._unsent: list[bytes] = []
         # The bytes since the start of the latest read in which an event began; if there are many, only the last ones.
         self.latest = b""

@@ -135,10 +135,9 @@ class ExternalBackends:
     async def carry(self, passage: Passage, model: ModelName | None) -> None:
         """Pass a request on to the server of a model with the fewest passages.
 
-        If several servers have the fewest passages, the one of them with the fewest placed requests gets the request.
-
-        If `model` is None, all servers are candidates. If the server cannot be reached, or answers a request without a body
-        with 404, the next server is tried.
+        If several servers have the fewest passages, the one of them with the fewest placed requests is taken. If `model` is
+        None, all servers are candidates. If the server cannot be reached, or answers a request without a body with 404, the
+        next server is tried.
 
         Raises:
             RequestRejected: No server can take the request, or the request failed.

@@ -196,9 +196,8 @@ class _Replay:
     async def since(self, start: int) -> Mapping[int, bytes]:
         """Return the batches from number `start` on that the engine can repeat, by number.
 
-        If they have gaps, only the batches after the last gap are returned (rule 5).
-
-        The result is empty if no batch arrives, if there is no replay endpoint, or during a pause (rule 6).
+        If they have gaps, only the batches after the last gap are returned (rule 5). The result is empty if no
+        batch arrives, if there is no replay endpoint, or during a pause (rule 6).
         """
         batches: dict[int, bytes] = {}
         clock = asyncio.get_running_loop()

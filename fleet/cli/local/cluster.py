@@ -243,9 +243,10 @@ def say(line: str) -> None:
 def with_certificate(topology: Topology, folder: Path) -> Topology:
     """Return the topology with the certificate that `cluster.tls` demands, and write its files into the runtime folder.
 
-    The authority's key is not kept, so nobody can sign another certificate with it. The certificate is valid for this
-    machine's loopback addresses, and for the hosts in the listen addresses of the router and of metrics. If such an
-    address stands for all interfaces, the certificate is also valid for the machine's name.
+    If `cluster.tls` is not set, return the topology unchanged. The authority's key is not kept, so nobody can sign another
+    certificate with it. The certificate is valid for this machine's loopback addresses, and for the hosts in the listen
+    addresses of the router and of metrics. If such an address stands for all interfaces, the certificate is also valid for
+    the machine's name.
     """
     if not topology.cluster.tls:
         return topology

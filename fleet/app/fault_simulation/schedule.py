@@ -3,9 +3,9 @@
 Rules:
 
 1. A schedule is a list of requests and faults, each with its instant and all its parameters.
-   `fleet.app.fault_simulation.seed_run` performs them, and draws only delays, router settings and the router's choices
-   between equal workers. No request or fault of the list depends on another one, so any part of the list is also a valid
-   schedule. The schedule of a failing run can therefore be shrunk: requests and faults are left out of it.
+   `fleet.app.fault_simulation.seed_run` performs them. It draws only delays, router settings and the router's choices
+   between equal workers from the seed. No request or fault of the list depends on another one, so any part of the list is
+   also a valid schedule. The schedule of a failing run can therefore be shrunk: requests and faults are left out of it.
 2. Faults begin within the span `FAULTS`. They end at the instant `WELL_FROM` at the latest (rule 2 of
    `fleet.app.fault_simulation.seed_run`).
 """

@@ -6,8 +6,8 @@ Rules:
 2. While two processes are cut off from each other, neither messages nor the end of a connection pass between them. When
    the cut ends, they arrive, unless the receiving side has closed the connection before.
 3. The end of a process ends its connections. The other side notices the end after it has received all earlier messages.
-4. A frozen process refuses no connection and no call, as the operating system of a real process would keep them waiting.
-   It answers them when it is thawed; by then, the timeout of the caller may have passed.
+4. Connections and calls to a frozen process wait, as the operating system keeps them waiting for a real process. The
+   process answers them when it is thawed; by then, the timeout of the caller may have passed.
 """
 
 from collections import deque

@@ -1,4 +1,4 @@
-"""Discovery settings: define the directories in which routers find workers, and a worker's record in a directory.
+"""Discovery settings: define the directories in which routers find workers, and the record of a worker in a directory.
 
 Without a directory, each worker registers with a router (`fleet.v1.Registry`). A directory is useful for several
 routers: a worker writes its record into the directory once, and all routers find it, also routers that start later.
@@ -35,7 +35,7 @@ class FileDiscovery(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """A folder with one file per worker, on one host or on a shared file system."""
 
     folder: Text
-    """The folder. It must exist, so that a file system that is not mounted is an error, and does not look like a folder without workers."""
+    """The folder. It must exist: otherwise a file system that is not mounted would look like a folder without workers."""
 
     lease_seconds: LeaseSeconds = 9
     """Time for which a worker's lease lasts after the last renewal of its file; the worker renews it three times in this time."""
@@ -45,7 +45,7 @@ class FileDiscovery(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class EtcdDiscovery(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="etcd"):
-    """One key per worker in etcd (3.4 or later), under a lease that etcd itself ends."""
+    """One key per worker in etcd (3.4 or later), under a lease. Etcd itself removes the key if the worker does not renew the lease."""
 
     endpoints: tuple[Text, ...]
     """host:port of one or more etcd members; if one does not answer, the next one is asked."""
@@ -54,8 +54,8 @@ class EtcdDiscovery(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Prefix of the keys. Clusters that share an etcd need different prefixes."""
 
     credentials: Credentials = Credentials()
-    """`authority` verifies etcd's certificate; `certificate` and `key` identify the client if etcd asks. Without them:
-    no TLS.
+    """`authority` verifies etcd's certificate; `certificate` and `key` identify the client if etcd asks for them. Without
+    `authority`, connections have no TLS.
     """
 
     lease_seconds: LeaseSeconds = 9
@@ -97,8 +97,8 @@ class KubernetesDiscovery(
     lease_seconds: LeaseSeconds = 30
     """Time for which a worker's lease lasts after its last renewal; the worker renews it three times in this time.
 
-    Every write loads the API server; for comparison, a node renews its lease every ten seconds. A router notices a
-    crashed worker sooner, because its stream breaks.
+    With the default, a worker renews its Lease only every ten seconds, like a Kubernetes node, because every write loads the
+    API server. A router notices a crashed worker before its lease ends, because its stream breaks.
     """
 
     labels: dict[str, str] = {}

@@ -28,9 +28,9 @@ def added(one: Counts, other: Counts) -> Counts:
 
 
 def percentile(counts: Counts, share: float) -> float | None:
-    """Return the upper edge in seconds of the bucket with the percentile `share` (0 to 1); None without durations.
+    """Return, in seconds, the upper edge of the bucket that contains the percentile `share` (0 to 1); None without durations.
 
-    If that bucket is the last one, which has no upper edge, the largest edge is returned.
+    If this bucket is the last one, which has no upper edge, the largest edge is returned.
     """
     total = sum(counts)
     if not total:
@@ -44,8 +44,8 @@ def percentile(counts: Counts, share: float) -> float | None:
 def within(counts: Counts, seconds: float) -> float:
     """Estimate the number of durations that are not longer than `seconds`.
 
-    The durations within one bucket are assumed to be spread evenly on a logarithmic scale, also those of the first bucket,
-    as if it had a lower edge. If `seconds` is above the largest edge, all durations are counted.
+    The durations within one bucket are assumed to be spread evenly on a logarithmic scale. The first bucket is treated as
+    if its lower edge were its upper edge divided by `STEP`. If `seconds` is above the largest edge, all durations are counted.
     """
     index = bucket_of(seconds)
     if not counts or index == len(EDGES):

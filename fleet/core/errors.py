@@ -50,7 +50,8 @@ class Reason(StrEnum):
 
 
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
-"""Cause of the rejection of a prompt that, with its answer, is longer than the model's context. The OpenAI API has the same code."""
+"""Value of `RequestRejected.cause` if the prompt and the answer together are longer than the model's context. The OpenAI API uses the same
+code for this error."""
 
 
 class RequestRejected(Exception):
@@ -62,8 +63,8 @@ class RequestRejected(Exception):
         field: Path of the wrong field as the client wrote it, such as ``sampling.temperature``; empty if no field is
             wrong.
         retry_after_ms: Milliseconds after which a retry may succeed, or 0 if this is unknown or a retry cannot succeed.
-        cause: Detailed code: of a failed placement (`RejectionCause` of the router), or `CONTEXT_LENGTH_EXCEEDED`; empty for other
-            rejections.
+        cause: Detailed code: the router's `RejectionCause` if no worker can serve the request, or `CONTEXT_LENGTH_EXCEEDED`; empty for
+            other rejections.
         allowance: What is left of the tenant's rate limits, or None if they were not checked or the tenant has none.
     """
 
@@ -174,7 +175,7 @@ def _field_names(place: "Type") -> Iterator[str]:
 
 
 def _inside(place: "Type", name: str) -> "Iterator[Type]":
-    """Yield the types of the field `name` of an object; if `name` is empty, yield the types of a list's elements."""
+    """Yield the types of the field `name` of an object; if `name` is empty, those of the elements of a list or the values of a dictionary."""
     from msgspec import inspect  # noqa: PLC0415 - imported here, because the help of commands must load no library
 
     match place:
@@ -243,7 +244,7 @@ class ConfigurationRefused(Exception):
 
 
 def missing_package(field: str, package: str, extra: str) -> ConfigurationRefused:
-    """Return the error for a setting whose optional package is not installed; `extra` is the pip extra with it."""
+    """Return the error for a setting whose optional package is not installed; `extra` is the pip extra that installs it."""
     return ConfigurationRefused(f"{field}: needs the package {package}: pip install 'fleet-serving[{extra}]'")
 
 

@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 ALIVE_FILE = "alive"
-"""Name of the lock file of a runtime folder, which the supervisor of the run and the orphan reaper lock."""
+"""Name of the lock file of a runtime folder. The supervisor of the local run and the orphan reaper lock it."""
 
 
 @contextmanager
@@ -47,7 +47,7 @@ def hold_lock_file(path: Path) -> Iterator[None]:
 def share_lock_file(path: Path) -> Iterator[None]:
     """Share the lock of another process's lock file while the context is open.
 
-    The context opens without the lock if the file does not exist, or if another process has it from `take_abandoned`.
+    The context opens without the lock if the file does not exist, or if another process holds the lock by `take_abandoned`.
     """
     with ExitStack() as stack:
         with suppress(OSError):

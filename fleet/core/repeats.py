@@ -2,8 +2,8 @@
 
 Rules:
 
-1. Each event has a subject (such as a worker) and a cause. It is logged if its cause differs from the last logged cause
-   of the same subject, or if the last log line about the subject is a minute old.
+1. Each event has a subject (such as a worker) and a cause. The event is logged if nothing was logged about its subject in
+   the last minute, or if its cause differs from the last logged cause of the same subject.
 2. Whenever an event is logged, all subjects whose last log line is at least a minute old are forgotten. So the memory
    is limited by the number of log lines per minute.
 """

@@ -133,10 +133,10 @@ class Sampling(Struct, frozen=True, kw_only=True):
     def stateless(self) -> bool:
         """True if the next token depends only on the tokens before it, and not on which engine has generated them.
 
-        Only then may a decode worker treat the token of the prefill worker as a part of its prompt. Penalties,
-        `min_tokens`, seeded generators, structured output and forbidden sequences depend on the tokens that the same
-        engine has generated. It is also False if log probabilities of the prompt are requested, because a decode worker
-        would send them a second time.
+        Only then may a decode worker treat the token that the prefill worker has generated as a part of its prompt. The
+        effect of penalties, `min_tokens`, seeded generators, structured output and forbidden sequences depends on the
+        tokens that the same engine has generated. The property is also False if log probabilities of the prompt are
+        requested, because a decode worker would send them a second time.
         """
         return (
             (self.temperature == 0 or self.seed is None)
@@ -160,7 +160,8 @@ STATE_FIELDS = (
     "bad_tokens",
 )
 """Fields of `Sampling` whose effect depends on the tokens that the engine has generated before. An engine that
-continues an answer of another engine has to compute this state from the tokens of that engine."""
+continues an answer of another engine has to compute its sampling state, such as the counts of penalties, from the tokens of
+that engine."""
 
 
 def state_fields(sampling: Sampling) -> tuple[str, ...]:
@@ -248,9 +249,10 @@ class Resume(Struct, frozen=True, kw_only=True):
     """
 
     token: str  # resume token (`fleet.frontend.resume_tokens`)
-    token_ids: tuple[int, ...] = ()  # tokens of the answer that the caller knows, from the first one on
+    # Known tokens of the answer, from the first one on. The client has sent them, or a worker has kept them.
+    token_ids: tuple[int, ...] = ()
     position: int = 0  # number of tokens of the answer that the client has
-    # True if the router has to send the known tokens again, because the caller itself leaves out what the client has.
+    # True if the router has to return the known tokens again, because the frontend itself leaves out what the client has.
     from_start: bool = False
     # The following fields contain what the client has of a parsed answer.
     text: str = ""
@@ -296,7 +298,7 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     # True: another branch of the client's request has the same prompt, and the prompt's tokens are charged to that branch alone.
     sibling: bool = False
     tokens: TokenBytes = b""  # tokens of the prompt, if another branch has already computed them; otherwise empty
-    # True: other branches wait for the first token of this one, so it is announced even if the answer is not streamed.
+    # True: other branches wait for the first token of this one. So an empty `Delta` announces this token if the answer is not streamed.
     leads: bool = False
     parsing: AnswerParsing | None = None  # None: the answer is one text and is not parsed
     resumable: bool = False  # True: the client gets resume tokens
@@ -397,7 +399,8 @@ class Admitted(Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     tokens: TokenBytes = b""  # token ids of the prompt; empty in a client, to which they are not sent
     allowance: RateLimitStatus | None = None
-    resume_token: str = ""  # empty if `GenerateRequest.resumable` is false or `late_token` is true
+    # Empty if `GenerateRequest.resumable` is false, if `late_token` is true, or if the router issues no resume tokens.
+    resume_token: str = ""
     resumes: RequestId = RequestId("")  # id of the request whose answer is continued; empty for a new answer
     began: int = 0  # Unix time in seconds at which the first router began the answer; 0: the answer cannot be resumed
 
@@ -454,7 +457,7 @@ def join_calls(parts: Iterable[CallDelta]) -> list[ToolCall]:
 class Delta(Struct, frozen=True, kw_only=True):
     """Holds new tokens of an answer, and the next parts of its text, reasoning and tool calls.
 
-    `text` may lack the last tokens until a character, a possible stop string or a tool call is complete. Within
+    The text of the last tokens may be missing in `text` until a character, a possible stop string or a tool call is complete. Within
     one `Delta`, reasoning comes before text, and text before tool calls. `reasoning` and `calls` are empty unless the
     request has `parsing`.
     """
@@ -476,7 +479,7 @@ class Finished(Struct, frozen=True, kw_only=True):
     finish: Finish
     usage: Usage
     kv: tuple[KvPhase, ...]
-    text: str = ""  # the last text of the answer, which was held back because a stop string might have begun in it
+    text: str = ""  # the last text, which was held back as the possible beginning of a stop string or of a character
     stop_string: str = ""  # the stop string that ended the answer; empty if none did
 
 

@@ -150,7 +150,7 @@ class Durations:
     def buckets(self, bounds: Sequence[float]) -> BucketCounts:
         """Return the counts for wider buckets, and the sum of all durations in seconds.
 
-        `bounds` are the bounds of these buckets, and must be a part of the fine bounds.
+        `bounds` are the bounds of these buckets. Each of them must be one of the fine bounds.
         """
         counts, first = [], 0
         for bound in bounds:

@@ -124,8 +124,8 @@ def validate(
         request: The request from a frontend.
         card: The model that will serve it.
         prompt_tokens: Length of the prompt in tokens, or None if it is not known yet; `validate_length` is then not called.
-        vocab_size: Number of token ids of the model, which is above all valid ids, or None if it is unknown; ids are
-            then not checked.
+        vocab_size: Number of token ids of the model; all valid ids are smaller. None if it is unknown; ids are then not
+            checked.
 
     Raises:
         RequestRejected: INVALID_ARGUMENT with the first wrong field.

@@ -74,7 +74,7 @@ class WorkerDescription(Struct, frozen=True, kw_only=True, rename={"tokenizer_di
     adapter_slots: int = 0  # number of LoRA adapters that can be loaded at the same time; 0 means all
     tokenizer_digests: TokenizerDigests | None = None
     keeps_forms: bool = False  # True if the engine can enforce structured output
-    # The `ENGINE_FIELDS` that the engine supports, and `IMAGES` (`fleet.core.requests`).
+    # The `ENGINE_FIELDS` that the engine supports, and `IMAGES` if its model takes images (`fleet.core.requests`).
     sampling_fields: tuple[str, ...] = ()
     # `fleet.core.requests.STATE_FIELDS` that keep their effect if the engine continues an answer of another worker.
     continued_fields: tuple[str, ...] = ()

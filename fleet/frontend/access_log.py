@@ -1,7 +1,7 @@
 """Access log of a router process: a line, a JSON record, or both, for each request that ended or was refused.
 
-The setting `access_log` writes lines to the log, and `access_records` records to a file (`fleet.recording.access_records`). Both name
-requests, models and tenants; only the line of a relayed request does not name the model. Lines never contain prompts,
+With the setting `access_log`, lines go to the log. With `access_records`, records go to a file (`fleet.recording.access_records`).
+Lines and records name requests, models and tenants; only the line of a relayed request does not name the model. Lines never contain prompts,
 answers or keys; records have prompts and answers only if the settings enable it.
 """
 

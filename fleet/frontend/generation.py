@@ -9,7 +9,7 @@ router's server, turn tokens into text, look for stop strings, count the tokens 
    sends `Cancel` to the worker, which cancels the request in its engine (`workers.machine`, rule 4).
 3. The engine handles tokens that end generation (`stop_token_ids`). Stop strings are found in this module, because the
    engine has no text. After a stop string the request is cancelled in the engine, and the answer does not wait for
-   this.
+   the end of this cancellation.
 4. An answer that the client gets in one piece (`GenerateRequest.whole`) is collected here. The client has seen nothing of
    it before it is complete. So if a worker is lost, the answer may start over on another worker, even if the new one gets
    other tokens because the sampling is random.
@@ -18,8 +18,8 @@ router's server, turn tokens into text, look for stop strings, count the tokens 
 6. The answer to a request with `pooling` is one `Delta` with the vector of the prompt. It has no tokens.
 7. The metrics and the tenant's counters always count the same tokens, however a request ends. For a resumed answer
    (`fleet.frontend.resumed_answer`) they count the tokens that this router gets from workers. They also count the prompt
-   and the known tokens as prompt tokens, unless the resumption is free. The usage that the client gets counts all tokens
-   of the prompt and the answer.
+   and the known tokens as prompt tokens, unless the resumption is free (`fleet.frontend.resume_tokens`, rule 3). The usage that the
+   client gets counts all tokens of the prompt and the answer.
 """
 
 import asyncio
@@ -101,11 +101,13 @@ _NO_CALLS = ToolChoice.NONE  # a module variable is ten times as fast as the enu
 # Prompts of up to this many characters are tokenized on the event loop. This takes 0.1 ms with a tokenizer of GPT's kind, and up to 1.4 ms
 # with a tokenizer of BERT's kind. Longer prompts are tokenized in a thread.
 INLINE_CHARACTERS = 4096
-# Larger bodies are read in a thread. The longest time for a body of this size is 6 ms, for thousands of short messages.
+# Larger bodies are read in a thread. Reading a body of this size takes up to 6 ms; the slowest bodies have thousands of short messages.
 INLINE_BODY_BYTES = 64 << 10
 # Answers with more entries (`Generation.format_answer`) are formatted in a thread, because each entry takes up to 7 µs.
 INLINE_ENTRIES = 1024
-MAX_REPLAYS = 2  # maximum number of resumed answers that the threads for tokenizers replay at a time; others wait
+# Maximum number of resumed answers that the tokenizer threads replay at a time; others wait. A replay decodes the known tokens of a
+# resumed answer to text again.
+MAX_REPLAYS = 2
 # Up to this many known tokens of a resumed answer (8 µs each) are replayed on the event loop; more tokens are replayed in a thread.
 INLINE_TOKENS = 256
 RETRY_AFTER_MS = 1000
@@ -219,7 +221,7 @@ class Generation:
         # After the death of a router, clients resume all its streams at once, and each has to be replayed in a thread. This limit
         # leaves threads free for the prompts of other requests.
         self._replays = asyncio.Semaphore(MAX_REPLAYS)
-        # The streams of the free resumptions whose tokens are being searched or replayed now.
+        # The streams (`ResumeClaims.stream`) whose tokens are being searched or replayed now for a free resumption, one that is not charged.
         self._free_streams: set[int] = set()
         self._parsing_plans = ParsingPlans()
         self._image_loader = image_loader  # None: images at URLs are refused
@@ -308,7 +310,7 @@ class Generation:
         return await self._threads.convert(formatted, is_answer=True)
 
     def serves(self, request_id: RequestId) -> bool:
-        """Return whether a running request has this id, for Fleet's own workers or for an external server."""
+        """Return whether a running request to Fleet's own workers or to an external server has this id."""
         return request_id in self._running or request_id in self.relayed_ids
 
     async def generate(
@@ -322,7 +324,7 @@ class Generation:
             overflow: Terms under which a hosted endpoint takes the request if it is rejected for load; None: it never does.
 
         Raises:
-            RequestRejected: Before `Admitted` if the request was not accepted; after it if it could not be completed.
+            RequestRejected: Before `Admitted` if the request was not accepted; after `Admitted` if it could not be completed.
         """
         entry = None if self._access is None else self._access.begin(request)
         model = request.model or self._only_model
@@ -426,7 +428,7 @@ class Generation:
         """Tokenize a prompt without generating; return the model card and the tokens, which may be too many for the model.
 
         Raises:
-            RequestRejected: The key, the model or the prompt is wrong.
+            RequestRejected: The API key, the model or the prompt is wrong, no worker serves the model, or too many long prompts wait.
         """
         self._tenants.tenant(authorization, request.tenant)
         card, codec = self._resolve(request.model)
@@ -439,7 +441,7 @@ class Generation:
         """Return the text of a request's prompt, which is given as tokens; nothing is generated.
 
         Raises:
-            RequestRejected: The key, the model or the prompt is wrong.
+            RequestRejected: The API key, the model or the prompt is wrong, no worker serves the model, or too many long prompts wait.
         """
         card, tokens = await self.tokens_of(request, authorization)
         codec = self._codecs[self._parents.get(card.name, card.name)]
@@ -454,7 +456,7 @@ class Generation:
         """Return the card of the model that a request names; an empty name means the only model that workers serve.
 
         Raises:
-            RequestRejected: The key or the model is wrong, or no worker serves the model.
+            RequestRejected: The API key or the model is wrong, or no worker serves the model.
         """
         self._tenants.tenant(authorization, tenant)
         return self._resolve(model)[0]
@@ -484,7 +486,8 @@ class Generation:
     async def pair_tokens(self, model: ModelName, pairs: Sequence[tuple[str, str]]) -> Sequence[tuple[TokenBytes, int]]:
         """Return for each pair of texts its tokens as one prompt, and how many of them belong to the first text.
 
-        The pairs of one request are tokenized together: thousands of short ones would hold up the event loop.
+        The pairs of one request are tokenized together, and in a thread if they have many characters, because thousands of short
+        pairs would hold up the event loop.
 
         Raises:
             RequestRejected: The model is not served, or too many long prompts wait for the tokenizer threads.
@@ -514,8 +517,8 @@ class Generation:
         card, _, tokens, sampling = await self._checked(request)
         await admit_with_peers(self._tenants, tenant, len(tokens) // TOKEN_BYTES, self._clock)
         digests = await image_digests(request.images) if request.images else ()
-        # The router cannot continue this answer on another worker, because it does not see the tokens. So the event states a
-        # seed: an answer with a seed is continued only by workers that can rebuild the state of its random generator.
+        # The router does not see the tokens of this answer, so no other worker can continue it (`LiveRequest.may_continue`). The seed
+        # keeps the router from counting the token of a prefill worker as a part of the answer (`LiveRequest.emits_prefill_token`).
         event_sampling = Sampling(max_tokens=sampling.max_tokens, seed=0, form=sampling.form)
         return structs.replace(self._arrived(request, card, tokens, event_sampling, digests=digests), external=True)
 
@@ -639,7 +642,7 @@ class Generation:
         # the first one is free.
         if resumed is None or not self._is_free(resumed.claims):
             # Charge the replayed tokens, too: a worker computes them like a prompt, and over gRPC the client may have invented them. If
-            # the answer has ended with them, the replay itself is what costs.
+            # the answer ends with them, no worker computes them, but the replay costs time of this router.
             counted_tokens = (0 if request.sibling else prompt_tokens) + replayed
             allowance = await admit_with_peers(self._tenants, request.tenant, counted_tokens, self._clock)
         measured.admitted(counted_tokens, allowance)
@@ -775,8 +778,8 @@ class Generation:
                 known = await self._kept_answers.tokens(claims.stream, resume.position)
             resume = structs.replace(resume, token_ids=known)
         request_id = claims.next_id
-        # An earlier resumption broke off, but its request has not ended on this router yet. Or another request has an id with the same
-        # beginning.
+        # The id is taken if an earlier resumption broke off, and its request has not ended on this router yet. Another request may also
+        # have this id, because clients may choose ids.
         while self.serves(request_id):
             request_id = RequestId(f"{claims.next_id[:111]}.{_new_stream():016x}")
         answer = ResumedAnswer(resume=resume, claims=claims, is_free=self._is_free(claims))
@@ -974,7 +977,7 @@ class Generation:
 
 
 def _digest(card: ModelCard, tokens: TokenBytes, images: Sequence[bytes]) -> bytes:
-    """Return the digest of a prompt with the digests of its images, by which a resume token is bound to it."""
+    """Return the digest of a model, a prompt and its images. A resume token contains it, and is accepted only for the same digest."""
     return prompt_digest(card.name, tokens + b"".join(images))
 
 

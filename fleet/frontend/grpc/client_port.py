@@ -22,7 +22,7 @@ from fleet.net.settings import DEFAULT_GRPC_LIMITS, ORDINARY_BODY_BYTES, GrpcSet
 
 
 class ClientPort(ABC):
-    """Base class of the gRPC frontends: listens, limits messages and deadlines, and refuses requests after `drain`."""
+    """Base class of the gRPC frontends: listens, limits the memory for messages, computes deadlines, and refuses requests after `drain`."""
 
     SERVICE: ClassVar[str]
     """The full name of the service."""

@@ -1,18 +1,19 @@
-"""Image fetcher: gets the images that clients name by http and https URLs, and connects to no address that is not allowed.
+"""Image fetcher: gets the images that clients name by http and https URLs, and connects only to allowed addresses.
 
 Rules:
 
 1. A name is resolved once for a connection. All its addresses are checked (`fleet.frontend.images.addresses`), and the connection
-   goes to one of them. So a name server cannot show one address to the check and another one to the connection.
+   goes to one of these addresses. So a name server cannot show one address to the check and another one to the connection.
 2. Each redirect is checked like the first URL, and never leads from https to http.
 3. Credentials in URLs are refused. The fetcher sends no cookies, and it uses no proxy and no credentials of its environment.
 4. The content is read in pieces and counted against the limits of the request and of the process. Compressed answers are refused,
    because images are compressed already, and a small answer could become a huge file.
-5. All images of a request have one time limit. When it is reached, or when the client leaves, the connections are closed.
-6. One tenant may use at most half of each limit: concurrent fetches, concurrent name lookups, waiting images, and memory for images. But each
-   tenant may have one fetch and one lookup. So the images of one tenant cannot keep the images of other tenants from being fetched.
-   Without tenants there is no such limit. A lookup counts until the name server answers, even if no request waits for it any more,
-   because the thread of the lookup cannot be interrupted. The end of the process does not wait for such threads.
+5. All images of a request share one time limit. When it is reached, or when the client leaves, the connections are closed.
+6. One tenant may use at most half of each limit: concurrent fetches, concurrent name lookups, waiting images, and memory for images. Even if
+   half of a limit is less than one, a tenant may have one fetch and one lookup at a time. So the images of one tenant cannot keep the
+   images of other tenants from being fetched. Without tenants there is no such limit. A lookup counts until the name server answers, even
+   if no request waits for it any more, because the thread of the lookup cannot be interrupted. The end of the process does not wait for
+   such threads.
 7. Errors do not tell whether a name is unknown or belongs to a private address. The HTTP status is the only part of a server's answer that
    they contain.
 """

@@ -62,8 +62,8 @@ def add_image(url: str, field: str, images: list[ImageFile]) -> None:
         images: The images of the request so far.
 
     Raises:
-        RequestRejected: INVALID_ARGUMENT; the URL is of another kind, its data are no image within the limits, or the request
-            has too many images or pixels.
+        RequestRejected: INVALID_ARGUMENT; the URL is neither a data URL in base64 nor an http or https URL, its data are no image
+            within the limits, or the request has too many images or pixels.
     """
     if len(images) == MAX_IMAGES:
         raise invalid(field, f"is one image too many; {MAX_IMAGES} are allowed in a request")

@@ -47,7 +47,7 @@ class RequestEnd(Struct, frozen=True, kw_only=True):
     """The end of a traced request: its outcome, its token counts and its first token."""
 
     outcome: Finish | Reason | None  # None: an external server has answered
-    usage: Usage | None = None  # None: the request was not admitted
+    usage: Usage | None = None  # None: the request was not admitted, or it was for an external server
     # Instant of the first token, or of the first byte of a relayed answer; None: there was none.
     first_token: Nanos | None = None
 

@@ -6,8 +6,8 @@ Rules:
    nothing about it. So any router can go on with an answer that another router began.
 2. The token names the request, the prompt (by a digest) and the fingerprint of the worker that began the answer, and its
    signature covers the tenant. It is not accepted for another tenant, for another prompt, or after its lifetime. It does
-   not contain the tokens of the answer. Workers keep them, or the client sends them. The latter is safe, because the client
-   could also write them into a prompt.
+   not contain the tokens of the answer. Workers keep these tokens, or the client sends them. It is safe that clients send
+   them, because a client could also write them into a prompt.
 3. A resumption is free, because the first router has charged the tenant for the request and its prompt. But only
    `MAX_FREE_RESUMES` resumptions of one request are free. And at each router, only the first resumption with a token of the
    same stream is free. (The rest of an answer after a failed attempt counts as another stream.) All other resumptions are
@@ -15,7 +15,7 @@ Rules:
    prompts computed for free. The known tokens of a free resumption are not charged, although a client may have invented
    them.
 4. Without a common secret, tokens are signed with a key that is no secret. Tokens are then issued only if clients need
-   no API keys, because such routers run only in closed networks.
+   no API keys, because routers without API keys run only in closed networks.
 """
 
 import hmac
@@ -102,7 +102,7 @@ class ResumeTokens:
 
         Args:
             secret: Common secret of the routers of the cluster; empty if there is none (rule 4).
-            lifetime_seconds: How long after the arrival of the original request tokens are accepted.
+            lifetime_seconds: Time for which resume tokens are accepted, from the arrival of the original request on.
             unix_seconds: The wall clock, because one router may compute the age of a token that another router issued.
         """
         # BLAKE2 with a key is a MAC (RFC 7693). A copy of this object computes one in a sixth of the time of an HMAC.

@@ -10,7 +10,7 @@ Rules:
 3. If the client has more tokens than this router knows, the missing tokens are generated again and dropped. This is only done
    for greedy sampling, which gives the same tokens, and only if no worker parses the answer.
 4. If the client already has the last token or the stop string of the answer, nothing is generated.
-5. With `Resume.from_start`, the caller of this module leaves out itself what the client has. Then nothing is dropped here: the known
+5. With `Resume.from_start`, the caller of this module itself leaves out what the client has. Then nothing is dropped here: the known
    part is returned as the first part of the answer. This needs the text, so it is not possible if a worker parses the answer. It is
    also refused if, in the known part, text follows a tool call or reasoning follows text: the known part is one `Delta`, which cannot
    express where the kind of content changes.
@@ -55,7 +55,7 @@ class ResumedAnswer(Struct, kw_only=True):
         Args:
             sampling: Sampling parameters for the engine.
             prompt: Digest of the request's model and prompt.
-            vocab_size: Size of the vocabulary, which all token ids must be below.
+            vocab_size: Size of the vocabulary; all token ids must be smaller.
             in_engine: Whether the worker parses the answer.
             is_kept: Whether workers have kept the tokens, because the client keeps none.
 

@@ -207,7 +207,7 @@ class ChatFormatter:
         for token_id, token in zip(token_ids, logprobs, strict=True):
             assert token is not None, "chats have no echo"
             top = [self._token(other, logprob) for other, logprob in zip(token.top_ids, token.top, strict=True)]
-            # Each token is encoded at once, because its JSON takes a tenth of the memory of the objects.
+            # Each token is encoded immediately, because its JSON takes a tenth of the memory that its objects take.
             content.append(msgspec.Raw(encode({**self._token(token_id, token.chosen), "top_logprobs": top})))
         return {"content": content, "refusal": None}
 
@@ -330,7 +330,7 @@ class CompletionFormatter:
         }
 
     def _logprobs(self, token_ids: Sequence[int], logprobs: Sequence[Logprobs | None]) -> Json:
-        """Return the object ``logprobs``. An entry of `logprobs` is None for the first token of a prompt, which has none."""
+        """Return the object ``logprobs``. An entry of `logprobs` is None for the first token of a prompt, which has no log probability."""
         tokens: list[str] = []
         offsets: list[int] = []
         top: list[Json | None] = []

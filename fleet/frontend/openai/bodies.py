@@ -9,8 +9,8 @@ with Fleet's own names and with those of other projects are read. Rules:
 1. A field of the object ``fleet`` has precedence over a header, unless the field has its default value. Of several
    headers for one field, the first one in `HINT_HEADERS` is used.
 2. An unusable value is refused with the name of its header.
-3. In Fleet, a request with a higher priority runs earlier. In vLLM's header, a lower number runs earlier, so its sign
-   is inverted.
+3. In Fleet, a request with a higher priority runs earlier. In vLLM's header, a request with a lower number runs earlier,
+   so the sign of the number is inverted.
 """
 
 from collections.abc import Mapping

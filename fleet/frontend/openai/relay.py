@@ -6,7 +6,7 @@ Rules:
    the body unchanged. The server validates all other fields. Its answer is relayed with any status below 500, so the client
    also gets the server's own error about a wrong field.
 2. A request is submitted in the same iteration of the event loop in which its last byte arrived. If a server has room,
-   it is also placed and sent in this iteration. There are two exceptions. A long prompt is tokenized in a thread first,
+   the request is also placed and sent in this iteration. There are two exceptions. A long prompt is tokenized in a thread first,
    because tokenizing it here would delay other requests. And a tenant near a shared rate limit waits until the routers
    have exchanged their usage.
 3. A request and its reservations end once: after the last byte of the answer, when the router rejects the request, or when
@@ -343,7 +343,7 @@ class Relay:
             id_prefix: Prefix of this process for request ids.
             only: Whether the router serves external backends alone, and no workers of Fleet.
             paths: The paths that clients may reach.
-            is_running: Returns whether a running request has this id, relayed or not.
+            is_running: Returns whether a running request, relayed or not, has a given id.
             named_ids: Set in which the relay keeps the ids of running requests whose clients sent an id. `is_running` looks
                 into this set, too.
             access: The access log; None if there is none.

@@ -144,9 +144,9 @@ def apply_fleet_options(arrived: Arrived, options: FleetOptions, began_at: Nanos
 def relay_sampling(max_tokens: int) -> Sampling:
     """Return sampling parameters with a seed for the router.
 
-    The router cannot continue a relayed answer on another worker, because it does not know the tokens. The seed
-    prevents this: an answer with a seed is continued only by workers that can rebuild the state of its random
-    generator, and external servers cannot.
+    The router does not know the tokens of a relayed answer, so no other server can continue the answer. Two things prevent
+    the attempt: `LiveRequest.may_continue`, and the seed. An answer with a seed is continued only by workers that can
+    rebuild the state of its random generator, and external servers cannot rebuild it.
     """
     return Sampling(max_tokens=max(1, max_tokens), seed=0)
 

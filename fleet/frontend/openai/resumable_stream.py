@@ -1,4 +1,4 @@
-"""Resumable stream: ids of server-sent events, with which a client goes on by `Last-Event-ID` at any router.
+"""Resumable stream: ids of server-sent events. With an id in the header `Last-Event-ID`, a client continues a broken stream at any router.
 
 Rules:
 
@@ -8,8 +8,8 @@ Rules:
    undisturbed stream would have sent.
 3. To go on, the client sends the same request with the id of the last event that it has. The answer keeps its `id` and
    `created`.
-4. A stream can only be resumed if its events depend on nothing but the text and the tokens after an id. Other requests
-   for ids are refused: several answers, echoed prompts, token ids, or log probabilities with offsets of text.
+4. A stream can only be resumed if its events depend on nothing but the text and the tokens after an id. So requests for
+   ids are refused if they also want several answers, echoed prompts, token ids, or log probabilities with offsets of text.
 5. The ids of the Responses and the Messages API have more parts (`fleet.frontend.openai.translated.answer_events`).
 """
 

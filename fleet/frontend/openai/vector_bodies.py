@@ -26,7 +26,7 @@ from fleet.core.validation import checked_request_id
 from fleet.frontend.openai.bodies import FleetOptions, header_hints, unsupported
 from fleet.frontend.openai.requests import combined_priority, decode_body, invalid_body, read_token_ids
 
-MAX_INPUTS = 2048  # OpenAI's limit
+MAX_INPUTS = 2048  # OpenAI's limit for the number of inputs of one request
 
 
 class VectorBody(Struct, frozen=True, kw_only=True):

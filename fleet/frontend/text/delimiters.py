@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 Search = Callable[..., re.Match[str] | None]
-"""Finds the leftmost place where a delimiter may begin. If all of a prefix was found, `lastindex` of the match is not None;
-otherwise the match is the beginning of a prefix, and it ends where the text ends."""
+"""Finds the leftmost place where a delimiter may begin. If a whole prefix was found, `lastindex` of the match is not None;
+otherwise the match is only the beginning of a prefix, and it ends where the text ends."""
 
 MAX_PREFIXES = 64
 MAX_PREFIX_CHARACTERS = 64
@@ -169,7 +169,7 @@ class _Prefixes:
             self.texts = texts
 
     def _extended(self, prefixes: list[tuple[str, bool]], tree: Any) -> list[tuple[str, bool]]:
-        """Return the prefixes after a sequence of parse tree nodes; the flag tells whether a prefix can be extended."""
+        """Return the prefixes after a sequence of parse tree nodes, each with a flag that tells whether it can be extended."""
         for operation, value in tree:
             ended = [each for each in prefixes if not each[1]]
             growing = [each for each in prefixes if each[1]]

@@ -74,8 +74,8 @@ SEARCH_SECONDS = 0.05
 def misspelt_parser(tool_call_parser: str, reasoning_parser: str) -> str:
     """Return an error message for the first setting that seems to misspell a parser of the router; empty if neither does.
 
-    A name unlike all parsers of the router is no error, because it may be a parser that only vLLM has. If the workers do not
-    parse either, only requests with tools are refused then.
+    A name unlike all parsers of the router is no error, because it may be a parser that only vLLM has. If neither the
+    workers nor the router can parse by this name, only requests with tools are refused.
     """
     for setting, name, known in (
         ("tool_call_parser", tool_call_parser, TOOL_CALL_FIELDS),

@@ -10,7 +10,7 @@ Rules:
    different block hashes the router could not find its cached blocks. A different template is only logged, because the
    router renders the prompts.
 3. An external server that can tokenize (``/tokenize`` of vLLM, SGLang and llama.cpp) is asked to tokenize the sample
-   texts. A different result is only reported, because such a server gets the clients' own bytes. The router then does not
+   texts. A different result is only reported, because such a server tokenizes the clients' own text itself. The router then does not
    use token ids to predict what this server caches.
 """
 

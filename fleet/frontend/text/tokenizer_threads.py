@@ -11,7 +11,7 @@ Rules:
 4. Each very long text is tokenized in a new thread, which then ends. A tokenizer keeps scratch memory for each thread, about
    43 bytes for a byte of white space (320 MB for 7.5 MB), and only frees it when the thread ends.
 5. Large bodies and answers are converted in one further thread. This work holds the interpreter lock, and the event loop gets
-   the lock in turn with every thread that wants it. So a second thread would only delay the event loop. Answers go first.
+   the lock in turn with every thread that wants it. So a second thread would only delay the event loop. Answers go before bodies.
 """
 
 import asyncio

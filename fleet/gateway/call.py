@@ -1,4 +1,4 @@
-"""Gateway call: handles one HTTP request of a gateway and its answer (rules 1 to 4 and 7 of `endpoint_picker.py`)."""
+"""Gateway call: handles one HTTP request of a gateway and its answer (rules 1 to 5, 7 and 8 of `endpoint_picker.py`)."""
 
 import asyncio
 import re
@@ -84,7 +84,8 @@ class PickerCall:
         self._due = asyncio.get_running_loop().time() + picker_context.settings.body_seconds
         self._refused = False
         self._own = False  # True if the request goes unchanged to the router's own endpoint
-        # True if the gateway sends the client the bytes that the picker returns; False if it only waits for permission.
+        # True if the gateway sends the client the bytes that the picker returns; False if it sends its own bytes, and only waits for the
+        # picker's permission.
         self._streamed = True
         self._tells_answer = True
         self._path = ""
@@ -341,7 +342,7 @@ class PickerCall:
 
 
 def _api_path(path: str) -> str:
-    """Return the path in `PLACED` with which a request's path ends; return an unknown path without its query."""
+    """Return the path in `PLACED` with which a request's path ends. If there is none, return the request's path without its query."""
     path = path.partition("?")[0]
     return next((each for each in PLACED if path.endswith(each)), path)
 

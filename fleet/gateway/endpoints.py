@@ -82,7 +82,7 @@ class PickerEndpoints:
             subset: The endpoints that the gateway allows; None: it allows all endpoints.
 
         Raises:
-            RequestRejected: The gateway allows no endpoint of a worker.
+            RequestRejected: No worker has an endpoint that the gateway allows.
         """
         port = self._settings.target_port
         every = {worker_id: endpoint_at(address, port) for worker_id, address in self._router.addresses().items()}

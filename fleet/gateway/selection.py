@@ -269,7 +269,8 @@ class SelectionService:
             tokens=asked.tokens,
             salt=meant.salt,
             tenant=asked.tenant,
-            # The seed does not matter, because no other worker could continue the answer.
+            # No other worker can continue the answer (`LiveRequest.may_continue`). With the seed, the router does not count the placeholder
+            # token of `SelectedRequest.prefilled` as a part of the answer (`LiveRequest.emits_prefill_token`).
             sampling=Sampling(max_tokens=asked.max_tokens or room, seed=0),
             external=True,
             priority=asked.priority,

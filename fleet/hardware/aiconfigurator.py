@@ -9,8 +9,9 @@ collections contradict others. This module corrects the rows in this way:
    the number of expert-parallel ranks. The collection "2026-03-25" has the same measurements with the true numbers. So
    in aggregated rows of the two collections with expert parallelism, this module divides the product by the number of
    expert-parallel ranks.
-2. In these two collections, aggregated rows of vLLM with plain expert parallelism are wrongly marked as data-parallel attention,
-   so the batch size in these rows is too small. This module reads such rows as tensor-parallel attention.
+2. In these two collections, some aggregated rows of vLLM with expert parallelism are wrongly marked as data-parallel
+   attention: they state as many data-parallel as tensor-parallel ranks. So the batch size in these rows is too small. This
+   module reads such rows as tensor-parallel attention.
 3. The concurrency is taken from the column `silicon_data_source`, or computed from the batch size if that column does
    not contain it.
 4. DeepSeek-R1 and DeepSeek-V3 count as one model, and so do checkpoints of one model in different precisions.
@@ -72,7 +73,8 @@ class Sample(Struct, frozen=True, kw_only=True):
 
     rows: int
     measurements: tuple[Measurement, ...]  # without duplicates and without incomplete measurements
-    models: dict[str, ModelSizes]  # sizes by model; their precision is bf16, the real one is in each measurement
+    # Sizes by model. Their precision is always bf16; each measurement states its real precision.
+    models: dict[str, ModelSizes]
     # Number of distinct measurements that were left out, mostly because they do not state the numbers of workers.
     left_out: int
 
@@ -136,7 +138,7 @@ def _measurement(row: Mapping[str, str]) -> Measurement | None:
 
 
 def _client(source: str) -> str:
-    """Return the benchmark that made a measurement: `inferencex`, or `authors` for that of the wheel's authors."""
+    """Return the benchmark that made a measurement: `inferencex`, or `authors` for the benchmark of the wheel's authors."""
     return "authors" if "auto-gap-analysis" in source else "inferencex"
 
 

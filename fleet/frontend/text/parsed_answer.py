@@ -233,7 +233,7 @@ class _Regions:
         self._fields = template.fields
         try:
             if template.start_anchor_re.search(prompt) is None:
-                # The prompt lacks the anchor, which marks where the answer begins. The parser would take the whole prompt as answer.
+                # The prompt lacks the anchor, which marks where the answer begins. The parser would treat the whole prompt like the answer.
                 prompt = ""
             self._parser = parsing.ResponseParser(template, prefix=prompt, tools=tools)
         except _PARSER_ERRORS:  # parse without the prompt, which ends with a malformed call or takes too long to search

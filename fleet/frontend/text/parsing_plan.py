@@ -2,8 +2,8 @@
 
 Rules:
 
-1. The answer to a request with tools is parsed, or the request is refused. The answer is never passed on as text that a
-   client could take for an answer without calls.
+1. The answer to a request with tools that may be called is parsed, or the request is refused. The answer is never passed
+   on as text that a client could take for an answer without calls.
 2. The answer to a request without tools, or with `tool_choice` "none", is parsed if a parser of its reasoning is known.
    Otherwise it is treated as plain text.
 3. The parsers of the workers' engine are preferred. Otherwise the router parses by the response template of the model,

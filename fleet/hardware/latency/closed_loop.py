@@ -47,7 +47,7 @@ def closed_loop(
     """Return the TTFT and TPOT in seconds that a client measures at an aggregated engine.
 
     Args:
-        step: Step model of one attention group.
+        step: Step model of one attention group (`fleet.hardware.sharding`, rule 1).
         client: The benchmark that sends the requests.
         concurrency: Number of clients whose requests go to the group.
         prompt_tokens: Length of each prompt; nothing is cached.
@@ -86,7 +86,7 @@ def closed_loop_disaggregated(
     """Return the TTFT and TPOT in seconds that a client measures with disaggregated serving.
 
     Args:
-        prefill: Step model of one attention group that prefills.
+        prefill: Step model of one attention group that prefills (`fleet.hardware.sharding`, rule 1).
         decode: Step model of one attention group that decodes.
         client: The benchmark that sends the requests.
         concurrency: Number of clients of all groups together.

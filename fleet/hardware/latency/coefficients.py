@@ -5,13 +5,13 @@ the measurements, and the errors on measurements that were held out of the fit. 
 
 1. A coefficient is a start value, multiplied by one factor for each group to which the estimated case belongs
    (`CoefficientSubject`). The widest group contains all measurements; narrow groups contain one model on one GPU and
-   engine (`LEVELS`). A group without measurements has the factor 1. So an estimate always exists, and uses the nearest
-   measurements.
+   engine (`LEVELS`). A group without measurements has the factor 1. So an estimate exists for every GPU and model with a
+   measured engine, and uses the nearest measurements.
 2. The `EstimateBasis` says how near these measurements are. Each basis has its own error, which was measured by leaving
    curves, whole models or whole GPUs out of the fit.
-3. For a GPU on which the engine was not measured, the shares of compute and bandwidth are scaled. The factor is the
-   efficiency of single matrix products on this GPU, relative to the measured GPUs (`OperatorEfficiency`). If this
-   efficiency is unknown, the factor is 1.
+3. For a GPU on which the engine was not measured, the shares of the GPU's compute and bandwidth that the engine uses are
+   scaled. The factor is the efficiency of single matrix products on this GPU, relative to the measured GPUs
+   (`OperatorEfficiency`). If this efficiency is unknown, the factor is 1.
 4. Models are recognised by their sizes, so all fine-tuned variants of a base model count as one model.
 """
 

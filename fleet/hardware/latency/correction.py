@@ -4,16 +4,16 @@ Rules:
 
 1. An engine differs from its hardware profile in two ways. It is slower or faster by a factor, because of clocks,
    kernels, or other programs on the GPU. It also adds a time to every step, for kernel launches or because the host is
-   busy. So seconds = `added` + `factor` × predicted. Steps with prompts and steps that only decode need separate
-   corrections, because different limits of the hardware determine their times.
+   busy. So seconds = `added` + `factor` × seconds that the profile predicts. Steps with prompts and steps that only decode
+   need separate corrections, because different limits of the hardware determine their times.
 2. This line is fitted by least squares of the relative errors. The weight of a sample halves after `HALF_LIFE` further
    samples. The fit begins with two invented samples, a small and a large step, which match the profile exactly.
    Together they have the weight of `PRIOR` samples.
 3. A single step may be slow only because the host paused. So a measured time counts as at most `OUTLIER` times the
-   expected time, and as at least the expected time divided by `OUTLIER`.
-4. A two-sided cumulative sum of log(measured / predicted) detects drift (Page, Biometrika 41, 1954) after `SETTLED`
-   samples. `SLACK` is the error that is tolerated, and `ALARM` is the sum that raises an alarm. With random errors of
-   20 %, there is less than one false alarm in a million steps; a change by a half is detected within twenty steps.
+   corrected prediction, and as at least the corrected prediction divided by `OUTLIER`.
+4. A two-sided cumulative sum of log(measured / corrected prediction) detects drift (Page, Biometrika 41, 1954) after
+   `SETTLED` samples. `SLACK` is the error that is tolerated, and `ALARM` is the sum that raises an alarm. With random
+   errors of 20 %, there is less than one false alarm in a million steps; a change by 50 % is detected within twenty steps.
 5. After an alarm, everything that was learnt before has the weight of only `PRIOR` samples, so the new difference is
    learnt as fast as the first one.
 """
@@ -128,7 +128,7 @@ class Correction:
     def _fit(self) -> None:
         """Fit the line (rule 1), or only its factor with an `added` of 0.
 
-        Only the factor is fitted if all steps had nearly the same length, or if the line has a negative factor or `added`.
+        Only the factor is fitted if all steps had nearly the same length, or if the line has a negative `added` or no positive factor.
         """
         spread = self._weight * self._square - self._profile * self._profile
         if spread > 1e-3 * self._weight * self._square:

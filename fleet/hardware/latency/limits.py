@@ -1,4 +1,4 @@
-"""Limits: searches for the highest load that keeps a goal. Pure functions."""
+"""Limits: searches for the highest load that keeps a goal. All functions are pure."""
 
 from collections.abc import Callable
 

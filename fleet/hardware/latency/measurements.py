@@ -3,10 +3,11 @@
 Rules:
 
 1. A measurement is the mean TTFT and TPOT of a benchmark with one configuration and one concurrency. All measurements
-   of one configuration form a curve; they may differ in concurrency, engine version and date.
+   of one configuration form a curve; they may differ in concurrency, benchmark, engine version and date.
 2. A fifth of all curves is held out: it is not used for the fit, but only to test it. Whole curves are held out, and
    never single measurements. A hash of the configuration selects them, so that the split is always the same.
-   Measurements with equal figures count as one measurement, even if they have different names.
+   Measurements of one GPU and engine with equal figures count as one measurement, even if the name of the model or the
+   configuration differs.
 3. Errors are relative to the measured value: |predicted / measured - 1|.
 """
 

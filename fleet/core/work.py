@@ -196,7 +196,7 @@ class PulledBlocks(Struct, frozen=True, kw_only=True):
     """
 
     verified: int = 0  # blocks whose checksums were right
-    corrupt: int = 0  # blocks whose checksums were wrong; they were computed instead
+    corrupt: int = 0  # blocks whose checksums were wrong; the engine computed these blocks itself
     unverified: int = 0  # blocks for which the other engine sent no comparable checksums
 
     def __add__(self, other: "PulledBlocks") -> "PulledBlocks":

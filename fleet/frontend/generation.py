@@ -1040,7 +1040,7 @@ def _engine_sampling(request: GenerateRequest, codec: TextCodec, *, room: int) -
 
 
 def _bad_tokens(words: Sequence[str], codec: TextCodec) -> tuple[tuple[int, ...], ...]:
-    """Return the token sequences of each word: at the beginning of a text and, if they differ, after a space.
+    """Return the token sequences of each word: its tokens at the beginning of a text and, if these differ, its tokens after a space.
 
     Fleet computes these sequences itself, because vLLM's own `bad_words` miss a word that has another number of tokens after
     a space.

@@ -13,7 +13,7 @@ class OverflowOutcome(StrEnum):
     """Outcome of a request that the router rejected for load and that may overflow to a hosted endpoint."""
 
     SERVED = "served"
-    LIMIT_SPENT = "limit_spent"  # the rest of the spending limit was less than the estimated cost
+    LIMIT_SPENT = "limit_spent"  # the estimated cost was more than what was left of the spending limit
     CLOSED = "closed"  # the endpoint failed lately, or runs as many requests as allowed
     FAILED = "failed"  # the endpoint gave no answer
     BROKEN = "broken"  # the answer broke off, the client disconnected, or the deadline passed

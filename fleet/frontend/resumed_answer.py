@@ -11,9 +11,9 @@ Rules:
    for greedy sampling, which gives the same tokens, and only if no worker parses the answer.
 4. If the client already has the last token or the stop string of the answer, nothing is generated.
 5. With `Resume.from_start`, the caller of this module itself leaves out what the client has. Then nothing is dropped here: the known
-   part is returned as the first part of the answer. This needs the text, so it is not possible if a worker parses the answer. It is
-   also refused if, in the known part, text follows a tool call or reasoning follows text: the known part is one `Delta`, which cannot
-   express where the kind of content changes.
+   part is returned as the first part of the answer. The router needs the text of this part. So the resumption is refused if a worker
+   parses the answer. It is also refused if, in the known part, text follows a tool call or reasoning follows text: the known part is
+   one `Delta`, which cannot express where the kind of content changes.
 """
 
 from collections.abc import Sequence

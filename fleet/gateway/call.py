@@ -366,8 +366,8 @@ class AnswerCounter:
         text = self._tail + piece
         if self.events:
             new = text.count(_EVENT)
-            # Keep the last bytes, because they may be the beginning of the next event's mark. They are shorter than a whole
-            # mark, so no event is counted twice.
+            # Keep the last bytes, because they may be the beginning of the next `_EVENT`. They are shorter than a whole `_EVENT`, so
+            # no event is counted twice.
             self._tail = text[-(len(_EVENT) - 1) :]
         else:
             said = _COMPLETION_TOKENS.findall(text)

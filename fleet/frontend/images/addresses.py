@@ -5,12 +5,12 @@
 Rules:
 
 1. Only public addresses are allowed: global unicast addresses that no registry has set aside for another purpose. `ipaddress`
-   knows most of the special ones. What it lacks, or what it learned only in later versions of Python, is listed here.
+   knows most addresses with a special purpose. This module lists those that it lacks, or knows only in later versions of Python.
 2. If an IPv6 address contains an IPv4 address, the rules apply to the IPv4 address. Such addresses are mapped addresses
    (RFC 4291, 2.5.5.2) and addresses with the well-known prefix of NAT64 (RFC 6052, 2.1). Tunnels (6to4, Teredo) and
    prefixes for local use are refused.
 3. Metadata services of clouds are at link-local or private addresses, so they are refused. Only Azure's wire server is at a
-   public address; it is refused because it is listed here.
+   public address; this address is refused because this module lists it.
 4. The operator may allow networks that are not public.
 """
 

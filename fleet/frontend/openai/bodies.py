@@ -92,7 +92,7 @@ class ResponseFormat(Struct, frozen=True, kw_only=True):
 
 
 class StructuredOutputs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """vLLM's fields for structured output. A request sets exactly one of them."""
+    """vLLM's fields for structured output. A request sets exactly one of the supported fields."""
 
     json: Schema | None = None
     regex: str | None = None
@@ -362,7 +362,7 @@ HINT_HEADERS: Mapping[bytes, HintHeader] = {
     b"x-fleet-tenant": HintHeader("tenant", "Fleet"),
     b"x-fleet-resumable": HintHeader("resumable", "Fleet", 1, 0, 1),
 }
-"""Hint headers by name in lower case. Of two headers for one field, the first one here is used."""
+"""Hint headers by name in lower case. Of two headers for one field, the first one in this mapping is used."""
 
 HINT_HEADER_NAMES = frozenset(HINT_HEADERS) | {LAST_EVENT_ID}
 _DEFAULT_OPTIONS = FleetOptions()

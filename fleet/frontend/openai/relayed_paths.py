@@ -4,7 +4,7 @@ Rules:
 
 1. A path is compared as a server reads it: percent-decoded once, in lower case, without a trailing slash and without matrix
    parameters (``;name=value``). The path that the server gets is spelled as the client wrote it.
-2. A path that different servers could read differently is not relayed. It contains an empty segment, ``.`` or ``..``, a
+2. A path that different servers could read differently is not relayed. Such a path contains an empty segment, ``.`` or ``..``, a
    backslash, a control character, or an encoding within an encoding, such as ``%252e``.
 3. Control routes change the state of a server, and so affect its other clients (loading adapters, sleeping, updating
    weights). A pattern with a wildcard never covers them. They are relayed only if the setting `external_paths` lists them

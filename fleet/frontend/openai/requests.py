@@ -604,7 +604,7 @@ def read_token_ids(ids: list[Any], field: str) -> TokenBytes:
     """Return token ids that a client has sent in a field.
 
     Raises:
-        RequestRejected: INVALID_ARGUMENT; one of them is no token id.
+        RequestRejected: INVALID_ARGUMENT; an element of `ids` is no token id.
     """
     try:
         checked = msgspec.convert(ids, list[TokenId])

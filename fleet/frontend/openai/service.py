@@ -175,7 +175,7 @@ async def open_http_frontend(
         certificates: The certificates of a port that speaks TLS; None if it does not.
         health_certificates: The certificates of `health_listen`; None if it does not speak TLS.
         overflow: Hosted endpoints that take requests which are rejected for load; None if there are none.
-        metrics_guards: Decide who may read the metrics here and at `health_listen`.
+        metrics_guards: Decide who may read the metrics at `listen` and at `health_listen`.
 
     Raises:
         ConfigurationRefused: An address is malformed or in use.

@@ -69,7 +69,7 @@ def tokenizer_digests(codec: TextCodec | None, block_tokens: int) -> TokenizerDi
 
 
 def folder_tokenizer_digests(model_dir: str, block_tokens: int) -> TokenizerDigests:
-    """Compute the three digests with the tokenizer of a model folder; without a tokenizer if none is there, or it does not load."""
+    """Compute the three digests with the tokenizer of a model folder, or without a tokenizer if the folder has none that can be loaded."""
     codec = None
     if model_dir and (Path(model_dir) / "tokenizer.json").is_file():
         try:

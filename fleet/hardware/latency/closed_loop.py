@@ -1,7 +1,7 @@
 """Closed loop: computes the TTFT and TPOT that a benchmark with a fixed number of clients measures at an engine.
 
 Public measurements were taken in this way. A fixed number of clients start at once. Each client sends its next prompt
-when it has received the answer to the last one. The total number of requests is fixed. So the measured times differ
+when it has received the answer to its previous prompt. The total number of requests is fixed. So the measured times differ
 from step times:
 
 1. Between the start and the end of one request, the engine also computes the prompts of all other clients. So with `b`

@@ -105,8 +105,8 @@ class TranslatedFrontend:
                 await self._collect(exchange, asked)
         except RequestRejected as refused:
             if refused.field.startswith("chat.messages["):
-                # The messages of the chat have other numbers than those of the request, because the system prompt and results of tools
-                # become messages. So the error names the whole list.
+                # The messages of the chat have other indices than the messages of the request, because the system prompt and results of
+                # tools become messages. So the error names the whole list.
                 names = {**names, refused.field: names["chat.messages"]}
             renamed = rename_field(rename_field(refused, names), api.names)
             sent = None if events is None else events.sent

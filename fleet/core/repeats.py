@@ -31,5 +31,5 @@ class LogDeduplicator:
         return True
 
     def forget(self, subject: Hashable) -> None:
-        """Forget a subject whose problem has ended, so that a new problem of the subject is logged at once."""
+        """Forget a subject whose problem has ended, so that a new problem of the subject is logged immediately."""
         self.logged.pop(subject, None)

@@ -5,7 +5,7 @@ router's server, turn tokens into text, look for stop strings, count the tokens 
 
 1. Nothing is submitted before everything that the client wrote has been checked.
 2. A request ends once: by `Finished`, by an exception, or because the caller closed the iterator of `generate`. In each case the
-   router learns at once that the client no longer waits, and releases the reservations of the request. The router then
+   router learns immediately that the client no longer waits, and releases the reservations of the request. The router then
    sends `Cancel` to the worker, which cancels the request in its engine (`workers.machine`, rule 4).
 3. The engine handles tokens that end generation (`stop_token_ids`). Stop strings are found in this module, because the
    engine has no text. After a stop string the request is cancelled in the engine, and the answer does not wait for
@@ -137,7 +137,7 @@ class PromptPace:
 
 
 class OverflowTerms(Protocol):
-    """Port that decides for one request after which wait it overflows to a hosted endpoint."""
+    """Port that decides for one request above which predicted wait it overflows to a hosted endpoint."""
 
     def admitted(self, request: GenerateRequest, prompt_tokens: int, allowance: RateLimitStatus | None) -> Nanos | None:
         """Note that a request is valid and within its tenant's limits.
@@ -218,7 +218,7 @@ class Generation:
         """Ids of running requests to external servers whose clients sent an id. The relay adds and removes them."""
         self._parents: dict[ModelName, ModelName] = {}  # base model of each LoRA adapter, by the adapter's name
         self._threads = threads
-        # After the death of a router, clients resume all its streams at once, and each has to be replayed in a thread. This limit
+        # After the death of a router, clients resume all its streams at the same time, and each has to be replayed in a thread. This limit
         # leaves threads free for the prompts of other requests.
         self._replays = asyncio.Semaphore(MAX_REPLAYS)
         # The streams (`ResumeClaims.stream`) whose tokens are being searched or replayed now for a free resumption, one that is not charged.

@@ -158,7 +158,7 @@ def _in_order(parts: Sequence[Delta]) -> bool:
 
 
 class EndedAnswer:
-    """Replaces the router's stream if an answer needs no further tokens: yields `Complete` at once."""
+    """Replaces the router's stream if an answer needs no further tokens: yields `Complete` immediately."""
 
     kv: tuple[KvPhase, ...] = ()
     cached_tokens = 0

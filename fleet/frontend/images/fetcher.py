@@ -449,6 +449,6 @@ def _busy(why: str) -> RequestRejected:
 
 
 def _first_rejection(group: ExceptionGroup[Exception]) -> Exception:
-    """Return the first rejection of a group, or the first error if there is none, which indicates a bug."""
+    """Return the first rejection of a group. If there is none, return the first error, which then indicates a bug."""
     rejections = [each for each in group.exceptions if isinstance(each, RequestRejected)]
     return rejections[0] if rejections else group.exceptions[0]

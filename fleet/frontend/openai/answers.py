@@ -404,7 +404,7 @@ def usage_chunk(parsed: OpenAiRequest, head: Mapping[str, object], usage: Usage)
 
 
 def fleet_object(parsed: OpenAiRequest, kv: Sequence[KvPhase], token_ids: Sequence[object]) -> Json:
-    """Return the object ``fleet``: the KV report, with the fields of the message KvProof, and the token ids if requested."""
+    """Return the object ``fleet``: the KV report, with the fields of the gRPC message KvProof, and the token ids if requested."""
     phases: list[Json] = [
         {
             "phase": phase.phase,

@@ -16,11 +16,13 @@ from fleet.frontend.openai.relay_requests import end_to_end_headers
 from fleet.net.http.exchange import Exchange
 
 MODEL_BYTES = 64 << 10
-"""Number of bytes of a body in which the model is looked for. OpenAI's clients send the fields of a form before its files."""
+"""Number of bytes of a body in which the model is looked for. They usually contain it, because OpenAI's clients send the fields of a form
+before its files."""
 
 _IN_JSON = re.compile(rb'"model"\s*:\s*("(?:[^"\\]|\\.){0,1000}")')
 _IN_FORM = re.compile(rb'name="?model"?[^\r\n]*\r\n(?:[^\r\n]+\r\n)*\r\n([^\r\n]{0,1000})\r\n')
-_CONTENT_HEADERS = frozenset({b"accept-encoding"})  # forwarded, because the answer of a passage may be compressed
+# Forwarded for passages: the router does not read the answer of a passage, so the answer may be compressed.
+_CONTENT_HEADERS = frozenset({b"accept-encoding"})
 
 
 class Passage:

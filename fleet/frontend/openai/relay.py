@@ -116,7 +116,7 @@ OWN_PATHS = frozenset(
 )
 """Paths at which Fleet's own workers may serve a model.
 
-At other paths, `Relay.serve` rejects unknown models at once.
+At other paths, `Relay.serve` rejects unknown models immediately.
 """
 
 
@@ -124,7 +124,7 @@ class AnswerStream(Protocol):
     """Port to the connection to a server, over which an answer is arriving."""
 
     def flush(self) -> None:
-        """Send the bytes that wait for the end of the event loop's iteration, so that other bytes can be sent after them."""
+        """Send now the bytes that wait for the end of the event loop's iteration, so that other bytes can be sent after them."""
         ...
 
     def at_event_boundary(self) -> bool:
@@ -181,7 +181,8 @@ class RelayedRequest:
         self.credentials = b"" if relay.takes_keys else head.credentials
         self.body = request.body
         self._errors = ERROR_FORMS.get(head.path, OPENAI_ERRORS)
-        self.keys: Mapping[int, tuple[int, ...]] = {}  # block keys by block size; none if nobody caches the prompt
+        # Block keys by block size; no keys if no server caches the prompt.
+        self.keys: Mapping[int, tuple[int, ...]] = {}
         self.began_at = began_at
         self.first_byte_at = began_at  # updated when the answer begins
         self.streams = False  # True if the client wants a stream
@@ -687,7 +688,7 @@ class Relay:
 
 
 class _FinishedTask:
-    """Stands for the task of a request that was rejected at once. The HTTP server needs a task for each request."""
+    """Stands for the task of a request that was rejected immediately. The HTTP server needs a task for each request."""
 
     def cancel(self) -> None:
         """Do nothing."""

@@ -1,6 +1,6 @@
 """Relayed requests: reads the fields of a body that placement needs, and selects the headers to forward.
 
-In the most common body, a completion with one text, the fields are decoded at once. In any other body, fields of variable
+In the most common body, a completion with one text, the fields are decoded immediately. In any other body, fields of variable
 form stay undecoded JSON (`msgspec.Raw`), and the server validates them.
 """
 

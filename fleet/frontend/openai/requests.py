@@ -423,7 +423,7 @@ def _details(body: OpenAiBody, more_prompts: tuple[Prompt, ...], *, echo: bool) 
 
 
 def most_image_bytes(details: Details) -> int:
-    """Return the maximum total bytes of a request's images; lower for several answers, because workers get the images for each one."""
+    """Return the maximum total bytes of a request's images; lower for several answers, because workers get the images once for each answer."""
     return MAX_IMAGE_BYTES if details.best_of == 1 else MAX_REPEATED_IMAGE_BYTES // details.best_of
 
 

@@ -230,7 +230,7 @@ def _check_field(name: str, field: Any) -> None:
 
 
 def _tag_patterns(arguments: Any) -> Iterator[Any]:
-    """Yield the tag patterns in the arguments of a field's content, and of its values' content."""
+    """Yield the tag patterns in the `content_args` of a field, and in the mappings that are nested in them."""
     if isinstance(arguments, Mapping):
         for key, value in arguments.items():
             if key == "tag_pattern":

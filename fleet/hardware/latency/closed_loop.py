@@ -1,6 +1,6 @@
 """Closed loop: computes the TTFT and TPOT that a benchmark with a fixed number of clients measures at an engine.
 
-Public measurements were taken in this way. A fixed number of clients start at once. Each client sends its next prompt
+Public measurements were taken in this way. A fixed number of clients start at the same time. Each client sends its next prompt
 when it has received the answer to its previous prompt. The total number of requests is fixed. So the measured times differ
 from step times:
 

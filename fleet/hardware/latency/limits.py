@@ -3,14 +3,14 @@
 from collections.abc import Callable
 
 HALVINGS = 40
-"""Number of times that the search halves the interval around a limit. The interval is then so small that further
-halvings would change the result by less than a rounding error."""
+"""Default for the number of times that a search halves the interval around a limit. The interval is then so small that
+further halvings would change the result by less than a rounding error."""
 
 LEAST_STRIDE = 0.25
 STRIDE = 1.1
-"""Ratio of two consecutive loads that the search tries. The loads also differ by at least `LEAST_STRIDE` running
-requests. The search finds every peak of the latencies, because no peak is narrower than the distance of two such loads.
-"""
+"""Default for the ratio of two consecutive loads that `highest_unbroken` tries. The loads also differ by at least
+`LEAST_STRIDE` running requests. With this ratio, the search finds every peak of the latencies, because no peak is narrower
+than the distance of two such loads."""
 
 
 def highest_unbroken(

@@ -64,7 +64,7 @@ class TranslatedApi(Struct, frozen=True, kw_only=True):
     read: "ReadTranslated"
     errors: ErrorForm
     names: Mapping[str, str]
-    """This API's names of fields that chats name differently, by the name in chats; for error messages."""
+    """For error messages: the names of fields in this API by their names in chats, for fields whose names differ."""
 
 
 class ReadTranslated(Protocol):

@@ -12,7 +12,7 @@ LAST_SECOND = 253_402_300_799  # the last second of the year 9999, after which R
 
 
 def model_info(listed: Mapping[str, object]) -> Json:
-    """Return a model object in Anthropic's form. Times and lengths that are unknown become 1970 and null, as Anthropic writes them."""
+    """Return a model object in Anthropic's form. As in Anthropic's API, an unknown time is the beginning of 1970, and an unknown length is null."""
     created, length = listed.get("created"), listed.get("max_model_len")
     if not isinstance(created, int) or not 0 <= created <= LAST_SECOND:  # an external server may write anything
         created = 0

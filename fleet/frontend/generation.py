@@ -5,8 +5,8 @@ router's server, turn tokens into text, look for stop strings, count the tokens 
 
 1. Nothing is submitted before everything that the client wrote has been checked.
 2. A request ends once: by `Finished`, by an exception, or because the caller closed the iterator of `generate`. In each case the
-   router learns immediately that the client no longer waits, and releases the reservations of the request. The router then
-   sends `Cancel` to the worker, which cancels the request in its engine (`workers.machine`, rule 4).
+   router learns immediately that the client no longer waits, and releases the reservations of the request. If the worker has
+   not finished, the router then sends it `Cancel`, and the worker cancels the request in its engine (`workers.machine`, rule 4).
 3. The engine handles tokens that end generation (`stop_token_ids`). Stop strings are found in this module, because the
    engine has no text. After a stop string the request is cancelled in the engine, and the answer does not wait for
    the end of this cancellation.

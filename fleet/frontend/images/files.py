@@ -8,7 +8,7 @@ Rules:
    which compares their number with the limits again: formats such as GIF can state a larger size behind the header.
 3. Images in data URLs are read with the body of the request, before the limits of its tenant are checked. They are read
    in the event loop, or in a thread if the body has more than 64 KiB. So the work must be bounded: the number of
-   images is checked before the first one is read. And from a header, only a few fields at fixed places are read, or at
+   images is checked before each of them is read. And from a header, only a few fields at fixed places are read, or at
    most `MAX_SEGMENTS` segments of a JPEG.
 
 Formats: PNG (ISO/IEC 15948, 11.2.2), GIF (GIF89a, 18), JPEG (ITU-T T.81, annex B) and WebP (RFC 9649, 2.5 to 2.7).

@@ -4,8 +4,8 @@ Rules:
 
 1. Each request of a stream ends separately: with its final response, or with an error that carries its id. The stream
    continues in both cases, and also after a malformed message.
-2. Requests of a stream run concurrently, at most `MAX_IN_STREAM`. At this limit, no further message is read until one
-   of them has ended. So the connection slows down a client that sends more.
+2. Requests of a stream run concurrently, at most `MAX_IN_STREAM`. At this limit, the next message waits, and no further
+   message is read, until one of the requests has ended. So the connection slows down a client that sends more.
 3. Cancelling a call cancels all its requests.
 """
 

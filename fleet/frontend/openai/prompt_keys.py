@@ -4,7 +4,7 @@ Rules:
 
 1. With a tokenizer, a prompt is divided into blocks of token ids, as the external server divides it. Without a
    tokenizer, or if the router cannot render the prompt itself (because it has tools or images, for example), 4 bytes of
-   the client's JSON take the place of each token. Prompts with the same beginning share blocks in both cases.
+   the client's text or JSON take the place of each token. Prompts with the same beginning share blocks in both cases.
 2. A key stands for a block and all blocks before it in the prompt. For servers with KV events, the keys come from
    `kvstore.block.chain`, so that they equal the keys that the router computes from the tokens in the events. For other
    servers, only routers compare keys, so 64 bits are enough (`fleet.router.native.twin.block_keys`). Routers with the same

@@ -9,7 +9,8 @@ Rules:
 3. To go on, the client sends the same request with the id of the last event that it has. The answer keeps its `id` and
    `created`.
 4. A stream can only be resumed if its events depend on nothing but the text and the tokens after an id. So requests for
-   ids are refused if they also want several answers, echoed prompts, token ids, or log probabilities with offsets of text.
+   ids are refused if they also want several answers, echoed prompts, log probabilities of the prompt, token ids, the usage in
+   each event, or log probabilities with offsets of text.
 5. The ids of the Responses and the Messages API have more parts (`fleet.frontend.openai.translated.answer_events`).
 """
 

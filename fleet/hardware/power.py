@@ -27,7 +27,7 @@ MOST = 0.90
 issue 828, 2026-03)."""
 
 ERROR = 0.30
-"""Largest relative error of the model for the figures in `PUBLISHED`. A GPU that runs a small model alone draws less
+"""Largest relative error of the model for the figures in `PUBLISHED`. A single GPU that runs a small model draws less
 power than these figures: 137 to 300 W on an H200 while decoding (arXiv 2605.11999)."""
 
 

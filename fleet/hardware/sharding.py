@@ -9,7 +9,7 @@ Rules:
 2. If a model has fewer KV heads than `tp`, several GPUs hold the same KV head. With MLA, every GPU of a group holds all
    latent vectors.
 3. An engine uses the share `MEMORY_SHARE` of a GPU's memory, unless the caller states another share. The KV cache gets
-   what remains of it after the weights and a reserve for activations, CUDA graphs and the runtime.
+   what remains of this share after the weights and a reserve for activations, CUDA graphs and the runtime.
 """
 
 from collections.abc import Iterator
@@ -48,7 +48,7 @@ class ShardingDegrees(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class ShardedModel(Struct, frozen=True, kw_only=True):
-    """Describes a model that is split over GPUs of one type. `shard_model` creates it and refuses impossible splits."""
+    """Describes a model that is split over GPUs of one type; `shard_model` refuses impossible splits, this class does not."""
 
     model: ModelSizes
     gpu: Gpu

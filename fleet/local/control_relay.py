@@ -128,7 +128,7 @@ async def _joined(
     other_reader: asyncio.StreamReader,
     other_writer: asyncio.StreamWriter,
 ) -> None:
-    """Relay bytes in both directions until one of them ends."""
+    """Relay bytes in both directions until either side ends the connection."""
     async with asyncio.TaskGroup() as tasks:
         passing = [
             tasks.create_task(_passed(reader, other_writer)),

@@ -18,7 +18,7 @@ from fleet.local.liveness import HEARTBEAT_INTERVAL, ProcessSample
 def send_heartbeats(descriptor: int) -> None:
     """Send a heartbeat every `HEARTBEAT_INTERVAL` while the event loop runs.
 
-    Skip a heartbeat if the supervisor does not read the pipe, so that it is full, or has closed it.
+    Skip a heartbeat if the pipe is full because the supervisor does not read it, or if the supervisor has closed it.
     """
     os.set_blocking(descriptor, False)
     loop = asyncio.get_running_loop()

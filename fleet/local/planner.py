@@ -1,6 +1,6 @@
 """Planner of a local cluster: makes the settings file of the planner process from the topology.
 
-The planner writes its plans to a folder; `fleet.local.pools` starts and ends workers as they say.
+The planner writes its plans to a folder; `fleet.local.pools` starts and ends workers as these plans say.
 """
 
 import re

@@ -166,7 +166,7 @@ class LocalProcesses:
         return self._machine.failing()
 
     def add(self, process: LocalProcess) -> None:
-        """Add a child while the body runs; its name must be free."""
+        """Add a child; call this only while the `body` of `hold` runs, and with a name that is not in `names`."""
         assert process.child.name not in self._processes, process.child.name
         self._processes[process.child.name] = process
         self._events.put_nowait(ChildAdded(process.child))
@@ -366,7 +366,7 @@ class LocalProcesses:
             await asyncio.sleep(SAMPLE_INTERVAL / SECOND)
 
     def _send(self, name: str, number: signal.Signals) -> None:
-        """Send a signal to a child. If the child is just being started, it gets the signal after that."""
+        """Send a signal to a child. If the child is just being started, it gets the signal as soon as it runs."""
         if (running := self._running.get(name)) is None:
             self._unsent[name] = number
         elif running.returncode is None:

@@ -43,8 +43,8 @@ def plan_routers(settings: RouterSettings, count: int, folder: Path) -> RouterPr
         folder: Private folder for settings, some of which are secret, and for sockets.
 
     Raises:
-        ConfigurationRefused: A public address is in use or invalid. Or the settings have `replicas_name`, and the
-            processes have no addresses of their own behind that name.
+        ConfigurationRefused: A public address is in use or invalid. Or the settings have `replicas_name`, which
+            these processes cannot use, because they have no addresses of their own behind that name.
     """
     if settings.replicas_name:
         raise ConfigurationRefused(
@@ -105,7 +105,7 @@ def plan_routers(settings: RouterSettings, count: int, folder: Path) -> RouterPr
 
 
 def _control(settings: RouterSettings, grpc: str, held: ExitStack) -> str:
-    """Return the control address by which all processes together are reached."""
+    """Return the control address that all processes share: a TCP port, or the socket of the control relay."""
     if settings.control_listen:
         listen = settings.control_listen
         return listen if unix_path(listen) else claim_address("control_listen", listen, held)

@@ -76,8 +76,9 @@ class SupervisionSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     worker_silence_seconds: Seconds = 30.0
     """Maximum time for which a worker's event loop may stand still.
 
-    Engines sometimes make long synchronous calls (a grammar, a LoRA adapter, garbage collection), and a worker starts
-    slowly. Routers send its requests elsewhere after `router.heartbeat_timeout_seconds`.
+    The default is long, because engines sometimes make long synchronous calls (a grammar, a LoRA adapter, garbage
+    collection), and because a new worker starts slowly. Routers send the requests of a silent worker elsewhere after
+    `router.heartbeat_timeout_seconds`.
     """
 
     longest_pause_seconds: Seconds = 30.0
@@ -225,7 +226,7 @@ class PlannedPoolSection(Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Assumed time in seconds until a new worker serves, used until the start of a worker has been measured."""
 
     drain_seconds: Annotated[float, Meta(ge=0, le=86_400)] = 60.0
-    """Assumed time in seconds from the request to end until a worker has ended."""
+    """Assumed time in seconds from the moment at which a worker is asked to end until it has ended."""
 
 
 class LocalPlannerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -251,7 +252,8 @@ class LocalPlannerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Region of the price book; empty: the first region in the book."""
 
     engines: dict[PoolName, LinearEngineSettings | GpuEngineSettings] = {}
-    """Engine of each pool. With the simulated engine, they may be left out; the settings of the pools are then used."""
+    """Engine of each pool, as the planner models it. With the simulated engine, a pool may be left out; the planner then
+    uses the settings of the pool's simulated engine."""
 
     rule: FleetRuleSettings | LoadRuleSettings = FleetRuleSettings()
     """The rule that sizes the pools: `fleet` by models of their engines, or `load` by the number of requests."""
@@ -260,7 +262,8 @@ class LocalPlannerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Settings of the rehearsal, which tries plans in the simulator before they are carried out."""
 
     score_seconds: Annotated[float, Meta(gt=0, le=1e6)] = 60.0
-    """Seconds after a plan was carried out in which its prediction is compared with what happens."""
+    """Time in seconds after a plan was carried out, over which latencies and costs are measured and compared with the
+    predictions of the plan."""
 
     metrics_listen: str = ""
     """host:port of the planner's /metrics; empty: there is none."""

@@ -34,8 +34,8 @@ from fleet.core.clock import MILLISECOND, SECOND, Nanos
 CONFIGURATION_REFUSED = 3  # exit status of the command `fleet` after it has refused its configuration
 FIRST_BACKOFF = Nanos(250 * MILLISECOND)
 LONGEST_BACKOFF = Nanos(30 * SECOND)
-# Maximum number of doublings of the first pause, so that the number cannot grow without limit. The result is three days,
-# which is more than any `longest_pause`.
+# Maximum number of doublings of the first pause, so that the doubled pause cannot grow without limit before it is cut to
+# `longest_pause`. It is then three days, which is more than any `longest_pause`.
 MOST_DOUBLINGS = 20
 JITTER = 0.5  # maximum part of a pause that is left out ("equal jitter")
 HEALTHY_AFTER = Nanos(30 * SECOND)
@@ -135,7 +135,7 @@ class ReportRestart(Struct, frozen=True):
 
 
 class ForgetChild(Struct, frozen=True):
-    """Forget a removed child, because it has ended."""
+    """Forget a child that was removed and does not run any more, or that was added while the cluster stops."""
 
     name: str
 

@@ -222,7 +222,7 @@ def _write_tokenizer(folder: Path, text: list[str]) -> None:
 
 
 def _weights() -> Iterator[tuple[str, np.ndarray]]:
-    """Return tensors `[out, in]` under the names of Hugging Face's Llama."""
+    """Yield tensors under the names of Hugging Face's Llama; matrices have the shape `[out, in]`."""
     generator = np.random.default_rng(WEIGHTS_SEED)
 
     def normal(*shape: int) -> np.ndarray:

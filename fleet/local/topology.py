@@ -55,7 +55,7 @@ SIMULATED_READY_WITHIN = Nanos(30 * SECOND)
 READY_WITHIN = Nanos(30 * SECOND)
 # time limit of a worker's last drain: short, because a person waits and the router has drained already
 WORKER_DRAIN = Nanos(5 * SECOND)
-# time from the request to end until a process is killed; vLLM takes a few seconds to end its processes
+# time from the signal that asks a process to end until it is killed; vLLM takes a few seconds to end its processes
 STOP_WITHIN = Nanos(20 * SECOND)
 
 # Workers start after the router. Otherwise they could try to register with another program that has the address.
@@ -85,8 +85,8 @@ class LocalPool(Struct, frozen=True, kw_only=True):
     role: Role
     workers: tuple[WorkerId, ...]
     settings: Callable[[WorkerId], WorkerSettings]
-    """Function that returns the settings of a worker, by its name. It raises ConfigurationRefused if the pool cannot
-    have workers."""
+    """Function that returns the settings of a worker, by its name. It raises ConfigurationRefused if
+    the settings are invalid."""
 
     ready_within: Nanos
     limits: LivenessLimits = LivenessLimits()
@@ -479,9 +479,10 @@ def claim_address(
 ) -> str:
     """Return the address with a free port, which stays reserved while `held` is open.
 
-    When `held` is closed, another process may take the port before its owner starts; the owner then refuses its settings.
-    For port 0, a port outside the ephemeral range is chosen where possible. The system never uses such a port for
-    outgoing connections of other processes, not even while the owner is restarted.
+    After `held` is closed, another process may take the port before the process that shall listen there has started;
+    the latter then refuses its settings. For port 0, a port outside the ephemeral range is chosen where possible. The
+    system never uses such a port for outgoing connections of other processes, not even while the listening process is
+    restarted.
 
     Args:
         field: The path of the setting, for errors.

@@ -5,8 +5,9 @@ Rules:
 1. An engine prefills and decodes (aggregated), or only prefills, or only decodes. Its load is the mean number of
    running requests (`running`); for an engine that only prefills, it is the number of prompts per second.
 2. While an aggregated engine decodes one whole answer, it computes one prompt for each running request. So it serves
-   `running / (answer × step + running × prompt)` requests per second, where `step` and `prompt` are times. Its TPOT is
-   the time of a step, plus the time of the prefills that fall on one token.
+   `running / (answer × step + running × prompt)` requests per second, where `answer` is the number of tokens of an
+   answer, and `step` and `prompt` are the times of a decode step and of a prompt. Its TPOT is the time of a step, plus
+   the time of these prefills divided by `answer`.
 3. If requests arrive at a rate, the number of other requests that run at the same time is Poisson-distributed, as in
    M/G/inf. Its percentiles are taken from the normal distribution with the same mean and variance. If clients wait for
    their answers, this number is `running` - 1 at every percentile. A percentile of the TPOT is the TPOT with the same
@@ -15,15 +16,16 @@ Rules:
    `u` of all prompts has to wait. The waiting times have an exponential tail of rate 2 (1 - u) / s (Kingman's
    heavy-traffic limit, 1962; its mean is that of Pollaczek and Khinchine). Waiting prompts are computed in full steps,
    which several prompts share, so `s` is the part of one prompt in the time of a full step. All prompts of one step end
-   together. So a prompt also waits for prompts that arrived later, at most half as many as arrived before it, if its
-   step has room for them. It waits at least until the running step has ended.
+   together. So a prompt also waits for later prompts that its step has room for; their number is at most half of the
+   number of waiting prompts that arrived before it. A prompt waits at least until the running step has ended.
 5. If `replicas` is 1, requests are assumed to be spread over engines at random. Otherwise, a router that knows the load
    of all engines distributes the requests. A prompt then waits only if all engines are busy (Sakasegawa's approximation
    of Erlang's C formula, 1977), and waiting times shrink with the number of engines (Allen and Cunneen's formula). The
-   share `IMBALANCE` of the variance of random spreading is assumed to remain.
+   number of requests on one engine varies less than with random spreading, but the share `IMBALANCE` of that variance
+   is assumed to remain.
 6. Requests may arrive in bursts: `dispersion` is the variance of the number of arrivals, divided by its mean (1 for
    Poisson arrivals). `spread` is the squared coefficient of variation of the prompt lengths. Waiting times are
-   proportional to the sum of both (Kingman, 1961).
+   proportional to `dispersion` + `spread` (Kingman, 1961).
 
 All times are in seconds.
 """
@@ -104,7 +106,7 @@ class BatchOccupancy(Struct, frozen=True, kw_only=True):
 
         Args:
             rate: Prompts per second that arrive at one engine.
-            busy: Seconds of a step that computes this prompt and no other one.
+            busy: Seconds of a step that computes this prompt, or a chunk of it, and no other prompt.
             share: Seconds that one prompt adds to a full step.
             beside: Number of further prompts for which a step has room.
             longest: Upper limit of the result in seconds; infinite if there is no limit.
@@ -212,7 +214,7 @@ def _added(engine: EngineReplica, request: RequestShape, others: float) -> float
 
 
 def _full(engine: EngineReplica, request: RequestShape) -> float:
-    """Return the seconds that one prompt takes if full steps compute it together with other prompts."""
+    """Return the seconds that one prompt adds to the time of full steps, which it shares with other prompts (rule 4)."""
     share = engine.budget_tokens / request.new_tokens
     return (
         engine.step.seconds(engine.budget_tokens, share * pairs(request.new_tokens, request.cached_tokens), 0.0, 0.0)

@@ -52,7 +52,7 @@ class StepWork(Struct, frozen=True, kw_only=True):
 
 
 class Efficiency(Struct, frozen=True, kw_only=True):
-    """Holds the shares of a GPU's limits that an engine reaches (from 0 to 1), and the times that the engine adds."""
+    """Holds the shares of a GPU's data-sheet speeds that an engine reaches (0 to 1), and the times that the engine adds."""
 
     memory: float  # reading dense weights
     compute: float  # multiplying with dense weights
@@ -171,7 +171,8 @@ def work(placement: ShardedModel) -> StepWork:
 def _context_seconds(placement: ShardedModel) -> float:
     """Return the seconds that a decoding sequence needs to attend to one token of its context.
 
-    With MLA, the time of multiplying is added to that of reading, because all heads multiply with the same vector.
+    With MLA, the time of multiplying is added to that of reading: all heads multiply with each vector that is read, so
+    multiplying takes too long to be neglected.
     """
     model, gpu = placement.model, placement.gpu
     read = model.kv_bytes_per_token / placement.kv_ranks / gpu.bandwidth

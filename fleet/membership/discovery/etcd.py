@@ -3,7 +3,7 @@
 Rules:
 
 1. A key belongs to the etcd lease under which it was last written. A process deregisters by ending its own lease. So if a
-   newer process has written the key under its lease, the key stays when the lease of the older process ends.
+   newer process has written the key under its own lease, the key stays when the lease of the older process ends.
 2. The key belongs to the incarnation that started last. A worker keeps its lease alive and checks each time that the
    key is still under this lease. If the key is missing, the worker writes it again. If the key is under another lease,
    the worker has been replaced.

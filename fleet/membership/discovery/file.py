@@ -2,8 +2,8 @@
 
 Rules:
 
-1. A file is written under another name and then renamed, so that nobody reads a half-written file. A shared network
-   folder needs no locks, no notifications and no synchronised clocks.
+1. A file is written under another name and then renamed, so that nobody reads a half-written file. The folder may be
+   shared over a network, because nothing depends on locks, on notifications of changes or on synchronised clocks.
 2. Each file contains a number that grows with every renewal. A router starts a lease when it sees that the number has
    changed. It ignores the time stamps of files.
 3. The file belongs to the incarnation that started last. If an incarnation wants to renew its file and finds the record of

@@ -11,8 +11,8 @@ Rules:
 3. A router lists the Leases and then watches them. When the watch ends, expires (410) or brings nothing for
    `SILENCE_SECONDS`, the router lists them again.
 4. No object stays for ever. The worker's pod owns the Lease, and the Lease owns the EndpointSlice. If nobody renews a
-   Lease, a router deletes it, but only if it still has the version that has ended (`lease_expiry.py`). If the worker
-   still runs, it creates the Lease again.
+   Lease in time, a router deletes it, but only if its version has not changed meanwhile (`lease_expiry.py`). If the
+   worker still runs, it creates the Lease again.
 5. A worker's EndpointSlice has one endpoint. The worker writes it after it has taken its Lease, and deletes it together
    with the Lease. The worker counts as registered only when the EndpointSlice is written.
 6. A Lease of the same name that belongs to another cluster is not touched.
@@ -208,7 +208,7 @@ class KubernetesDirectory:
     def _look(self, lease: Manifest, *, gone: bool = False) -> RecordSeen | None:
         """Return the record in a Lease; None if it contains no valid record.
 
-        Report the Lease's version to `LeaseExpiry`.
+        Report the Lease's version to `LeaseExpiry`, or its deletion if it is `gone`.
         """
         if (seen := _seen(lease)) is not None:
             name = lease["metadata"]["name"]

@@ -233,7 +233,7 @@ class GrpcRegistries:
 
         Args:
             address: ``unix:/path``, or host:port.
-            timeout: Time limit for the name resolution, and then for the calls to all registries together.
+            timeout: Time limit for the name resolution, and again for the calls, which run at the same time.
             look_up: Resolves the name; None: use the resolver of this host.
             access: Credentials of this worker.
         """

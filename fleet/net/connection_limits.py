@@ -1,4 +1,4 @@
-"""Limits of client connections: which ones a port admits, which one it closes for a new one, and when a client reads too slowly.
+"""Limits of client connections: which ones a port admits, which one it closes to admit a new one, and when a client reads too slowly.
 
 Rules:
 
@@ -30,7 +30,7 @@ from typing import Generic, Protocol, TypeVar
 from msgspec import Struct
 
 GRACE_SECONDS = 1.0
-"""A connection that has waited longer for its client's next bytes is displaced before any idle connection.
+"""A connection that has waited longer than this for its client's next bytes is displaced before any idle connection.
 
 The time covers several round trips around the world with a retransmission, and is a tenth of the default first-byte
 timeout.
@@ -40,7 +40,7 @@ ORDER_SECONDS = 0.1
 """Connections that began to wait within this time of each other may be displaced in any order. Therefore a connection
 whose requests follow each other quickly need not be moved within its group."""
 
-# One customer usually has an IPv6 network of this many bits, so addresses with these bits in common count as one.
+# One customer usually has an IPv6 network with a prefix of this many bits, so addresses with the same prefix count as one.
 IPV6_NETWORK_BITS = 64
 
 
@@ -288,13 +288,14 @@ class WriteBufferCounter:
     """Counts the bytes that pass through the write buffer of a transport.
 
     It reads the buffer's size only when the transport pauses writing and when it resumes, so it adds no cost to a write.
+    Bytes that enter and leave the buffer between two pauses are not counted.
     """
 
     __slots__ = ("_left", "written")
 
     def __init__(self) -> None:
         self.written = 0
-        """All bytes that ever had to wait for the client, including those that wait now."""
+        """Bytes that were in the buffer when the transport paused writing, each counted once, over all pauses so far."""
         self._left = 0  # bytes in the buffer when writing was last resumed
 
     def paused(self, transport: _Buffer) -> None:

@@ -1,6 +1,6 @@
 """Connections to etcd for discovery and plan connectors.
 
-The messages come from the package aetcd. Its client is not used because it does not support TLS and its calls may wait
+The protobuf messages come from the package aetcd. Its client is not used because it does not support TLS and its calls may wait
 forever.
 """
 

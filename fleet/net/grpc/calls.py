@@ -99,7 +99,7 @@ class MessageWriter:
         self._timer = self._loop.call_later(self._seconds, self._look)
 
     async def send(self, message: Message) -> None:
-        """Write one message when the caller reads; only one write runs at a time.
+        """Write one message when the caller reads. Do not call this method again before it has returned.
 
         Raises:
             CallerDisconnected: The caller has left, or the port closes.
@@ -128,7 +128,8 @@ class MessageWriter:
 async def open_writer(context: Context, seconds: float) -> AsyncGenerator[MessageWriter]:
     """Yield a writer for calls that send a message per token.
 
-    The writer needs one timer per call. `send_message` needs one per message, which takes a fifth of the time to send it.
+    The writer needs one timer per call. `send_message` needs one timer per message, which adds a fifth to the time that
+    sending the message takes.
 
     Args:
         context: The call.

@@ -25,7 +25,7 @@ class MessageMemory(Protocol):
 
 
 class ClientServer(GrpcServerApi, MessageMemory, Protocol):
-    """Port to the gRPC server that serves a port for clients."""
+    """Interface of a gRPC server that serves a port for clients."""
 
 
 class GrpcioServer:

@@ -1,8 +1,8 @@
 """Decompression of messages from gRPC clients.
 
 Messages are decompressed before their caller is authenticated, and a kilobyte can expand to a megabyte of zeros. A
-message of more than `ALWAYS_ALLOWED_BYTES` may therefore expand only by a limited ratio, so that a caller who wants to
-cause much work has to send much.
+message that has more than `ALWAYS_ALLOWED_BYTES` after decompression may therefore be at most `MAX_RATIO` times as long
+as before. So a caller who wants to cause much work has to send much.
 """
 
 import zlib

@@ -6,9 +6,9 @@ Rules:
    server stops.
 2. `CallContext.write` waits while the caller does not read. If a caller reads too slowly (`SlowReader`), or leaves the
    final status unread, its call is reset.
-3. The caller's flow-control window (HTTP/2) is opened only as its messages are read. A caller that sends faster than its
-   handler reads must therefore wait.
-4. A message above the size limit is refused by its length prefix, before it arrives. An incomplete message is refused
+3. The caller's flow-control window (HTTP/2) is not opened again while `UNREAD_MESSAGES` messages wait to be read. A
+   caller that sends faster than its handler reads must therefore wait.
+4. A message above the size limit is refused as soon as its length prefix has arrived. An incomplete message is refused
    after a time limit.
 5. A compressed message is only decompressed when its handler reads it (`fleet.net.grpc.compression`), so a waiting
    message takes no more memory than its received bytes.
@@ -59,7 +59,7 @@ INTERNAL_ERROR, CANCEL = 0x2, 0x8  # error codes of HTTP/2 (RFC 9113, section 7)
 _NOT_METADATA = ("te", "content-type", "grpc-timeout", "grpc-encoding", "grpc-accept-encoding")
 _TIMEOUT = re.compile(r"([0-9]{1,8})([HMSmun])")
 _UNITS = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
-# Characters of a status message that are not escaped, besides letters and digits.
+# Characters of a status message that are not escaped, besides letters, digits and `_.-~`.
 _PLAIN = " !\"#$&'()*+,/:;<=>?@[\\]^`{|}"
 
 
@@ -175,7 +175,9 @@ class CallContext:
         await self.abort(status.code, status.details, status.trailing_metadata or ())
 
     async def write(self, message: Any) -> None:
-        """Send one message, and return when the caller has read enough for another one; one write runs at a time.
+        """Send one message, and return when the caller has read enough for another one.
+
+        Do not call this method again before it has returned.
 
         Raises:
             grpc.aio.UsageError: The call has ended.
@@ -313,7 +315,7 @@ class CallContext:
             self._reader.set_result(None)
 
     def _split_messages(self) -> None:
-        """Split the received bytes into messages. Reject a message that is malformed, too long, or without memory for it."""
+        """Split the received bytes into messages. Reject a message that is malformed or too long, or for which there is no memory."""
         while len(self._incoming) >= PREFIX.size:
             compressed, size = PREFIX.unpack_from(self._incoming)
             if compressed > (self._encoding != IDENTITY):

@@ -11,8 +11,8 @@ Rules:
    The task that serves the request is cancelled, and so the request ends in the router and in the engine
    (`fleet.frontend.generation`, rule 2).
 4. Every buffer is bounded. A writer waits (`Exchange.drained`) while the client does not read, and a client that reads
-   too slowly is disconnected (`SlowReader`). Meanwhile, no bytes are read from the source of a relayed answer
-   (`Exchange.relay`).
+   too slowly is disconnected (`SlowReader`). While the client does not read, no bytes are read from the source of a
+   relayed answer (`Exchange.relay`).
 5. Every stage of a connection has a deadline, except while a request is being served. The server's sweep checks it. A
    timer for each connection would cost more than a request.
 6. An offer of another protocol (``Upgrade``, which Java's client sends for HTTP/2) is declined, except for a WebSocket by

@@ -161,7 +161,8 @@ class HeldBodyBytes:
 
 
 KEPT_ALIVE = ("connection", "keep-alive")
-"""The header of an answer in HTTP/1.0 after which the connection stays open. HTTP/1.1 does not need it (RFC 9112, 9.3)."""
+"""The header that tells a client of HTTP/1.0 that the connection stays open after the answer. HTTP/1.1 does not need it
+(RFC 9112, 9.3)."""
 
 EVENT_STREAM = "text/event-stream; charset=utf-8"
 

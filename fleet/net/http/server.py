@@ -36,7 +36,7 @@ from kvstore.net.listeners import stop_listening
 log = logging.getLogger(__name__)
 
 ANY_ORIGIN = "*"
-PREFLIGHT_SECONDS = "600"  # seconds for which browsers may cache the answer; Chrome and Safari allow no more
+PREFLIGHT_SECONDS = "600"  # seconds for which browsers may cache the answer to a preflight; Safari allows no more
 _HEADER_CHARACTERS = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_, "
 
 SWEEP_SECONDS = 0.25

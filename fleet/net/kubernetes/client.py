@@ -6,10 +6,10 @@ Rules:
    Python objects of each, and its watch would pass a broken line on as an event.
 2. The server ends a watch after WATCH_SECONDS. If it does not, the client ends the watch a little later, so that a silent
    connection is noticed.
-3. `ApiServerClient.make` creates an object that is applied again later, by an apply with a resourceVersion that no object
-   ever has. The server creates a missing object whatever the version is, and refuses to change an existing one. A POST
-   (`ApiServerClient.create`) would do the same, but leave the fields to a second manager (`Update` beside `Apply`). Fields
-   that a later manifest leaves out would then never be removed.
+3. `ApiServerClient.make` creates an object by a server-side apply with a resourceVersion that no object ever has. The
+   server creates a missing object whatever the version is, and refuses to change an existing one. A POST
+   (`ApiServerClient.create`) would do the same, but the fields would belong to a second manager (`Update` beside
+   `Apply`). A later apply would then never remove the fields that its manifest leaves out.
    (API servers before Kubernetes 1.24 refuse to create a Service in this way. `tests/support/kube/README.md` has the
    sources, and says that this was not recorded from a real server.)
 4. A server's error message passes `fleet.net.kubernetes.status_errors` before it is shown or logged.

@@ -10,8 +10,8 @@ Rules:
    they are harmless then (`operators.controller.applier`, rule 3).
 3. A leader that ends gives the Lease back, so that the next one need not wait.
 4. Processes with the same identity lead together. If one of them finds the Lease renewed, it cannot know which process
-   renewed it, or whether its own renewal arrived and only the answer was lost. This makes no difference, because both
-   processes may act.
+   renewed it, or whether its own renewal arrived and only the answer was lost. This makes no difference, because all of
+   these processes may act.
 """
 
 from enum import StrEnum

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 SHORTEST_SECONDS = 0.1
 LONGEST_SECONDS = 10.0
 MOST_FAILURES = 4
-"""Number of failed attempts in a row, within about a second, from which on `Informer.lost` is true."""
+"""Number of failed attempts in a row from which on `Informer.lost` is true. If each fails at once, they take a second."""
 
 
 class Informer(Generic[View]):
@@ -46,7 +46,9 @@ class Informer(Generic[View]):
         selector: str = "",
         convert: Callable[[View, View | None, bool], View] | None = None,
     ) -> None:
-        """Create the informer; `changed` gets the differences, before and after; an empty `namespace` means all.
+        """Create the informer; an empty `namespace` means all namespaces.
+
+        `changed` is called with the kind and with the changed objects, before and after their changes.
 
         `convert` converts a received object to the object that is stored. Its arguments are the received object, the object
         stored so far (None if there is none), and whether the received object is news (rule 3). None: no conversion.

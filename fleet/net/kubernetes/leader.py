@@ -5,8 +5,8 @@ Rules:
 1. The Lease is owned by the candidate's Deployment, if the settings name one. Kubernetes' garbage collection then removes
    the Lease with the Deployment, even if a terminating pod has just created the Lease again. Every write repeats the
    owner, so that a Lease of an older operator, or of a Deployment that was created again, gets the right owner too.
-2. If that Deployment does not exist, no candidate takes the Lease, because objects that are written then would stay for
-   ever.
+2. If that Deployment does not exist, no candidate takes the Lease, because the Lease and the objects that it owns would
+   then stay for ever.
 3. A change of the leader is recorded as an Event of the Lease, if a controller name is given. An Event that cannot be
    written has no other consequence.
 4. `renewTime` is only information for people. No clock is compared with it (`fleet.net.kubernetes.election`, rule 1).
@@ -95,8 +95,9 @@ class LeaseLeader:
             controller: Name under which Events report changes of the leader; empty: no Events are written.
         """
         self.changed = asyncio.Event()
-        """Set when this candidate begins to act. Also set when the Lease is another object than before, because Kubernetes
-        removes the objects that the former Lease owned. The task that waits for the event clears it."""
+        """Set when this candidate begins to act. Also set when the Lease is another object than before: Kubernetes removes
+        the objects that the former Lease owned, so they must be written again. The task that waits for the event clears
+        it."""
 
         self.waits = False
         """True if, when the Lease was last read, a different candidate held it and it had not ended."""

@@ -372,7 +372,7 @@ def _running_at(
 
 
 def _capacity(sharding: _SizedSharding, demand: Demand, gpus: int) -> float:
-    """Return the requests per second, or the number of clients, that `gpus` GPUs can serve, up to the load of `demand`."""
+    """Return the requests per second, or the clients, that `gpus` GPUs can serve, up to the load of `demand`."""
 
     def enough(load: float) -> bool:
         changed = structs.replace(demand, **{"clients" if demand.clients else "rate": load})
@@ -384,7 +384,7 @@ def _capacity(sharding: _SizedSharding, demand: Demand, gpus: int) -> float:
 
 
 def _missed_goal(shardings: list[_SizedSharding], goals: LatencyGoals) -> Shortfall:
-    """Return the latency goal that a lone request misses by the larger factor, on the sharding where it misses least."""
+    """Return the latency goal that a lone request misses by the larger factor, on the sharding that misses least."""
 
     def missed(sharding: _SizedSharding) -> tuple[float, float, float, float]:
         ways = (

@@ -129,7 +129,7 @@ class LocalPools:
         for name, pool in self._pools.items():
             try:
                 self._grow(pool)
-            # the settings of the new worker are refused; `plan` has checked them only for pools with workers at the start
+            # the settings of the new worker are refused; `plan` checked them only for pools with workers at the start
             except ConfigurationRefused as refused:
                 self._limited = {**self._limited, name: str(refused)}
                 pool.target = len(pool.staying)

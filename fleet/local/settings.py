@@ -252,8 +252,8 @@ class LocalPlannerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Region of the price book; empty: the first region in the book."""
 
     engines: dict[PoolName, LinearEngineSettings | GpuEngineSettings] = {}
-    """Engine of each pool, as the planner models it. With the simulated engine, a pool may be left out; the planner then
-    uses the settings of the pool's simulated engine."""
+    """Engine of each pool, as the planner models it. With the simulated engine, a pool may be left out; the planner
+    then uses the settings of the pool's simulated engine."""
 
     rule: FleetRuleSettings | LoadRuleSettings = FleetRuleSettings()
     """The rule that sizes the pools: `fleet` by models of their engines, or `load` by the number of requests."""

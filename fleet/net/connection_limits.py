@@ -1,4 +1,4 @@
-"""Limits of client connections: which ones a port admits, which one it closes to admit a new one, and when a client reads too slowly.
+"""Limits of client connections: which ones a port admits, which one it closes to admit another, and slow readers.
 
 Rules:
 
@@ -40,7 +40,7 @@ ORDER_SECONDS = 0.1
 """Connections that began to wait within this time of each other may be displaced in any order. Therefore a connection
 whose requests follow each other quickly need not be moved within its group."""
 
-# One customer usually has an IPv6 network with a prefix of this many bits, so addresses with the same prefix count as one.
+# One customer usually has an IPv6 network with a prefix of this many bits. Addresses with the same prefix count as one.
 IPV6_NETWORK_BITS = 64
 
 
@@ -295,7 +295,7 @@ class WriteBufferCounter:
 
     def __init__(self) -> None:
         self.written = 0
-        """Bytes that were in the buffer when the transport paused writing, each counted once, over all pauses so far."""
+        """Bytes that were in the buffer when the transport paused writing, each counted once; the sum over all pauses."""
         self._left = 0  # bytes in the buffer when writing was last resumed
 
     def paused(self, transport: _Buffer) -> None:

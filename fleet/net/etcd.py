@@ -1,7 +1,7 @@
 """Connections to etcd for discovery and plan connectors.
 
-The protobuf messages come from the package aetcd. Its client is not used because it does not support TLS and its calls may wait
-forever.
+The protobuf messages come from the package aetcd. Its client is not used because it does not support TLS and its calls
+may wait forever.
 """
 
 import asyncio

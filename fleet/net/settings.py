@@ -37,8 +37,8 @@ class ConnectionSettings(Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     min_read_bytes: Annotated[int, Meta(ge=1, le=1024 * MIB)] = 64 * KIB
     """The number of bytes that a client must read within `write_timeout_seconds` if so many bytes wait for it. The default is
-    the number of buffered bytes at which the writer of a connection waits. It requires a rate of 2 KiB/s, which every network
-    has."""
+    the number of buffered bytes at which the writer of a connection waits. With the default
+    `write_timeout_seconds` it requires a rate of 2 KiB/s, which every network has."""
 
 
 class ClientTlsSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -97,7 +97,8 @@ class GrpcSettings(ConnectionSettings, frozen=True, kw_only=True, forbid_unknown
     library: GrpcLibrary = GrpcLibrary.NGH2
     """`ngh2` serves by libnghttp2. `grpcio` serves the same methods by gRPC's own library, for a machine or a client
     that has trouble with `ngh2`. `grpcio` takes about twice the CPU time per token, has no `address_share` and no
-    `min_read_bytes`, displaces no idle connection on a full port, and counts a message only once it has arrived."""
+    `min_read_bytes`, displaces no idle connection on a full port, and counts a message towards
+    `grpc_max_held_bytes` only once it has arrived."""
 
 
 DEFAULT_GRPC_LIMITS = GrpcSettings()
@@ -122,7 +123,8 @@ class HttpSettings(ConnectionSettings, frozen=True, kw_only=True, forbid_unknown
     """The longest time from the first byte of a request to the end of its headers."""
 
     body_timeout_seconds: Seconds = 30.0
-    """The longest time from the end of the headers to the end of the body."""
+    """The longest time from the end of the headers to the end of the body. A body that is read while it arrives may
+    take longer, but `min_read_bytes` of it must arrive in each time of this length."""
 
     idle_timeout_seconds: Seconds = 75.0
     """The longest time between two requests of a connection; the connection is then closed. nginx has the same default, so

@@ -15,8 +15,8 @@ def split_listen_address(address: str) -> tuple[str, int]:
     """Split ``host:port`` or ``[host]:port``; return the host without brackets, and the port.
 
     Raises:
-        ValueError: There is no host, or the port is not a number below 65,536. A port alone would listen on all
-            addresses.
+        ValueError: There is no host, or the port is not a number below 65,536. A port alone is refused, because it
+            would stand for all addresses of this machine.
     """
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 0xFFFF:

@@ -27,7 +27,7 @@ MEMBERS_A_MESSAGE = 1000  # maximum number of members in one message; about 100 
 BINDINGS_A_MESSAGE = 1000
 LATEST = 1 << 62  # the latest time that is accepted: nanoseconds of Unix time, in the year 2116
 MOST_TAKEN = 1e15  # maximum number of requests or tokens of one tenant in one message
-MOST_BLOCKS = 1e15  # maximum number of blocks of one router on a worker; sums over all routers stay finite
+MOST_BLOCKS = 1e15  # maximum number of blocks of one router on a worker, so that sums over all routers stay finite
 
 
 class PeerThresholds(Struct, frozen=True):

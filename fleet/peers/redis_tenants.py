@@ -3,15 +3,16 @@
 Rules:
 
 1. A request never waits for Redis. Each router counts by itself, and several times a second it reports the usage of its
-   tenants to Redis and reads what is left of their limits. So all routers together exceed a limit by at most the
-   usage of one such interval.
+   tenants to Redis and reads what is left of their limits. So all routers together exceed a limit by at most their
+   usage between two of these reports.
 2. While Redis does not answer, each router counts alone. When Redis answers again, the router reports the part
    of its usage that the buckets have not refilled meanwhile. If Redis refuses the key of one tenant, for example
    because another program has written it, only this tenant is affected.
 3. The script uses Redis' clock, so the routers' clocks need not agree.
 4. If Redis has no key of a tenant, for example after a restart, it learns the levels of the tenant's buckets from the
    routers. Each router reports how full it believes the buckets to be, and for `LEARNING_SECONDS` the lowest value
-   counts. A key expires when its buckets are full; routers also assume full buckets if there is no key.
+   counts. A key expires when its buckets are full again. This loses nothing, because a missing key stands for full
+   buckets.
 
 Without Redis, routers that are peers share the limits by themselves (`fleet.router.tenants`, rule 4).
 """

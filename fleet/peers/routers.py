@@ -5,11 +5,12 @@ Rules:
 1. Each router dials every other one and sends its messages on that connection. It receives the messages of others on
    the connections that it has accepted. On a dialled connection it receives only the answers to its own queries.
 2. Each message about reservations contains all of them. So if a message is lost, the next one replaces it.
-3. Reservations are sent after one has begun or ended or a prompt was computed, and at least every `FULL_STATE_SECONDS`,
-   which is soon enough for answers that grow. Because many change at once, a message waits for `SEND_SECONDS`. It waits
-   for up to `FEW_CHANGES_SECONDS` while there are few changes (at most `FEW_CHANGES` for each running request) and no
-   news of rules 8 and 9. The longer a message waits, the more routers send their next requests to the same worker: if a
-   quarter of the running requests changes between two messages, the messages are of no use.
+3. Reservations are sent after a reservation has begun or ended, or a prompt was computed. They are also sent every
+   `FULL_STATE_SECONDS`, because they grow with the answers. Because many reservations change at once, a message waits
+   for `SEND_SECONDS`. It waits for up to `FEW_CHANGES_SECONDS` while there are few changes (at most `FEW_CHANGES` for
+   each running request) and no news of rules 8 and 9. The longer a message waits, the more routers send their next
+   requests to the same worker: if a quarter of the running requests changes between two messages, the messages are
+   of no use.
 4. A router that was silent for `SILENCE_SECONDS`, or whose connection broke, counts as gone, and its reservations are
    dropped. It is dialled again: after `FIRST_PAUSE_SECONDS` if the connection had lasted for some time, or if that router
    has dialled this one, and otherwise after a longer pause.
@@ -33,8 +34,8 @@ Rules:
     that is reached later gets what is left of each limit. Near a limit, a router asks the others to confirm that they
     have received its usage, and waits at most `SETTLE_SECONDS` for their answers. If a router does not answer in time,
     its answers are not waited for until it has sent one again.
-12. A router that is reached later gets all this state, and the reservations as its last message. So a process that
-    shares its ports with others knows when it has the whole state. It accepts no client before that.
+12. A router that is reached later gets all this state, and the reservations last. So a process that shares its ports
+    with others has the whole state when the reservations arrive. It accepts no client before that.
 13. The first message (`ReplicaHello`) states the protocol versions of the router that dials, and the answer states
     those of the other router. Without a common version, the connection ends, and both routers log what to upgrade
     (`kvstore.protocol.versions`).
@@ -98,7 +99,9 @@ log = logging.getLogger(__name__)
 
 SEND_SECONDS = 0.002
 FEW_CHANGES_SECONDS = 0.02
-FEW_CHANGES = 1 / 8  # a request causes three changes: it begins, its prompt is computed, and it ends
+# number of changes per running request that count as few (rule 3); a request causes three changes: it begins, its
+# prompt is computed, and it ends
+FEW_CHANGES = 1 / 8
 FULL_STATE_SECONDS = 0.5
 SILENCE_SECONDS = 2.0
 LATE_SECONDS = 0.5  # if a timer fires this many seconds late, this process stood still
@@ -254,7 +257,7 @@ class PeerRouters:
         self._send(pb.ReplicaMessage(deregistered=message))
 
     async def explained(self, request_id: RequestId) -> control_pb2.ExplainResponse | None:
-        """Return another router's explanation of a request. Return None if no router answers in time that it has placed the request."""
+        """Return another router's explanation of a request; None if no router that placed the request answers in time."""
         question = pb.ReplicaQuestion(explain=control_pb2.ExplainRequest(request_id=request_id))
         answer = await self._first(question)
         return None if answer is None else answer.explained
@@ -411,7 +414,8 @@ class PeerRouters:
     async def _settle(self) -> bool:
         """Send the usage of tenants, and wait until the other routers have received it.
 
-        Concurrent callers share one exchange. Return False if a router did not answer within `SETTLE_SECONDS`.
+        Return False if a router did not answer within `SETTLE_SECONDS`. If an exchange is running already, only wait
+        until it has ended, and return True: the caller then checks whether it needs another exchange.
         """
         assert self._limits is not None
         if self._settling is not None:
@@ -505,7 +509,8 @@ class PeerRouters:
                 log.warning(
                     "peer router lost", extra={"address": address, "cause": link.cause or "it closed the connection"}
                 )
-            # Without the longer pause, a router that accepts connections but closes them at once would be dialled without end.
+            # Without the longer pause, a router that accepts connections but closes them at once would be dialled many
+            # times a second.
             lasted = asyncio.get_running_loop().time() - began
             await self._rest(FIRST_PAUSE_SECONDS if lasted > DIAL_SECONDS else DIAL_SECONDS)
 

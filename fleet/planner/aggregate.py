@@ -158,7 +158,10 @@ class DemandAggregator:
         return tuple(sorted(self._sample, key=lambda each: each.arrived))
 
     def stale(self, now: Nanos) -> tuple[str, ...]:
-        """Return a text for each source without a recent report: its name, its silence in seconds, and the reason."""
+        """Return a text for each source without a recent report.
+
+        The text states for how long the source has been silent, or that it has never reported, and the reason if known.
+        """
         found = []
         for source, reported_at in self._report_times.items():
             why = self._troubles.get(source, "")

@@ -214,7 +214,7 @@ def _added(engine: EngineReplica, request: RequestShape, others: float) -> float
 
 
 def _full(engine: EngineReplica, request: RequestShape) -> float:
-    """Return the seconds that one prompt adds to the time of full steps, which it shares with other prompts (rule 4)."""
+    """Return the seconds that one prompt adds to full steps, which it shares with other prompts (`s` in rule 4)."""
     share = engine.budget_tokens / request.new_tokens
     return (
         engine.step.seconds(engine.budget_tokens, share * pairs(request.new_tokens, request.cached_tokens), 0.0, 0.0)

@@ -52,7 +52,7 @@ class StepWork(Struct, frozen=True, kw_only=True):
 
 
 class Efficiency(Struct, frozen=True, kw_only=True):
-    """Holds the shares of a GPU's data-sheet speeds that an engine reaches (0 to 1), and the times that the engine adds."""
+    """Holds the shares of a GPU's data-sheet speeds that an engine reaches (0 to 1), and the times that it adds."""
 
     memory: float  # reading dense weights
     compute: float  # multiplying with dense weights

@@ -315,7 +315,7 @@ class CallContext:
             self._reader.set_result(None)
 
     def _split_messages(self) -> None:
-        """Split the received bytes into messages. Reject a message that is malformed or too long, or for which there is no memory."""
+        """Split the received bytes into messages. Reject a malformed or too long message, or one without memory for it."""
         while len(self._incoming) >= PREFIX.size:
             compressed, size = PREFIX.unpack_from(self._incoming)
             if compressed > (self._encoding != IDENTITY):

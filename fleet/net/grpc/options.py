@@ -54,8 +54,8 @@ the library rejects the message before it takes memory.
 """
 
 _SERVER: Final = (
-    # By default, the library rejects calls at random when more than a thousand wait to start. Each waiting call takes about
-    # 15 KiB, even if it was cancelled, so with these limits a client can occupy about a quarter of a GiB.
+    # By default, the library rejects calls at random when more than a thousand wait to start. Each waiting call takes
+    # about 15 KiB, even if it was cancelled, so with these limits a client can occupy about a quarter of a GiB.
     ("grpc.server.max_pending_requests", 8_192),
     ("grpc.server.max_pending_requests_hard_limit", 16_384),
     ("grpc.max_concurrent_streams", 8_192),  # maximum number of calls at a time on each connection

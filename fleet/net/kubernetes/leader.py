@@ -95,9 +95,9 @@ class LeaseLeader:
             controller: Name under which Events report changes of the leader; empty: no Events are written.
         """
         self.changed = asyncio.Event()
-        """Set when this candidate begins to act. Also set when the Lease is another object than before: Kubernetes removes
-        the objects that the former Lease owned, so they must be written again. The task that waits for the event clears
-        it."""
+        """Set when this candidate begins to act. Also set when the Lease is another object than before: Kubernetes
+        removes the objects that the former Lease owned, so they must be written again. The task that waits for the
+        event clears it."""
 
         self.waits = False
         """True if, when the Lease was last read, a different candidate held it and it had not ended."""

@@ -94,7 +94,8 @@ class ObjectMetadata(_View, frozen=True):
     def order(self) -> int:
         """A number that grows with each change on the API server, for comparing two versions of an object.
 
-        ResourceVersions are defined as numbers since Kubernetes 1.35, and were numbers before.
+        ResourceVersions are defined as numbers since Kubernetes 1.35, and were numbers in practice before. The result is
+        0 for a version that is no number.
         """
         return int(self.resource_version) if self.resource_version.isdecimal() else 0
 

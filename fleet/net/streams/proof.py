@@ -5,7 +5,8 @@ Rules:
 1. The caller sends a nonce and the listener answers with its own. Then the caller proves the secret over the kind of
    the stream and both nonces, and the listener proves it over the same bytes (`kvstore.security.authentication`,
    rules 1 and 2).
-2. Before both proofs, no other message is sent or read. A listener that cannot prove the secret gets no message.
+2. Before both peers have proven the secret, no other message is sent or read. A listener that cannot prove the secret
+   gets no message.
 3. A peer that does not take part gets an error message: it may run an older version or lack the secret.
 """
 

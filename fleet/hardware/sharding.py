@@ -48,7 +48,7 @@ class ShardingDegrees(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class ShardedModel(Struct, frozen=True, kw_only=True):
-    """Describes a model that is split over GPUs of one type. Only `shard_model` refuses impossible splits."""
+    """Describes a model that is split over GPUs of one type. The split may be impossible; `shard_model` checks it."""
 
     model: ModelSizes
     gpu: Gpu

@@ -6,13 +6,13 @@ Rules:
    highest rate of requests that keeps both latency goals (`open_loop`) and uses at most the share `HEADROOM` of the
    engine's throughput. The number of replicas is the demanded rate divided by this limit, rounded up. If the load is a
    number of clients that wait for their answers, the limit is a number of running requests instead of a rate. Then
-   `HEADROOM` only applies to prefill engines.
+   `HEADROOM` applies only to prefill engines.
 2. Aggregated and disaggregated serving are both computed. In disaggregated serving, prefill engines and decode engines
    have limits of their own.
 3. The solution with the fewest GPUs is chosen. Among solutions with equal numbers of GPUs, aggregated serving is
    preferred, and then the highest capacity.
-4. More load never leads to fewer GPUs, and looser goals never lead to more GPUs, because the limit of an engine only
-   grows when goals get looser.
+4. More load never leads to fewer GPUs, because the limit of an engine does not depend on the load. Looser goals never
+   lead to more GPUs, because they never lower the limit of an engine.
 5. If no solution exists, the result is a `Shortfall`: it names one goal, and the best value that the hardware can
    reach. The goals are checked in this order: context, memory, the latency goals for a request that is alone, and the
    number of GPUs.

@@ -67,7 +67,7 @@ LOG_TAIL_LINES = 20
 # another cause.
 SHOWN_DEATHS = 3
 FIRST_PROGRESS = 5.0  # seconds after which the first message about the start of the children is shown
-PHASE_CHECK = 0.5  # seconds between two checks of the phases; a message follows if one has changed
+PHASE_CHECK = 0.5  # seconds between two checks in which phase each start is; a message follows a change
 PROGRESS_EVERY = 40.0  # maximum pause between two messages, in seconds
 PHASE_MARK = b"# "
 STARTING = "starting"  # the phase that is shown for a child which has reported none

@@ -7,8 +7,8 @@ Rules:
 2. The file `groups` in the runtime folder lists the process groups of the run, with the lines that the orphan reaper
    gets. The next run reads the file if both the supervisor and the reaper were killed. By then, the system may have
    given the number of a group to another program. So a process in one of these groups belongs to the run only if its
-   environment names the run. An engine that renames itself overwrites its environment. It belongs to the run if it
-   writes to a log of the run.
+   environment names the run. An engine that renames itself overwrites its environment. Such an engine belongs to the
+   run if it writes to a log of the run.
 3. Only folders of the same user are read. A folder without the file `alive` is just being made, or belongs to another
    program, so it is not cleaned up.
 """

@@ -72,8 +72,8 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}"
     "{{ '<|assistant|>' }}"
-    # A request that turns thinking off ends it in the prompt, as with Qwen3. The tags are escaped, because a
-    # template that contains them literally is taken for the template of a reasoning model.
+    # If a request turns thinking off, the prompt ends with an empty thinking part, as with Qwen3. The tags are escaped,
+    # because a template that contains them literally is taken for the template of a reasoning model.
     r"{% if enable_thinking is defined and not enable_thinking %}{{ '\x3cthink>\n\n\x3c/think>\n\n' }}{% endif %}"
     "{% endif %}"
 )

@@ -69,7 +69,7 @@ ALL_INTERFACES = ("0.0.0.0", "[::]")  # noqa: S104 - compared, not bound
 MOST_PORT = 65_535
 EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 CHOSEN_PORTS = 10_000
-"""Number of ports below the ephemeral ones, from which a port is chosen for port 0."""
+"""Number of ports below the ephemeral ones, from which a port is chosen if an address has port 0."""
 PORT_TRIES = 100
 
 ROUTER = "router"

@@ -295,7 +295,7 @@ class WriteBufferCounter:
 
     def __init__(self) -> None:
         self.written = 0
-        """Bytes that were in the buffer when the transport paused writing, each counted once; the sum over all pauses."""
+        """Number of bytes that were in the buffer at the pauses of the transport so far; each byte counts once."""
         self._left = 0  # bytes in the buffer when writing was last resumed
 
     def paused(self, transport: _Buffer) -> None:

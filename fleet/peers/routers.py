@@ -198,13 +198,13 @@ class PeerRouters:
         self._metrics = metrics
         self._private = private
         self._now_unix_ns = now_unix_ns
-        # The thresholds of the router that an administrator has set last, at this router or at a peer (rule 7); None: nobody has set any.
+        # The thresholds that were set last, at this router or at a peer (rule 7); None: nobody has set any.
         self._tuned: PeerThresholds | None = None
         self.links: dict[str, _PeerConnection] = {}  # the open connections that this router has dialled, by address
         self._prompts, self._sessions = router.prompts, router.sessions
         self._timer: asyncio.TimerHandle | None = None  # sends the changes; None: nothing has changed
         self._is_urgent = False  # True if the timer was set to `SEND_SECONDS`
-        self._few_changes = 0  # the highest number of changes that is few, by the requests in the last message
+        self._few_changes = 0  # the highest number of changes that count as few (`FEW_CHANGES`)
         self._usage_changes = 0  # how often tenants have used their limits since the last message
         self._sent_bookings: Mapping[WorkerId, ReservationTotals] = {}
         self._caught_up_with: set[str] = set()
@@ -257,7 +257,7 @@ class PeerRouters:
         self._send(pb.ReplicaMessage(deregistered=message))
 
     async def explained(self, request_id: RequestId) -> control_pb2.ExplainResponse | None:
-        """Return another router's explanation of a request; None if no router that placed the request answers in time."""
+        """Return another router's explanation of a request; None if no router that placed it answers in time."""
         question = pb.ReplicaQuestion(explain=control_pb2.ExplainRequest(request_id=request_id))
         answer = await self._first(question)
         return None if answer is None else answer.explained

@@ -10,14 +10,15 @@ Rules:
    the time of these prefills divided by `answer`.
 3. If requests arrive at a rate, the number of other requests that run at the same time is Poisson-distributed, as in
    M/G/inf. Its percentiles are taken from the normal distribution with the same mean and variance. If clients wait for
-   their answers, this number is `running` - 1 at every percentile. A percentile of the TPOT is the TPOT with the same
-   percentile of this number.
+   their answers, this number is `running` - 1 at every percentile. The TPOT at a percentile is computed with this
+   number at the same percentile.
 4. Prompts wait for earlier prompts, as in an M/D/1 queue with the utilisation `u` and the service time `s`. The share
    `u` of all prompts has to wait. The waiting times have an exponential tail of rate 2 (1 - u) / s (Kingman's
-   heavy-traffic limit, 1962; its mean is that of Pollaczek and Khinchine). Waiting prompts are computed in full steps,
-   which several prompts share, so `s` is the part of one prompt in the time of a full step. All prompts of one step end
-   together. So a prompt also waits for later prompts that its step has room for; their number is at most half of the
-   number of waiting prompts that arrived before it. A prompt waits at least until the running step has ended.
+   heavy-traffic limit, 1962; the mean is that of Pollaczek and Khinchine's formula). Waiting prompts are computed in
+   full steps, which several prompts share, so `s` is the part of one prompt in the time of a full step. All prompts of
+   one step end together. So a prompt also waits for later prompts that its step has room for; their number is at most
+   half of the number of waiting prompts that arrived before it. A prompt waits at least until the running step has
+   ended.
 5. If `replicas` is 1, requests are assumed to be spread over engines at random. Otherwise, a router that knows the load
    of all engines distributes the requests. A prompt then waits only if all engines are busy (Sakasegawa's approximation
    of Erlang's C formula, 1977), and waiting times shrink with the number of engines (Allen and Cunneen's formula). The
@@ -100,7 +101,7 @@ class BatchOccupancy(Struct, frozen=True, kw_only=True):
         return running + max(0.0, NormalDist().inv_cdf(self.percentile)) * sqrt(variance)
 
     def wait(self, rate: float, busy: float, share: float, beside: float, longest: float) -> float:
-        """Return the percentile of the seconds that a prompt waits for other prompts (rule 4).
+        """Return the seconds that a prompt waits for other prompts, at `percentile` (rules 4 to 6).
 
         The result is `longest` if prompts arrive faster than full steps can compute them.
 

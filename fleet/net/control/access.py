@@ -101,7 +101,7 @@ class ControlAccess:
     def diagnose(self, address: str, field: str) -> str:
         """Return why TLS to a control port fails; empty if TLS is not the cause. This takes some seconds at most.
 
-        The answer names settings fields within `field`.
+        The text names the settings fields to check, which lie within `field`.
         """
         if is_unix_socket(address):
             return ""

@@ -124,7 +124,7 @@ def locked_folder(address: str) -> Iterator[None]:
 def private_umask() -> Iterator[None]:
     """Make files that are created within the context accessible to this user alone.
 
-    The body must not await, because the setting holds for the whole process.
+    The body must not await, because the umask holds for the whole process.
     """
     before = os.umask(0o077)
     try:

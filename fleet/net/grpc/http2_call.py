@@ -10,7 +10,7 @@ Rules:
    caller that sends faster than its handler reads must therefore wait.
 4. A message above the size limit is refused as soon as its length prefix has arrived. An incomplete message is refused
    after a time limit.
-5. A compressed message is only decompressed when its handler reads it (`fleet.net.grpc.compression`), so a waiting
+5. A compressed message is decompressed only when its handler reads it (`fleet.net.grpc.compression`), so a waiting
    message takes no more memory than its received bytes.
 """
 
@@ -315,7 +315,11 @@ class CallContext:
             self._reader.set_result(None)
 
     def _split_messages(self) -> None:
-        """Split the received bytes into messages. Reject a malformed or too long message, or one without memory for it."""
+        """Split the received bytes into messages.
+
+        Reject a message that is malformed, incomplete at the end of the request, or too long, or for which there is no
+        memory.
+        """
         while len(self._incoming) >= PREFIX.size:
             compressed, size = PREFIX.unpack_from(self._incoming)
             if compressed > (self._encoding != IDENTITY):

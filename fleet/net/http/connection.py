@@ -221,7 +221,7 @@ class HttpConnection(asyncio.Protocol):
         self._raw_head: bytes | None = None
         self._known_head: tuple[HttpHead, int] | None = None  # head and content length of a body that arrives unparsed
         self.waiting: deque[HttpRequest | MalformedRequest] = deque()
-        self.unparsed = b""  # bytes after the waiting requests, which were not parsed yet
+        self.unparsed = b""  # received bytes that were not parsed yet; they follow the waiting requests
         self._served = 0  # approximate number of requests that were served in this iteration of the event loop
         self._turn_scheduled = False
         self._declined_head: HttpHead | None = None  # the head of a request that offers another protocol
@@ -719,7 +719,7 @@ class HttpConnection(asyncio.Protocol):
         return data[end:]
 
     def _start(self, request: HttpRequest) -> None:
-        """Start to serve a request; no other one is being served."""
+        """Start to serve a request. The caller has checked that no other request is being served."""
         if self._slot is not None:
             self._slot.served = True
         exchange = self.exchange = Exchange(self, request)

@@ -338,7 +338,7 @@ class ExchangeConnection(Protocol):
         ...
 
     def finished(self, *, keep_alive: bool) -> None:
-        """Handle the end of the exchange: the request has been served, even if its answer is not complete."""
+        """Handle the end of the exchange. Without `keep_alive`, as after an incomplete answer, close the connection."""
         ...
 
 

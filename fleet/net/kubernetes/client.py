@@ -4,8 +4,8 @@ Rules:
 
 1. Objects are decoded straight into views (`fleet.net.kubernetes.views`). The official client's models would make 50
    Python objects of each, and its watch would pass a broken line on as an event.
-2. The server ends a watch after WATCH_SECONDS. If it does not, the client ends the watch a little later, so that a silent
-   connection is noticed.
+2. The server ends a watch after `WATCH_SECONDS`. If it does not, the client ends the watch a little later, so that a
+   silent connection is noticed.
 3. `ApiServerClient.make` creates an object by a server-side apply with a resourceVersion that no object ever has. The
    server creates a missing object whatever the version is, and refuses to change an existing one. A POST
    (`ApiServerClient.create`) would do the same, but the fields would belong to a second manager (`Update` beside

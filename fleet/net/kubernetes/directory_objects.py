@@ -1,8 +1,8 @@
 """Leases and EndpointSlices of one namespace in the Kubernetes API, for the discovery directory.
 
 Every call except a watch ends after at most `CALL_SECONDS`. Errors are raised as the client raises them
-(`ApiException`, `aiohttp.ClientError`, `TimeoutError`). Only for reading and deleting a single object, a missing or
-changed object is a normal result.
+(`ApiException`, `aiohttp.ClientError`, `TimeoutError`). But if a call reads or deletes a single object, a missing or
+changed object is a normal result and no error.
 """
 
 from typing import Any

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 SHORTEST_SECONDS = 0.1
 LONGEST_SECONDS = 10.0
 MOST_FAILURES = 4
-"""Number of failed attempts in a row from which on `Informer.lost` is true. Fast failures take a second together."""
+"""Number of failures in a row from which on `Informer.lost` is true. Immediate failures reach it within a second."""
 
 
 class Informer(Generic[View]):

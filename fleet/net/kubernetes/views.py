@@ -94,8 +94,8 @@ class ObjectMetadata(_View, frozen=True):
     def order(self) -> int:
         """A number that grows with each change on the API server, for comparing two versions of an object.
 
-        ResourceVersions are defined as numbers since Kubernetes 1.35, and were numbers in practice before. The result is
-        0 for a version that is no number.
+        ResourceVersions are defined as numbers since Kubernetes 1.35, and were numbers in practice before. The order
+        is 0 for a version that is no number.
         """
         return int(self.resource_version) if self.resource_version.isdecimal() else 0
 
@@ -255,7 +255,7 @@ class KubernetesLease(NamedObject, frozen=True):
         return msgspec.structs.replace(self, metadata=metadata, spec=spec)
 
     def with_renewal_time(self, now: datetime, before: Self | None, *, news: bool) -> Self:
-        """Return the Lease with another renewal time: the instant at which this process learned of its version, by its own clock.
+        """Return the Lease with another renewal time: when this process learned of this version, by its clock.
 
         If the Lease is not news (`fleet.net.kubernetes.informer`, rule 3), its own renewal time is used, or `now` if that
         time is in the future. If the known version (`before`) had ended, the renewal is counted in `lapses`, so it

@@ -1,4 +1,4 @@
-"""Planner of a local cluster: makes the settings file of the planner process from the topology.
+"""Planner of a local cluster: makes the settings of the planner process from the topology.
 
 The planner writes its plans to a folder; `fleet.local.pools` starts and ends workers as these plans say.
 """

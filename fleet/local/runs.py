@@ -146,7 +146,7 @@ class LocalRun(Struct, frozen=True):
     def supervisor(self) -> SupervisorRecord | None:
         """Return the process of `fleet up` that runs the cluster.
 
-        Return None if that process has ended, or if its record cannot be read, as in runs that another program has made.
+        Return None if that process has ended, or if its record cannot be read. Runs of `fleet serve router` have none.
         """
         try:
             found = msgspec.json.decode((self.folder / SUPERVISOR).read_bytes(), type=SupervisorRecord)

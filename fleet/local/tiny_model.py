@@ -117,7 +117,7 @@ TOKENIZER_CONFIG = {
 def build_tiny_model(cache_dir: Path, *, tokenizer_only: bool = False) -> Path:
     """Return the folder of the tiny model in Hugging Face's layout.
 
-    The first call builds it, which takes two seconds and 21 MB.
+    The first call builds it, which takes two seconds and 21 MB of disk space.
 
     Args:
         cache_dir: Folder in which built models are kept; it is made if it does not exist.

@@ -11,7 +11,7 @@ Rules:
    connection waits. So the connections of one burst do not displace each other while others have been idle for longer. If
    no connection waits, the new connection is refused.
 3. One client address has a limited share of the connections. At that limit, a new connection displaces only connections
-   of its own address, so one address can never shut out the clients of other addresses.
+   of its own address. So if the share is below 1, one address cannot shut out the clients of other addresses.
 4. Every operation takes constant time on average. The start of a request only sets a flag (`ConnectionSlot.served`). The
    search for a connection to displace removes the connections with this flag from their groups, each at most once per
    request.

@@ -21,8 +21,8 @@ Rules:
    (`fleet.gateway.selection`) is forwarded in the same way. Routers that do not answer within `ANSWER_SECONDS` are left
    out.
 7. Changed thresholds are sent to all routers, also to those reached later; the latest change wins.
-8. Session bindings are sent within `SEND_SECONDS`, and all of them to a router that is reached later. So routers whose
-   connection was broken have the same bindings as soon as they are connected again.
+8. Session bindings are sent within `SEND_SECONDS`. A router that is reached later gets the most recent bindings. So
+   routers whose connection was broken have them in common as soon as they are connected again.
 9. Peer prompts (prompts that a worker is about to compute and has not reported) are sent like session bindings. Prompts
    for workers without KV events are sent too, if their block keys are made with a secret that other routers have. Each
    message holds the fingerprint of the secret, and routers with another secret ignore these prompts. Older
@@ -767,8 +767,8 @@ class _IncomingPeer:
 def _remember_refusal(incompatible: IncompatiblePeers, name: str, error: NoCommonProtocol) -> None:
     """Remember that two routers have no common protocol version, and log it once in a while.
 
-    Routers dial each other, and try again every second. Both directions use the peer's router id as its name and have
-    the same error, so that the peer counts once.
+    Routers dial each other, and try again every second. Whichever of them has dialled, the name of the peer is its
+    router id, and the error is the same. So the peer counts once.
     """
     if refusals := incompatible.refused(Link.PEER, name, str(error)):
         log.warning(

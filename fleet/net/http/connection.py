@@ -889,7 +889,8 @@ class HttpConnection(asyncio.Protocol):
     def _linger(self) -> None:
         """Close after the client had time to read the answer; drop the remaining bytes of its request meanwhile.
 
-        Close at once if the client has closed its sending side, and with TLS, which has no half-closed connections.
+        Close at once if the client has closed its sending side, or if the connection uses TLS, which has no half-closed
+        connections.
         """
         self._stage = _CLOSING
         if self._slot is not None:

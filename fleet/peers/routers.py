@@ -33,7 +33,7 @@ Rules:
 11. The usage of tenants with limits is sent like reservations, unless the limits are shared through Redis. A router
     that is reached later gets what is left of each limit. Near a limit, a router asks the others to confirm that they
     have received its usage, and waits at most `SETTLE_SECONDS` for their answers. If a router does not answer in time,
-    its answers are not waited for until it has sent one again.
+    its answers are not waited for until it has answered again.
 12. A router that is reached later gets all this state, and the reservations last. So a process that shares its ports
     with others has the whole state when the reservations arrive. It accepts no client before that.
 13. The first message (`ReplicaHello`) states the protocol versions of the router that dials, and the answer states

@@ -8,7 +8,7 @@ Rules:
 2. A leader that could not renew for `renew_within`, counted from the start of its last successful renewal, stops
    acting. That is earlier than any candidate may take the Lease. The last writes of this leader may still arrive late;
    they are harmless then (`operators.controller.applier`, rule 3).
-3. A leader that ends gives the Lease back, so that the next one need not wait.
+3. A leader that ends gives the Lease back, so that the next leader need not wait.
 4. Processes with the same identity lead together. If one of them finds the Lease renewed, it cannot know which process
    renewed it, or whether its own renewal arrived and only the answer was lost. This makes no difference, because all of
    these processes may act.

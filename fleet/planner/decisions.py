@@ -5,8 +5,9 @@ Rules:
 1. A rule (`ScalingRule`) decides only from the demand windows and the observations of pools that it has received, each
    with its instant. So the same rule runs in production, in the simulator and in the study of baselines.
 2. A decision names every number that led to it, so that a person can follow it.
-3. A condition states a problem: a goal, a budget or a requested number that cannot be kept, or an input, a prediction
-   or the rule itself that has failed. It names the setting, the pool or the demand source that it is about.
+3. A condition states a problem: a goal or a limit that cannot be kept, a pool that somebody has pinned, or an input, a
+   prediction or the rule itself that has failed. It names the setting, the pool, the demand source or the latency that
+   the problem is about.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -68,8 +69,8 @@ class PlannedPool(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Price of one GPU, or of one replica without a GPU."""
 
     start_seconds: Seconds = 120.0
-    """Time from the request for a replica until it serves. The rule `fleet` begins with this value, and each observed
-    start moves its own estimate halfway to the observed time."""
+    """Time from the request for a replica until it serves. The rule `fleet` takes this value as its first estimate;
+    each observed start then moves the estimate halfway to the observed time."""
 
     drain_seconds: Seconds = 60.0
     """Time from the order to end a replica until it has drained and ended."""

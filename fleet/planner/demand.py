@@ -67,7 +67,7 @@ class DemandWindow(Struct, frozen=True, kw_only=True):
     """Number of prompt tokens of all arrivals."""
 
     cached_tokens: int = 0
-    """Number of prompt tokens whose KV workers found in a cache."""
+    """Number of prompt tokens whose KV was in a cache, so that workers did not compute them."""
 
     prompt_squares: float = 0.0
     """Sum of the squares of the arrivals' prompt lengths, from which the variance of the lengths is computed, or 0 if

@@ -93,7 +93,8 @@ class LoadRule:
         numbers[f"{pool.name}.load"] = float(load)
         needed = min(max(ceil(load / self._target), pool.least), pool.most)
         past = self._needs[pool.name]
-        # The load before the start is unknown, so the present replicas count as needed during the first cool-down.
+        # The load before the rule's first decision is unknown, so the replicas of that time count as needed for a
+        # cool-down.
         if not past:
             past.append((now, seen.wanted))
         past.append((now, needed))
@@ -139,7 +140,10 @@ class LoadRule:
         draining: dict[PoolName, int],
         exhausted: dict[PoolName, str],
     ) -> dict[PoolName, int]:
-        """Divide the budget among the pools: each gets `least`, and up to `most`, in the order of their names.
+        """Divide the budget among the pools.
+
+        Each pool gets `least` replicas. Then, in the order of their names, each pool gets as many more, up to `most`,
+        as the budget allows.
 
         A pool uses the budget for at least `held` replicas, and for `draining` further ones. Note the limit in
         `exhausted` for each pool that gets less than `most`.

@@ -65,8 +65,8 @@ EXTRA_SECONDS = 30.0
 drain."""
 
 STARTING_SECONDS = 30.0
-"""Seconds after the start of the planner in which an orchestrator that has not answered yet is not reported as a
-condition, because it may still be starting too."""
+"""Seconds after the start of the planner. If the orchestrator has not answered yet in this time, no condition reports
+it, because the orchestrator may still be starting too."""
 
 OBSERVE_SECONDS = 2 * CALL_SECONDS
 """Time limit in seconds for an observation. A connector has a shorter time limit of its own; this limit is for a
@@ -108,7 +108,7 @@ async def decide_in_place(rule: ScalingRule, now: Nanos, demand: DemandWindow, s
 
 
 class _PlanInFlight(Struct):
-    """Holds the plan that is carried out now, with its record and its task."""
+    """Holds the plan that is carried out now, or only rehearsed (in shadow mode), with its record and its task."""
 
     record: PlanRecord
     plan: Plan
@@ -626,6 +626,6 @@ def _error(predicted: float | None, observed: float | None) -> float | None:
 
 
 def _share_within(counts: Counts, seconds: float) -> float | None:
-    """Return the share of durations in the buckets up to that of `seconds`, or None if there are no durations."""
+    """Return the share of durations in the buckets up to the one of `seconds`, or None if there are no durations."""
     total = sum(counts)
     return sum(counts[: bucket_of(seconds) + 1]) / total if total else None

@@ -17,14 +17,15 @@ Rules, in the order in which `PlannerMachine.decide` applies them:
    the forecast for the time at which a replica that is started now would serve. From that rate, the capacity model and
    the solver compute the replicas for prefill, decode and all GPU types at once.
 4. **Growth** happens at once, if the replicas that serve or start are too few for the rate. Replicas that are starting
-   count as existing, so no plan requests them twice. Only a higher need supersedes a plan that is under way. Growth
+   count as existing, so no plan requests them twice. Only a higher need supersedes a plan that is under way. But growth
    waits as long as the rate is at most `TOLERATED` times the capacity, hardly any request is late, and no change is
    under way.
 5. **Latency.** If more requests are late than the goals allow (`fleet.planner.forecasting.attainment`), although the
    capacity model says that the replicas suffice, one replica is added to the phase that causes the delay. This happens
    only if no change is under way, and at most once in a start-up time (at least a minute). For some hours after that,
    the planner uses a smaller share of the phase's predicted capacity than was used when the goals were missed. Measured
-   latencies correct the predictions; if the error of the predictions grows, the condition `ModelDrift` reports it.
+   latencies correct the predictions; if the ratio of measured to predicted latencies changes, the condition
+   `ModelDrift` reports it.
 6. **Shrinking** is allowed only if the smaller pools can still serve the highest rate of the last cool-down, increased
    by the share `deadband`, or as much of it as the present pools. Shrinking also waits in these cases: a change is
    under way, the last growth is less than a cool-down ago, lengths have changed in the last `LENGTHS_SECONDS`, or more
@@ -34,9 +35,9 @@ Rules, in the order in which `PlannerMachine.decide` applies them:
    grow.
 7. **Cheaper mix.** Another mix of pools is used only if it saves at least the share `mix_saving` of the cost. Its new
    replicas start before old ones end.
-8. **Limits.** The requested numbers keep the bounds of the pools and the ratio. Budgets are kept at every instant, and
-   also count replicas that start or drain. If no budget is free, a replica that replaces another one starts only when
-   the other one has drained.
+8. **Limits.** The requested numbers keep the bounds of the pools, and the bounds of the ratio of prefill to decode
+   replicas. Budgets are kept at every instant, and also count replicas that start or drain. If no budget is free, a
+   replica that replaces another one starts only when the other one has drained.
 9. **Pinned** pools keep their number, and the sizes of the other pools are computed with this number. A pool does not
    grow for `retry_seconds` if its replicas find no room or fail, or if its number is forbidden or was rolled back; the
    other pools grow instead.
@@ -91,7 +92,7 @@ error."""
 
 TOLERATED = 1.1
 """Factor by which the rate may exceed the capacity as long as hardly any request is late. Replicas are not overloaded
-then, because `StepCapacity` leaves a tenth of their throughput free."""
+then, because `fleet.planner.sizing.capacity.StepCapacity` leaves a tenth of their throughput free."""
 
 LATE_SHARE = 0.5
 """If a phase uses less than this share of its capacity, a missed goal has another cause than the load, and more
@@ -102,8 +103,8 @@ LENGTHS_SECONDS = 60.0
 only when the answers have ended."""
 
 RATIO_GAIN = 1.05
-"""Replicas of one pool are removed in favour of another pool within the budget only if the served rate grows at
-least by this factor."""
+"""If the budget is used up, replicas of one pool are removed in favour of another pool only if the served rate then
+grows at least by this factor."""
 
 
 class PlannerMachine:
@@ -256,8 +257,9 @@ class PlannerMachine:
     def _learn(self, view: "_PlanningView") -> None:
         """Learn from the measured latencies how to correct the predicted ones.
 
-        Do nothing while pools change and shortly afterwards, because queues distort the latencies in this time. After
-        each time of learning, wait for the time `_PlanningView.horizon` (at least `RECENT_SECONDS`).
+        Do nothing while pools change, and for some time after the last change, because queues distort the latencies
+        then. Also do nothing for some time after the last learning. Both times are `_PlanningView.horizon`, but at
+        least `RECENT_SECONDS`.
         """
         rested = self._elapsed - max(self._learned, self._pool_history.last_change)
         if view.under_way or rested < max(view.horizon, RECENT_SECONDS):
@@ -338,7 +340,8 @@ class PlannerMachine:
     def _more(self, view: "_PlanningView") -> tuple[dict[PoolName, int], DecisionReason]:
         """Return numbers of replicas that serve the rate, or as much of it as the limits allow, and the reason.
 
-        If possible, no pool shrinks.
+        A pool shrinks only if it is above its bounds, if the budget does not allow other pools to grow, or if lengths
+        have changed (rule 6).
         """
         rate = view.rate * (1.0 + self._settings.margin)
         wanted = view.wanted
@@ -416,7 +419,7 @@ class PlannerMachine:
         return replicas
 
     def _fewer(self, now: Nanos, view: "_PlanningView", conditions: list[PlanCondition]) -> PlanDecision:
-        """Return the decision if no pool has to grow: fewer replicas, a cheaper mix, or no change."""
+        """Return the decision if rules 4 and 5 add no replicas: fewer replicas, a cheaper mix, or no change."""
         wanted = view.wanted
         rate = view.highest * (1.0 + self._settings.deadband)
         replicas, reason = wanted, DecisionReason.WITHIN_BAND

@@ -3,8 +3,8 @@
 Rules:
 
 1. A file is written under another name and then renamed, so that readers never see an incomplete file.
-2. A writer of the plan holds a lock on the file `.lock` (flock, which network file systems support since NFS 4). The
-   kernel releases the lock when the process of the writer ends.
+2. While a program writes the plan, it holds a lock on the file `.lock` (flock, which network file systems support since
+   NFS 4). The kernel releases the lock when the process of this program ends.
 3. A file with invalid content counts as unreadable (`ConnectorUnreachable`). The connector never replaces an invalid
    plan file.
 4. An orchestrator may hold a lock on the file `.orchestrator` while it runs. If that file exists and is not locked, the
@@ -50,7 +50,7 @@ class FolderRecords:
         while True:
             with suppress(BlockingIOError):
                 return await asyncio.to_thread(self._write, intent, over)
-            # another process holds the lock; the caller cancels this call when its time limit has passed
+            # another writer holds the lock; the connector cancels this call after `fleet.planner.ports.CALL_SECONDS`
             await asyncio.sleep(LOCK_EVERY)
 
     def intent(self) -> Intent:

@@ -53,8 +53,8 @@ class PoolIntent(Struct, frozen=True, kw_only=True):
     """Revision of the plan record with which the number was written."""
 
     before: Replicas | None = None
-    """Number of replicas before the plan, without those that an earlier plan had added and that did not serve; null if
-    it is unknown."""
+    """Number of replicas before the plan; null if it is unknown. It does not count replicas that an earlier plan had
+    added and that did not serve."""
 
 
 class Intent(Struct, frozen=True, kw_only=True):
@@ -62,7 +62,8 @@ class Intent(Struct, frozen=True, kw_only=True):
 
     revision: Revision = 0
     settle_by: str = ""
-    """Time in RFC 3339 until which the planner waits for the replicas of this revision."""
+    """Time in RFC 3339 until which the planner waits for the replicas of the plan that was written last; empty before
+    the first plan."""
 
     pools: dict[PoolName, PoolIntent] = {}
 
@@ -76,7 +77,8 @@ class PoolReport(Struct, frozen=True, kw_only=True):
     ready: Count
     draining: Count = 0
     why: PoolGapReason | None = None
-    """Why the number of ready replicas differs from the plan; null if it does not differ, or will soon be equal."""
+    """Why the number of ready replicas differs from the plan; null if it does not differ, or if the orchestrator is
+    about to reach the number in the plan."""
 
     message: str = ""
     pinned: str = ""
@@ -93,7 +95,7 @@ class PlanReport(Struct, frozen=True, kw_only=True):
 
 
 class RecordsSnapshot(Struct, frozen=True, kw_only=True):
-    """Holds both records as they were read."""
+    """Holds the plan record and the plan report as they were read."""
 
     intent: Intent
     report: PlanReport | None

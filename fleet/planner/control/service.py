@@ -50,8 +50,8 @@ class ShownPlanners(Protocol):
         """Return the planner of a deployment. If the name is empty, return the only planner of this process.
 
         Raises:
-            RequestRejected: No planner plans a deployment of this name, or the name is empty and there are several
-                planners.
+            RequestRejected: No planner plans a deployment of this name, or the name is empty and the process does not
+                have exactly one planner.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""Opening of elections: opens the leader election among planners that the settings name.
+"""Opening of elections: opens the election that the settings name, by which planners choose their leader.
 
 The packages for etcd and Kubernetes are optional, so they are imported only if the settings need them.
 """
@@ -32,7 +32,8 @@ async def open_election(settings: PlannerSettings, identity: str, clock: Clock) 
     """Open the candidate by which this planner takes part in an election; close it when the context ends.
 
     Raises:
-        ConfigurationRefused: A package is not installed, a file cannot be used, or no API server is configured.
+        ConfigurationRefused: A package is not installed, a file cannot be used, or the API server or the namespace of
+            the Kubernetes Lease is not known.
     """
     if settings.election is None:
         async with _by_target(settings, identity, clock) as candidate:

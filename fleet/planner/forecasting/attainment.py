@@ -2,8 +2,8 @@
 
 Rules:
 
-1. The goals allow a certain share of all requests to be late; the number that this share allows is the budget. By
-   chance, some minutes have more late requests than others, so a single bad minute is no reason to add replicas.
+1. The goals allow a certain share of all requests to be late. The budget is this share as a number of requests.
+   By chance, some minutes have more late requests than others, so a single bad minute is no reason to add replicas.
 2. A goal is missed if two conditions hold. First, the last `FAST_SECONDS` have so many more late requests than the
    budget that chance does not explain the excess. Second, the last `SLOW_SECONDS` also have more late requests than the
    budget, or the last `FAST_SECONDS` have at least `FAST_BURN` times the budget. With fewer than `FEWEST_LATE` late

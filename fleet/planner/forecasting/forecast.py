@@ -258,7 +258,10 @@ class ChosenForecaster:
 
 
 class _Mean:
-    """Computes a mean in which the first `MEMORY` samples have equal weights, and later old samples lose weight."""
+    """Computes a mean.
+
+    The first `MEMORY` samples have equal weights. After that, each new sample lowers the weights of all earlier ones.
+    """
 
     def __init__(self) -> None:
         self.value = 0.0

@@ -44,7 +44,8 @@ DISPERSION_MEMORY = 240.0
 """Number of windows after which the weight of an old sample of the dispersion has fallen to 1/e."""
 
 LEAST_SPREAD = 0.05
-"""Smallest value that is assumed for the squared coefficient of variation of lengths, when changes are detected."""
+"""Smallest value that is assumed for the squared coefficient of variation of lengths, when changes of the mean length
+are detected."""
 
 LEAST_CHANGE = 0.1
 """Smallest relative change of a mean length that counts as a change. With many requests, much smaller changes are
@@ -102,12 +103,12 @@ class DemandHistory:
 
     @property
     def cached_share(self) -> float:
-        """Share of the prompt tokens whose KV workers find in a cache."""
+        """Share of the prompt tokens whose KV is in a cache, so that workers do not compute them."""
         return min(1.0, self._cached_tokens / self._prompt_tokens) if self._prompt_tokens else 0.0
 
     @property
     def recent_rate(self) -> float:
-        """Arrivals per second in the last `RECENT_SECONDS` if clearly above the level (`rate`), or else the level.
+        """Arrivals per second in the last `RECENT_SECONDS` if these are clearly above the level (`rate`), or the level.
 
         The level alone is not enough: it changes only after a large difference, so it follows a slow rise too late.
         """
@@ -233,7 +234,7 @@ class PoolHistory:
     def absorb(self, now: float, seen: Observation) -> None:
         """Learn from an observation of the pools.
 
-        A pool counts as unable to grow for a while in three cases:
+        In three cases, a pool counts as unable to grow for `retry_seconds`:
 
         - Its missing replicas have found no room, or have failed, for at least the start-up time in the settings.
         - The orchestrator's bounds forbid the requested number.

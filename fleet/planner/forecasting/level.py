@@ -6,13 +6,13 @@ Rules:
    the amounts divided by the sum of the weights, over all samples since the measure last changed, but at most the last
    `LONGEST` samples.
 2. After each sample, the means of the last 1, 2, 3, 6, 12, 24 and 48 samples are compared, each with the mean of all
-   earlier samples. If they differ by more than `threshold` standard errors, chance is an unlikely explanation. If they
-   also differ by at least the share `least` of the earlier mean, the measure has changed, and the earlier samples are
-   dropped. If several of these means differ that much, the one with the most standard errors counts. The caller gives a
-   function that returns, for a mean, the variance of the amount in one unit of weight. For a fall, the variance at the
-   earlier mean is used. For a rise, the standard deviation is the average of two: at the earlier mean, and at the new
-   mean. The reason is that the variance of counts grows with their mean (Anscombe's transformation, 1948, has the same
-   effect).
+   earlier samples. If the two means differ by more than `threshold` standard errors, chance is an unlikely explanation.
+   If they also differ by at least the share `least` of the earlier mean, the measure has changed, and the earlier
+   samples are dropped. If several of the seven means differ that much, the one with the most standard errors counts.
+   The caller gives a function that returns, for a mean, the variance of the amount in one unit of weight. For a fall,
+   the variance at the earlier mean is used. For a rise, the standard deviation is the average of two: at the earlier
+   mean, and at the new mean. For counts, whose variance grows with their mean, this average has the same effect as
+   Anscombe's transformation (1948).
 3. So the level of a constant load becomes more exact with time. It follows a sudden change at once, and a gradual
    change in several steps.
 """

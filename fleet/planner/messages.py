@@ -7,8 +7,8 @@ Rules:
    back.
 2. Whoever has written a pool's number last owns it. A planner does not change a number that a person (or, on
    Kubernetes, an HPA) has written: the pool is pinned.
-3. A plan is made from an observation. If a pool has changed after the observation, the plan does not overwrite its
-   number.
+3. A plan is made from an observation. If somebody has written a pool's number after the observation, the plan does not
+   overwrite this number.
 4. A written number stays valid after its writer has ended. The number before the plan is stored as well, so that
    anybody can restore it. If a plan supersedes an unfinished plan, the number before the first of these plans stays
    stored, unless more replicas than this serve by then (`PoolObservation.fallback`).
@@ -71,8 +71,8 @@ class PoolObservation(Struct, frozen=True, kw_only=True):
     """Id of the plan that wrote the requested number, or an empty text if no plan wrote it."""
 
     before: int | None = None
-    """Number of replicas before the plan `plan`, without those that an earlier plan had added and that did not serve;
-    None if it is unknown."""
+    """Number of replicas before the plan `plan`; None if it is unknown. It does not count replicas that an earlier plan
+    had added and that did not serve."""
 
     version: str = ""
     """Version of the requested number, which changes each time that somebody writes the number."""

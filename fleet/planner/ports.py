@@ -37,7 +37,8 @@ class PlanConnector(Protocol):
 
         All pools are checked before the first one is written. Pools that shrink are written first. So even if only a
         part of the plan was written, the sum of all requested replicas is at most the larger one of two sums: the sum
-        before the plan, and the sum of the whole plan. A second call with the same plan writes the rest.
+        before the plan, and the sum of the whole plan. A second call with the same plan writes the numbers that the
+        first call has not written.
 
         Raises:
             PlanConflict: Somebody has written a number after the observation, so the caller has to observe and plan
@@ -142,6 +143,8 @@ class Rehearsal(Protocol):
     ) -> RehearsalResult:
         """Predict latencies and cost for the present replicas and for the planned ones.
 
+        The caller has to limit the time of the call.
+
         Args:
             sample: Recent requests in the order of their arrival.
             rate: Requests per second that the pools must serve.
@@ -149,7 +152,6 @@ class Rehearsal(Protocol):
             planned: Number of replicas of each pool after the plan.
 
         Raises:
-            RehearsalSkipped: The rehearsal failed, the sample has too few requests, or `rate` is 0. The caller limits the
-                time.
+            RehearsalSkipped: The rehearsal failed, the sample has too few requests, or `rate` is 0.
         """
         ...

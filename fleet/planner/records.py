@@ -143,7 +143,10 @@ class PlannerStatus(Struct, frozen=True, kw_only=True):
 
 
 class PlanHistory:
-    """Keeps the latest plan records in memory, and appends all records to a file. The constructor reads this file."""
+    """Keeps the latest plan records in memory, and appends all records to a file, if there is one (`path`).
+
+    The constructor reads this file.
+    """
 
     def __init__(self, path: Path | None, most_bytes: int = MOST_BYTES) -> None:
         self._path = path

@@ -26,8 +26,8 @@ async def carry_out(
 ) -> tuple[PlanOutcome, Observation]:
     """Write a plan, and wait until it is settled or its deadline has passed.
 
-    If the plan is not settled at its deadline, roll back the rest. If the orchestrator's bounds forbid a part of the
-    plan, roll back this part at once.
+    If the plan is not settled at its deadline, roll back the replicas that do not serve. If the orchestrator's bounds
+    forbid a part of the plan, roll back this part at once.
 
     Args:
         connector: Connector to the orchestrator.

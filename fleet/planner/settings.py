@@ -202,7 +202,7 @@ class FileElectionSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class EtcdElectionSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="etcd"):
-    """Leader election by a key in etcd. The key ends with the leader's etcd lease."""
+    """Leader election by a key in etcd. Etcd deletes the key when the leader's etcd lease ends."""
 
     endpoints: Annotated[tuple[Text, ...], Meta(min_length=1)]
     """Addresses of etcd's servers: host:port."""
@@ -270,7 +270,7 @@ class GpuEngineSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Folder with a Hugging Face config.json, or that file, or the repository of a model that Fleet knows."""
 
     backend: Literal["vllm", "sglang", "trtllm"] = "vllm"
-    """The engine whose measured efficiencies are used."""
+    """The engine by whose measured efficiencies on GPUs the step times are estimated."""
 
     tp: Positive = 1
     """Tensor parallelism, in GPUs."""

@@ -7,8 +7,8 @@ Rules:
 2. The goals hold for a percentile of all requests, and not for the mean. Random arrivals, bursts
    (`OfferedLoad.dispersion`), the prompts of other requests, and the length of the request's own prompt all increase
    the TTFT. Independent increases are combined as the square root of the sum of their squares.
-3. The replicas of a pool share a load, which the router balances. So twice as many replicas serve more than twice the
-   rate (`fleet.hardware.latency.open_loop`).
+3. The replicas of a pool share a load, which the router balances, so a prompt waits only if all replicas are busy. For
+   this reason, twice as many replicas serve more than twice the rate (`fleet.hardware.latency.open_loop`, rule 5).
 4. Loads are rounded to a grid (`GRID`). So a small change of the measured lengths gives the same cached results and the
    same decision.
 5. Measured latencies correct the predicted ones (`LatencyCorrection`) by a factor between `LEAST_FACTOR` and
@@ -63,7 +63,7 @@ a number in between, the rate of the next lower one is used."""
 
 EXACT_REPLICAS = 8
 KEPT = 4096
-"""Maximum number of results that a capacity model keeps in its cache."""
+"""Maximum number of results in each of the two caches of a `StepCapacity`, one for rates and one for latencies."""
 
 
 class OfferedLoad(Struct, frozen=True, kw_only=True):
@@ -75,7 +75,8 @@ class OfferedLoad(Struct, frozen=True, kw_only=True):
 
     answer_spread: float = 0.0
     dispersion: float = 1.0
-    """Variance of the number of arrivals in a time, divided by its mean; 1 means Poisson arrivals."""
+    """Variance of the number of arrivals in an interval, divided by the mean of this number; 1 means Poisson
+    arrivals."""
 
     def rounded(self) -> "OfferedLoad":
         """Return the load with its values rounded to the grid (rule 4)."""

@@ -5,8 +5,8 @@ Rules:
 1. If the measured latency is `f` times the predicted one, the predicted latency has to be below the goal divided by
    `f`. `f` is limited to the range from `LEAST_FACTOR` to `MOST_FACTOR`. The lower limit is near 1, because an engine
    that is faster than predicted at low load may not be faster at high load.
-2. Goals may be missed although a phase uses only a certain share of its predicted capacity. From then on, the planner
-   uses a little less than this share, but at least `LEAST_SHARE`. The usable share slowly grows back to 1, with the
+2. If a phase misses a goal while it uses only a part of its predicted capacity, the planner uses a little less than
+   this part from then on, but at least `LEAST_SHARE` of the capacity. The usable share slowly grows back to 1, with the
    time constant `FADING_SECONDS`.
 3. A goal is out of reach if even a lone request misses it in every pool. Pools are then sized for `RELAXED` times the
    best possible value.
@@ -45,7 +45,7 @@ class CorrectedCapacity:
         self._goals_of: tuple[OfferedLoad, PlanGoals] | None = None
 
     def advance(self, elapsed: float) -> None:
-        """Set the present time in seconds, because the effect of missed goals fades with time."""
+        """Set the seconds since the start of the planner, because the effect of missed goals fades with time."""
         self._elapsed = elapsed
 
     def highest_rate(self, pool: PlannedPool, load: OfferedLoad, replicas: int) -> float:
@@ -129,7 +129,7 @@ class CorrectedCapacity:
         )
 
     def predicted(self, load: OfferedLoad, rate: float, ready: Mapping[PlannedPool, int]) -> tuple[float, float]:
-        """Return the highest TTFT and the highest TPOT that the model predicts, without correction, for any pool.
+        """Return the highest TTFT and the highest TPOT of all pools, as the model predicts them without correction.
 
         The pools of a phase are assumed to share the rate in proportion to their capacities.
         """

@@ -78,7 +78,7 @@ class Candidate(Struct, frozen=True, kw_only=True):
 
 
 class SolverTimeout(RuntimeError):
-    """The solver found no solution within its time limit, so it is unknown whether a solution exists."""
+    """The solver did not find the optimal solution within its time limit. It is unknown whether a solution exists."""
 
 
 class Rates(Protocol):
@@ -103,7 +103,7 @@ class Mix(Struct, frozen=True, kw_only=True):
 
 
 def solve(candidates: Sequence[Candidate], rate: float, rates: Rates, budget: PlanBudget) -> Mix | None:
-    """Return the cheapest mix that serves the rate, or None if the bounds contradict each other.
+    """Return the cheapest mix that serves the rate, or None if the limits contradict each other.
 
     If the limits do not allow the whole rate, return the cheapest mix that serves the largest part of it.
 
@@ -182,7 +182,8 @@ def _trimmed(
 ) -> list[int]:
     """Return the numbers of replicas without those that the rate does not need.
 
-    Such replicas can remain in a solution, because the solver computes with rounded rates.
+    Such replicas can remain in a solution, because the solver computes with one fixed rate for each replica of a pool
+    (rule 4), which may be too low.
 
     The most expensive replicas are removed first.
     """
@@ -233,7 +234,7 @@ def fewest(candidate: Candidate, rate: float, rates: Rates) -> int:
 def _alone(candidate: Candidate, rate: float, rates: Rates) -> float:
     """Return the rate per replica if the pool has enough replicas to serve the whole rate alone.
 
-    The number of replicas is limited to the maximum of the pool, and is at least its minimum and its present number.
+    This number of replicas is limited to the maximum of the pool, but is at least its minimum and its present number.
     Return 0 if the maximum is 0.
     """
     if candidate.most == 0:
@@ -259,7 +260,7 @@ def _highs() -> Any:
 def _solve(
     candidates: Sequence[Candidate], rate: float, per_replica: Sequence[float], budget: PlanBudget
 ) -> list[int] | None:
-    """Return the cheapest numbers that serve the largest possible rate, or None if the bounds contradict each other.
+    """Return the cheapest numbers that serve the largest possible rate, or None if the limits contradict each other.
 
     Usually one program with a high weight on the served rate is enough. But the last small part of the rate may weigh
     less than the price of the replica that would serve it. In this case, a program without prices first computes the
@@ -325,7 +326,7 @@ def _minimise(
         held = sum(one * each.held for one, each in zip(prices, candidates, strict=True))
         drains = sum(one * each.draining for one, each in zip(prices, candidates, strict=True))
         rows.add(dict(enumerate(prices)), -inf, limit)
-        # Replicas that already exceed a limit may stay until they have drained, but no replica may be added.
+        # If the present replicas already exceed a limit, they may stay, but no replica may be added.
         rows.add({2 * count + index: one for index, one in enumerate(prices)}, -inf, max(limit - drains, held))
     for ratio, sign in ((budget.least_ratio, 1.0), (budget.most_ratio, -1.0)):
         if ratio is not None:

@@ -2,8 +2,8 @@
 
 Rules:
 
-1. A round first queries the age of the routers' samples, and then the samples. The round fails if not all answers have
-   arrived within `deadline_seconds`.
+1. Every `every_seconds`, the source begins a round: it queries the age of the routers' samples, and then the samples.
+   The round fails if not all answers have arrived within `deadline_seconds`.
 2. A router process counts if its last sample is not older than `stale_seconds` by the server's own clock. This check is
    necessary: if Prometheus cannot scrape a target any more, it still returns the last sample for five minutes.
 3. If fewer than `routers` processes count, or if a series is missing or has an impossible value, the whole round is

@@ -3,15 +3,15 @@
 The field `requests` contains the requests of the session's agent and of its sub-agents.
 
 A request has `t` (seconds from the start of its agent), `in` and `out` (tokens), `api_time` (seconds until its answer ended) and
-`hash_delta`. The prompt is described by ids: `hash_delta` has the number of ids to `keep` from the previous request, and runs of new ids to
-`add` (first id, number of ids). An id stands for `block_size` tokens, and has a meaning only within its session. Ids are grouped into
-blocks of 512 tokens; the last block may be partly filled.
+`hash_delta`. The prompt is described by ids: `hash_delta` has the number of ids to `keep` from the previous request of the same agent, and
+runs of new ids to `add` (first id, number of ids). An id stands for `block_size` tokens, and has a meaning only within its session. Ids are
+grouped into blocks of 512 tokens; the last block may be partly filled.
 
 If a trace is read as requests, a fixed number of sessions runs concurrently, each at its recorded pace. When a session has ended, the next
 one starts. If a trace is read as sessions, each turn waits for the answers for which it waited in the recording. These are the previous
 answer to its own agent, and the last answers to those sub-agents that had ended before the turn. The first turn of a sub-agent waits for
-the previous answer to the agent that started it. After the last of these answers the recorded time passes, in which a tool or a person
-worked, and then the turn is sent.
+the previous answer to the agent that started it. Between the last of these answers and the turn, as much time passes as in the recording,
+because a tool or a person worked then.
 """
 
 import heapq
@@ -33,7 +33,8 @@ class TraceTurn(Struct, frozen=True):
 
     request: TraceRequest  # the request; its arrival is the time since the session's start
     after: tuple[int, ...] = ()  # indices of the turns for whose answers this turn waits
-    gap: Nanos = Nanos(0)  # time from the end of the last of these answers, or from the first turn, to this turn
+    # Time from the end of the last of these answers to this turn. If the turn waits for no answer, the time from the first turn.
+    gap: Nanos = Nanos(0)
 
 
 class TraceSession(Struct, frozen=True):
@@ -118,7 +119,9 @@ class _SessionReader:
         self._agents = 0
 
     def of(self, rows: tuple[_Row, ...], field: str, start: float, parent: int) -> Iterator[_TimedRequest]:
-        """Yield the requests of one agent, which started at `start` seconds. `field` is the path of its rows, for error messages.
+        """Yield the requests of one agent and of its sub-agents.
+
+        The agent started at `start` seconds. `field` is the path of its rows, for error messages.
 
         Raises:
             ValueError: A row is malformed; the message names the field.

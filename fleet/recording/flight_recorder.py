@@ -6,9 +6,9 @@ Rules:
    logged.
 2. The size of a recording is limited. It ends when it has `most_bytes`, or when more than `MAX_BACKLOG_BYTES` wait for the disk. Later
    events are then lost, and not the first ones, because a recording can be replayed only from its start.
-3. An existing file is the recording of an earlier process. It is renamed to `.1`, an earlier one to `.2` and so on; the
-   last `KEPT_RECORDINGS` are kept. A recording has the suffix `.new` until its first event. So a router that ends before
-   its first event does not rename earlier recordings.
+3. An existing file is the recording of an earlier process. It is renamed to `.1`, an existing `.1` to `.2`, and so on; the last
+   `KEPT_RECORDINGS` are kept. A recording has the suffix `.new` until its first event. So a router that ends before its first event does
+   not rename earlier recordings.
 4. All events are recorded, even an event for which the machine raises an error.
 """
 

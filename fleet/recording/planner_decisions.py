@@ -6,7 +6,7 @@ Rules:
    So the same rule can repeat its decision, and another rule can be tried on the same demand.
 2. The size of a recording is limited. When the limit is reached, later decisions are lost, and not the first ones: a rule remembers earlier
    inputs, so it can repeat its decisions only from the start. An existing file is renamed to `.1`, and replaces an earlier `.1`.
-3. If a recording cannot be written, it ends, which is logged, and the planner continues.
+3. If a line cannot be written, the recording ends, this is logged, and the planner continues.
 """
 
 import errno

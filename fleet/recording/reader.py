@@ -46,7 +46,7 @@ class RecordedEvent(Struct, frozen=True, kw_only=True):
 
 
 class Recording:
-    """Reads a recording. `head` is set at once. `entries` may be called once; when it is exhausted, `end` and `torn` are set.
+    """Reads a recording. The constructor sets `head`. `entries` may be called only once; after its last event, `end` and `torn` are set.
 
     `end` is the reason why the recording ended, or None if the recording was cut off.
     """
@@ -118,7 +118,7 @@ class Recording:
         return RecordedEvent(line=self._line_number, now=entry.now, event=event, keys=keys, commands=entry.commands)
 
     def _next_line(self, file: BinaryIO) -> bytes | None:
-        """Return the next line that is complete and not empty; None at the end of the file."""
+        """Return the next line that is complete and not empty; None at the end of the file, or at a line that is cut off (`torn`)."""
         while True:
             self._line_number += 1
             line = file.readline(MAX_LINE_BYTES)

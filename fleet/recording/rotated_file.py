@@ -5,9 +5,9 @@ Rules:
 1. Adding a line never waits for the disk: a thread writes the lines, ten times a second. If more than `MAX_BACKLOG_BYTES` wait to be
    written, for example because the disk is full, new lines are dropped and counted. This is logged at most once a minute.
 2. A file that has reached its full size is renamed to `.1`, the earlier `.1` to `.2`, and so on. The number of files to keep is a setting.
-   If this fails, the file grows, no line is lost, and the failure is logged at most once a minute. The oldest file is removed only after
-   all files were renamed; until then there is one file more than the setting allows. After a failed or interrupted rotation, one number has
-   no file. The next rotation then renames only the files with lower numbers.
+   If renaming fails, the full file grows, no line is lost, and the failure is logged at most once a minute. The oldest file is removed only
+   after all files were renamed; until then there is one file more than the setting allows. After a failed or interrupted rotation, one
+   number has no file. The next rotation then renames only the files with lower numbers.
 3. Several processes may append to one file. Before each write, a process checks whether another process, or a program such as logrotate,
    has renamed the file. If so, it continues in the new file. The file is locked while it is renamed, so that only one process renames
    it. Other processes do not wait for this process, because it may hang: they append to the full file until it is renamed.
@@ -167,7 +167,7 @@ class RotatedFile:
                 self._shift()
             self._follow()
         finally:
-            if self._file == full:  # the new file could not be opened, so the full one was not closed
+            if self._file == full:  # the full file could not be replaced, and is still open
                 fcntl.flock(full, fcntl.LOCK_UN)
 
     def _shift(self) -> None:

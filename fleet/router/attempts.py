@@ -237,10 +237,11 @@ class PrefillQueues:
         return self._waiting
 
     def enter(self, request_id: RequestId, worker_id: WorkerId, tokens: int) -> bool:
-        """Record that a request was placed on a worker, which has to compute `tokens` of its prompt.
+        """Record a prompt if it can be sent to its worker now. The worker has to compute `tokens` of its tokens.
 
         Returns:
-            True if the prompt is sent at once. Otherwise the caller has to call `wait`.
+            True if the caller has to send the prompt now. False if the prompt has to wait: then nothing was recorded, and the caller has to
+            call `wait`.
         """
         if not self._window:
             return True

@@ -322,7 +322,9 @@ class _PredictedWorker:
         return errors.learn(profile, seconds)
 
     def _seconds(self, to_compute: int, cached: int, *, queued: bool) -> float:
-        """Predict, by the profile, the seconds of all prefill steps of a prompt. Each step also computes the current decodes.
+        """Predict, by the profile, the seconds of all prefill steps of a prompt.
+
+        Each step also computes a token of each answer that decodes now.
 
         If the prompt is queued behind other prompts (`queued`), it shares a step with another prompt. So the number of its steps may be a
         fraction. Otherwise the number is rounded up, because the last step is a whole step even if the prompt does not fill it.

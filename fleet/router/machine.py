@@ -300,7 +300,7 @@ class RouterMachine:
         """Choose the workers of a request, and dispatch or reject it. If the result is `WaitForRoom`, nothing was done.
 
         A new request is also rejected if its predicted wait in a prefill queue or an engine is too long, and no other workers with a short
-        wait are found.
+        wait are found. The result is then the decision that was not carried out.
         """
         outcome = self.placer.choose(live, self.registry.candidate_table(live), now)
         if (
@@ -335,7 +335,9 @@ class RouterMachine:
         return outcome
 
     def _longest_wait(self, live: LiveRequest, placed: Decision, now: Nanos) -> _Wait | None:
-        """Estimate on which of the chosen workers a request would wait longest; None if it need not wait, or if too little was measured.
+        """Estimate on which of the chosen workers a request would wait longest, and how long.
+
+        The result is None if the request need not wait, or if too little was measured.
 
         It waits in the prefill queue, or in the engine of the worker that answers, or in both at the same time.
         """
@@ -430,7 +432,7 @@ class RouterMachine:
         if attempt is None or attempt.worker_id != event.worker_id or not event.prompt_tokens:
             return
         live = self.live_requests[attempt.request_id]
-        # The server may count prompt tokens differently. So its share of cached tokens is applied to the router's own count.
+        # The external server may count prompt tokens differently. So its share of cached tokens is applied to the router's own count.
         share = event.cached_tokens / event.prompt_tokens
         self._compare(live, attempt, round(share * live.prompt_tokens), out)
 
@@ -615,7 +617,7 @@ class RouterMachine:
         *,
         blamed: WorkerId | None = None,
     ) -> None:
-        """Place a request again or reject it, after its attempt has ended without a result."""
+        """Place a request again, or end it, after its attempt has ended without a result."""
         assert live.attempt is not None
         worker = self.registry.get(blamed or live.attempt.worker_id)
         # A worker that has left needs no entry: it gets no requests any more, and its next incarnation counts as another worker.
@@ -757,11 +759,11 @@ class RouterMachine:
         return Thresholds(**{name: getattr(self.settings, name) for name in Thresholds.__struct_fields__})
 
     def remote_prefill(self) -> RemotePrefillSnapshot:
-        """Return what was measured about remote prefill, whether the router uses it or not."""
+        """Return what was measured about remote prefill, also if the router does not use it (`learn_remote_prefill` is off)."""
         return self.placer.remote_prefill(self.registry.paces())
 
     def booked(self) -> dict[WorkerId, ReservationTotals]:
-        """Return the reservations of this router's own requests by worker, which are sent to its peers."""
+        """Return, for each worker, the sums of the reservations of this router's own requests, as they are sent to its peers."""
         return self.registry.booked()
 
     @property

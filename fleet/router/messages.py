@@ -206,9 +206,9 @@ class Arrived(Struct, frozen=True, kw_only=True, rename={"external": "second_han
     keys: Mapping[int, tuple[int, ...]] = {}  # block keys of the prompt by block size, if the frontend knows them
     only_end: bool = False  # the listener gets the answer in another way, and only its end from the router
     whole: bool = False  # the client gets the answer in one piece, so it has seen nothing before the end
-    needs: tuple[str, ...] = ()  # `fleet.core.requests.ENGINE_FIELDS` that the sampling parameters use
+    needs: tuple[str, ...] = ()  # the fields of `fleet.core.requests.ENGINE_FIELDS` that the sampling parameters use
     most_wait: Nanos | None = (
-        # A request with a longer predicted wait is rejected, because a hosted endpoint then takes it. None: no endpoint would.
+        # A request with a longer predicted wait is rejected, because a hosted endpoint then takes it. None: there is no such endpoint.
         None
     )
     parsing: ParsingTask | None = None  # what workers need to parse the answer; None: they do not parse it

@@ -11,9 +11,9 @@ Rules:
    eight ninths of the blocks that two prompts have in common, and all of them if the prompts are equal.
 3. A worker that does not report its prefix cache is assumed to hold what any router has sent to it (`fleet.router.kv_index.assumed_cache`).
    All prompts for such workers are announced, with the keys of their first `MAX_ANNOUNCED_KEYS` blocks (of 64 tokens or more). The
-   assumption ends when its time is over or when the assumed cache is full. It does not end when the router that announced the prompt
-   leaves, because the worker still has its cache. The block keys of prompts for external backends are computed with a secret; routers
-   without a common secret do not announce these prompts.
+   assumption ends when its time is over, or when a full assumed cache forgets the prompt for newer ones. It does not end when the router
+   that announced the prompt leaves, because the worker still has its cache. The block keys of prompts for external backends are computed
+   with a secret; routers without a common secret do not announce these prompts.
 4. Both kinds of announcements are limited. A router announces at most `MAX_ANNOUNCED_PROMPTS` unfinished prompts at a time (rule 1), first
    come first served. One announcement contains at most the latest `MAX_SENT_PROMPTS` prompts of rule 3. Peers do not know the prompts beyond
    these limits, so they may have the same blocks computed again on another worker. Nothing else follows.
@@ -140,7 +140,7 @@ class PeerPrompts:
         self._announced_chains[peer, number] = self._chains.add(self._holder, keys)
 
     def remove(self, peer: str, number: int) -> None:
-        """Forget a prompt. Do nothing if it is unknown: the worker may have left and joined again since it was added."""
+        """Forget a prompt. Do nothing if it is unknown: the worker may have left and joined again since the prompt was added."""
         if (chain := self._announced_chains.pop((peer, number), None)) is not None:
             self._chains.remove(chain)
 

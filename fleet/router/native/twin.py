@@ -106,7 +106,7 @@ def fleet_lowest(
 def credit_of(
     columns: Floats, engine: float, store: float, lower: float, spread: float, even: bool
 ) -> tuple[Floats, Floats]:
-    """Return the credit of each worker, and how many blocks of its backlog the request needs itself.
+    """Return the credit of each worker, and how many blocks of the worker's backlog the request needs itself.
 
     The module `fleet.router.placement.policies.fleet` defines both (items 2 and 3).
     """
@@ -165,7 +165,7 @@ def spread(runs: list[tuple[int, int]], row_at: Rows, column: Floats, /) -> None
 
     Args:
         runs: Pairs of a number of leading blocks and the bits of its holders (`fleet.router.kv_index.prefix_index.runs`).
-        row_at: The worker's position in the table for each bit position; -1 or no entry: the bit belongs to another holder.
+        row_at: The worker's position in the table for each bit position; -1 or no entry: the bit does not belong to a worker of the table.
         column: The array to which the numbers are written, with an element for each worker.
     """
     for depth, mask in runs:
@@ -176,7 +176,7 @@ def spread(runs: list[tuple[int, int]], row_at: Rows, column: Floats, /) -> None
 
 
 def spread_live(runs: list[tuple[int, int]], row_at: Rows, columns: Floats, /) -> None:
-    """Write how many leading blocks live requests hold on each worker, and correct the numbers of new and of coming blocks.
+    """Write how many leading blocks live requests hold on each worker, subtract them from the new blocks, and compute the coming blocks.
 
     Args:
         runs: As for `spread`.

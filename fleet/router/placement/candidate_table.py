@@ -8,7 +8,7 @@ Rules of eligibility:
 1. A candidate decodes, has room, does not drain, and has not failed this request. It supports the request's length, LoRA adapter and output
    format, and satisfies the client's demands. If the client demands a pair, a prefill worker that pairs with the candidate has room as
    well. If an answer has begun, a candidate has the fingerprint of the worker that began it: other weights would continue it with another
-   model's tokens. It also rebuilds the state of all sampling fields whose effect depends on the tokens of the answer so far.
+   model's tokens. It can also rebuild the state of all sampling fields whose effect depends on the tokens of the answer so far.
 2. Most requests demand nothing special, and mostly all workers have room. In this case the workers need not be checked one by one.
 3. If several reasons exclude a worker, only the first one is reported. Demands of the client are checked before the state of the worker.
 """
@@ -250,7 +250,7 @@ class CandidateTable(Struct, frozen=True, eq=False, gc=False):
         return structs.replace(self, failed=failed)
 
     def candidates(self, rows: Rows) -> Candidates:
-        """Return the candidates at these rows, in this order. Each row occurs once."""
+        """Return the candidates at these rows, in this order. The caller must not name a row twice."""
         topology = self.topology
         everybody = Candidates(topology.worker_ids, self.columns, None, self.warm, topology.even)
         return everybody if len(rows) == len(topology.worker_ids) else everybody.only(rows)

@@ -100,7 +100,7 @@ class GuardedPolicy:
         Args:
             guarded: The policy of another package, or with parts from one.
             fallback: The policy that decides in its place.
-            budget_seconds: Seconds for one decision. The router's thread, which waits for it, may wake up to about 5 ms later.
+            budget_seconds: Seconds for one decision. The router's thread waits for it, at most about 5 ms longer than this.
         """
         self._guarded = guarded
         self._fallback = fallback

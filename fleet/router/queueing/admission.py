@@ -92,7 +92,7 @@ class QueueAdmission:
         return None if queued is None else queued + self._registry.seconds_to_first_token(model, now)
 
     def first_token(self, live: LiveRequest, now: Nanos) -> None:
-        """Learn from the first token of a request whose wait was predicted (`PredictionErrors`)."""
+        """Learn how much later than predicted a first token came, less the time of the request's own prefill (`PredictionErrors`)."""
         if (errors := self._errors.get(live.arrived.model)) is None:
             errors = self._errors[live.arrived.model] = PredictionErrors()
         assert live.placed is not None

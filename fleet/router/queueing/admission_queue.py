@@ -37,7 +37,7 @@ MAX_SECONDS = 1e9  # maximum of `priority_seconds` and `size_seconds`, because i
 # take about 35 ms.
 MAX_FIRST_TRIES = 1024
 # The number of tenants without waiting requests whose clocks are kept. If there are more, all of their clocks that are not ahead of the
-# queue's clock are removed, because such a clock makes no difference (rule 2).
+# clock of the tenant that was served last are removed, because such a clock makes no difference (rule 2).
 MAX_IDLE_CLOCKS = 64
 
 QueuePosition = tuple[int, int, RequestId]
@@ -146,13 +146,13 @@ class _TenantQueue:
     """Keeps the requests of one tenant for one model. The object exists only while the tenant has waiting requests."""
 
     def __init__(self, seq: int) -> None:
-        # Arrival number of the tenant's first request; of tenants with equal clocks, the lowest goes first.
+        # Arrival number of the tenant's first request; of tenants with equal clocks, the one with the lowest number goes first.
         self.seq = seq
         self.tokens = 0
         self.requests = OrderedRequests()
-        # The requests of each wait group; if there is one group, its value is `requests` itself.
+        # The requests of each wait group. As long as the tenant has had only one group, its value is `requests` itself.
         self.queues: dict[WaitGroup, OrderedRequests] = {}
-        # The first request of each group, in order; empty while there is only one group.
+        # The first request of each group, in order; empty as long as the tenant has had only one group.
         self._heads: list[GroupHead] = []
 
     def add(self, waiting: QueuedRequest, group: WaitGroup) -> None:
@@ -272,7 +272,7 @@ class FairQueue:
                 self._rate.idle()
 
     def set_sizes(self, sizes: WorkerSizes, waiting: Mapping[RequestId, QueuedRequest]) -> None:
-        """Form new wait groups, because the sizes of workers have changed, so that other prompts fit on them than before.
+        """Form new wait groups if the sizes of the workers have changed, because other prompts then fit on them than before.
 
         Args:
             sizes: The sizes of the workers.
@@ -328,7 +328,8 @@ class FairQueue:
         """Estimate how long a new request of this tenant would wait, in seconds, at the queue position `place` (None: last).
 
         The backlog of the tenant is served with the tenant's share of the departure rate, but its wait is never longer than the whole queue
-        takes. The result is None if too little was measured, and infinite if the departure rate is 0.
+        takes. The result is None if too little was measured, 0 if no request of the tenant is before the new one, and infinite if the
+        departure rate is 0.
         """
         if (rate := self._rate.per_second(now)) is None:
             return None

@@ -8,8 +8,8 @@ Rules:
    `BlockedOn` is closed until something changes at one of these workers (`changed`); then its groups are tried again. As soon as one of
    these groups is rejected again and waits for exactly the same workers, the `BlockedOn` is closed for all its groups. When other workers
    may be able to serve the groups (`all_changed`), no group is blocked any more.
-3. A group is *untried* if it was not tried since it was formed, or since other workers may be able to serve it. It is tried once, and is
-   then blocked if the workers that it waits for are known. So after such a change, each group has only one first try.
+3. A group is *untried* if it was not tried since it was formed, or since the last change by which other workers may be able to serve it. It
+   is tried once, and is then blocked if the workers that it waits for are known. So after such a change, each group has only one first try.
 4. No group stays blocked for ever: the workers that it waits for have requests. When such a request ends, or such a worker leaves, this
    counts as a change. A group that waits for unknown workers is never blocked, and is tried whenever anything changes.
 """

@@ -55,7 +55,8 @@ class BoundedRing:
     """Picker by consistent hashing with bounded loads (V. Mirrokni, M. Thorup, M. Zadimoghaddam, SODA 2018).
 
     The picker goes clockwise from the place of the key on the ring, and takes the first worker with fewer than `ceil(load_factor · (requests + 1) /
-    workers)` requests. The key is the session; without a session, the prompt's first block; without a full block, a random number.
+    workers)` requests. The key is the session; without a session, the prompt's first block; without a full block, a random number. In the
+    formula, `requests` is the number of requests on all candidates, and `workers` the number of candidates.
     """
 
     def __init__(self, load_factor: float):

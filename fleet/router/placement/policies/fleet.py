@@ -25,14 +25,14 @@
    relative speed of decoding. So a slow worker has higher costs. The credit of a fetched block is what the fetch saves compared with
    computing the block on this worker.
 8. The cost of the worker that served this session's last request is lowered by `session_blocks`.
-9. If there is a goal for the first token, workers that will probably keep it are preferred. This is predicted from the recent time per
-   prompt token on the worker.
+9. If there is a goal for the first token, workers that will probably keep it are preferred. The time of the first token is predicted from
+   the recent time per prompt token on the worker.
 
 Items 1, 2 and 5 are NVIDIA Dynamo's cost function (lib/kv-router, 1.6), except for the weight of decoding. The price comes from queueing
-theory: work x that joins a queue with work u makes later requests wait λ / (1 - ρ) · x · (u + x / 2) in total. If u + x / 2 is about the
-work of one request, this is x · ρ / (1 - ρ) (E. Hyytiä, A. Penttinen, S. Aalto, "Size- and state-aware dispatching problem with
-queue-specific job sizes", EJOR 217, 2012). ρ is estimated from the table, with one idle worker more than there is, so that it is never 1.
-The other items are Fleet's own.
+theory: work x that joins a queue with work u makes later requests wait λ / (1 - ρ) · x · (u + x / 2) in total, where λ is the rate of
+arrivals and ρ the utilisation. If u + x / 2 is about the work of one request, this is x · ρ / (1 - ρ) (E. Hyytiä, A. Penttinen, S. Aalto,
+"Size- and state-aware dispatching problem with queue-specific job sizes", EJOR 217, 2012). ρ is estimated from the table, with one idle
+worker more than there is, so that it is never 1. The other items are Fleet's own.
 """
 
 from collections.abc import Mapping
@@ -78,7 +78,8 @@ class FleetCost(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Credit for a block that the store has to fetch from a lower tier first."""
 
     running_request_blocks: float = 1.0
-    """Cost of each request on a worker, in blocks of prefill, for the time that it adds to decode steps besides that of its blocks."""
+    """Cost of each request on a worker, in blocks of prefill, for the time that it adds to decode steps besides the time to read its
+    blocks."""
 
     decode_weight: float = 0.3
     """Cost of a block that live requests hold, in blocks of prefill. Each decode step reads the block once. For an answer of

@@ -9,8 +9,8 @@ Source: lib/kv-router/src/scheduling/selector/default.rs.
            + unique decode blocks, with those that the prompt would add
            + decode_active_request_weight · active requests
 
-The choice is by temperature (`Softmax`). Dynamo's prefill workers are scored the same without the decode term. The store's memory
-counts as host memory, and tiers below it as disk.
+`prompt` is a number of tokens, and `block` the number of tokens of a block. The choice is by temperature (`Softmax`). Dynamo's prefill
+workers are scored the same without the decode term. The store's memory counts as host memory, and tiers below it as disk.
 
 There are two differences. Here the decode worker of a pair is chosen as if it also computed the prompt; Dynamo chooses it by its load
 alone. Here the blocks of an answer count as the answer grows; in Dynamo this is an option.

@@ -2,9 +2,10 @@
 
     cost = weight × (prompt blocks - hits)  +  distinct blocks of requests in flight  +  recent
 
-*recent* is the sum of the blocks that a worker had to compute for the requests that it got. The sum is multiplied with 0.97 whenever any
-worker gets a request. So a worker that has just got much work is avoided even before its load shows this work. Infera's weight is 20 for
-prefill workers and 2 for decode workers. This policy uses 20 for prefill workers and its parameter `weight` for all other workers.
+*recent* is the sum of the blocks that a worker had to compute for the requests that it got, at least one block for each request. The sum is
+multiplied with 0.97 whenever any worker gets a request. So a worker that has just got much work is avoided even before its load shows this
+work. Infera's weight is 20 for prefill workers and 2 for decode workers. This policy uses 20 for prefill workers and its parameter `weight`
+for all other workers.
 """
 
 from collections.abc import Mapping

@@ -5,10 +5,10 @@ For each prefill instance, `own` is its longest match with the prompt, and `long
     if longest / own < balancing_threshold:  TTFT = queue + prefill(prompt, own)
     else:                                    the missing blocks are fetched, TTFT = transfer + queue + prefill(prompt, longest)
 
-*queue* is the sum of the queued prefills. The paper fits prefill and transfer times offline; here they are seconds for each
-token (`prefill_seconds_per_token`, `quadratic_seconds` for attention, and `transfer_seconds_per_token`). Mooncake's decode
-instance is the least loaded one that keeps the target for the time between tokens. Here the worker that computes the prompt also
-decodes, and its decoding load is ignored.
+*prefill(prompt, match)* is the time to compute the prompt after a match. *queue* is the sum of the queued prefills. The paper fits prefill
+and transfer times offline; here they are seconds for each token (`prefill_seconds_per_token`, `quadratic_seconds` for attention, and
+`transfer_seconds_per_token`). Mooncake's decode instance is the least loaded one that keeps the target for the time between tokens. Here
+the worker that computes the prompt also decodes, and its decoding load is ignored.
 """
 
 from collections.abc import Mapping

@@ -3,7 +3,7 @@
     exploit, if more than half of the prompt is cached:  the cheapest of the workers with the longest match
     explore, otherwise:                                  the cheapest of all workers
 
-    cost    = load + evicted + prefill, in seconds of that worker
+    cost    = load + evicted + prefill, for each worker and in seconds on it
     load    = sum over the worker's requests of the last `window_seconds`: prefill(uncached part) + decode(answer)
     evicted = sum over the prefixes that would be evicted: prefill(their tokens) × share of the worker's requests that have this prefix
     prefill = prefill(uncached tokens of this prompt)
@@ -26,9 +26,9 @@ The code (WukLab/preble, global_scheduler_with_time.py) gives the window, `imbal
 
 The interface of policies lacks some of the rule's inputs. They are replaced as follows:
 
-- First tokens: the code measures the queueing times of requests, but a policy gets no information about a request after its placement. So the
-  prompt tokens that are reserved on the worker and not computed yet are counted instead, together with those of the request, at the time
-  of placement. Prefill times are proportional to tokens, so the number of tokens doubles when the queueing time doubles.
+- Queueing times: the code measures the queueing times of requests, but a policy gets no information about a request after its placement. So
+  the prompt tokens that are reserved on the worker and not computed yet are counted instead, together with those of the request, at the
+  time of placement. Prefill times are proportional to tokens, so the number of tokens doubles when the queueing time doubles.
 - Lengths of answers: the paper takes the mean length of a worker's answers. Here each answer counts as if it had its maximum length.
   Preble's code also assumes this until it has measured answers.
 - The tree of prompts: a policy knows only the key of the first block, and how many leading blocks each worker holds. So the worker "with the longest node"

@@ -3,7 +3,7 @@
 1. A request counts for its worker until it is older than the window. If there are more than `MAX_REQUESTS`, the oldest ones are forgotten
    earlier.
 2. A prefix is identified by the key of its first block. The first prompt with this prefix that a worker computes becomes a node, which
-   later prompts with the prefix share. The rest of each later prompt becomes a node of its own, which no other prompt shares.
+   later prompts with the prefix share. The uncached tokens of each later prompt become a node of their own, which no other prompt shares.
 3. The nodes of a worker are kept in the order of their last use. The worker is assumed to evict the least recently used node first.
 4. A prefix on a worker is forgotten with its last request in the window.
 """
@@ -22,7 +22,7 @@ MAX_EVICTED = 64  # maximum number of nodes that one estimate of evictions looks
 
 
 class WindowTokens:
-    """Sums, for each half of the window, the prompt tokens that were to be computed before the first tokens of requests."""
+    """Sums, for each half of the window, how many prompt tokens were to be computed before the first token of each request."""
 
     __slots__ = ("earlier", "earlier_requests", "later", "later_requests")
 
@@ -135,7 +135,7 @@ class RequestWindow:
             worker_id: The worker that gets the request.
             key: The block key of the prompt's first block; 0: there is none.
             missed: Prompt tokens of the request that the worker has to compute.
-            ahead: Prompt tokens of other requests that the worker computes before.
+            ahead: Prompt tokens of other requests that the worker computes before this request.
             prefill: Seconds of prefill on the worker.
             decode: Seconds of decoding on the worker.
             capacity: Tokens that the worker's cache holds.

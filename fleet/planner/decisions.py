@@ -66,7 +66,8 @@ class PlannedPool(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Maximum number of replicas."""
 
     dollars_per_hour: float = 0.0
-    """Price of one GPU, or of one replica without a GPU."""
+    """Price of one GPU, or of one replica without a GPU. If the price of a GPU is 0, a planner with a price book takes
+    the price from there."""
 
     start_seconds: Seconds = 120.0
     """Time from the request for a replica until it serves. The rule `fleet` takes this value as its first estimate;

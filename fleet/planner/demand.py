@@ -89,7 +89,7 @@ class DemandWindow(Struct, frozen=True, kw_only=True):
     """Number of requests that wait in routers at the end of the window."""
 
     oldest_seconds: float = 0.0
-    """Age in seconds of the oldest request that waits in a router."""
+    """Age in seconds of the oldest request that waits in a router, or 0 if none waits."""
 
     overflowed: int = 0
     """Number of refused requests that a hosted endpoint has answered. They are part of `arrivals` and `refused`,

@@ -86,7 +86,7 @@ class LoadRule:
     def _need(
         self, pool: PlannedPool, now: Nanos, demand: DemandWindow, seen: PoolObservation, numbers: dict[str, float]
     ) -> int:
-        """Return the number of replicas that a pool should have within its bounds (rules 1 and 2)."""
+        """Return the replicas that a pool should have (rules 1 and 2), and note its load and its need in `numbers`."""
         load = sum(each.running + each.waiting for each in demand.workers if each.pool == pool.name)
         alike = [each for each in self._pools if (each.role is Role.PREFILL) == (pool.role is Role.PREFILL)]
         load += ceil(demand.queued / len(alike))

@@ -22,25 +22,25 @@ Rules, in the order in which `PlannerMachine.decide` applies them:
    under way.
 5. **Latency.** If more requests are late than the goals allow (`fleet.planner.forecasting.attainment`), although the
    capacity model says that the replicas suffice, one replica is added to the phase that causes the delay. This happens
-   only if no change is under way, and at most once in a start-up time (at least a minute). For some hours after that,
-   the planner uses a smaller share of the phase's predicted capacity than was used when the goals were missed. Measured
-   latencies correct the predictions; if the ratio of measured to predicted latencies changes, the condition
-   `ModelDrift` reports it.
+   only if no change is under way, at most once in the time that a replica needs to start, and at most once a minute.
+   For some hours after that, the planner uses a smaller share of the phase's predicted capacity than the share at which
+   the goals were missed. Measured latencies correct the predictions; if the ratio of measured to predicted latencies
+   changes, the condition `ModelDrift` reports it.
 6. **Shrinking** is allowed only if the smaller pools can still serve the highest rate of the last cool-down, increased
-   by the share `deadband`, or as much of it as the present pools. Shrinking also waits in these cases: a change is
-   under way, the last growth is less than a cool-down ago, lengths have changed in the last `LENGTHS_SECONDS`, or more
-   requests are late than the goals allow. Unless the load has ended, one step removes at most half of a pool, because
-   the caches of removed replicas are lost. There are two exceptions. If one phase grows because lengths have changed,
-   the other phase shrinks in the same plan. If the budget does not allow a growth, pools shrink so that others can
-   grow.
+   by the share `deadband`, or as much of this rate as the present pools can serve. Shrinking also waits in these cases:
+   a change is under way, the last growth is less than a cool-down ago, a mean length has changed in the last
+   `LENGTHS_SECONDS`, or more requests are late than the goals allow. Unless the load has ended, one step removes at
+   most half of a pool, because the caches of removed replicas are lost. In two cases, pools shrink without waiting. If
+   one phase grows because a mean length has changed, the other phase shrinks in the same plan. If the budget does not
+   allow a growth, pools shrink so that others can grow.
 7. **Cheaper mix.** Another mix of pools is used only if it saves at least the share `mix_saving` of the cost. Its new
    replicas start before old ones end.
 8. **Limits.** The requested numbers keep the bounds of the pools, and the bounds of the ratio of prefill to decode
    replicas. Budgets are kept at every instant, and also count replicas that start or drain. If no budget is free, a
    replica that replaces another one starts only when the other one has drained.
 9. **Pinned** pools keep their number, and the sizes of the other pools are computed with this number. A pool does not
-   grow for `retry_seconds` if its replicas find no room or fail, or if its number is forbidden or was rolled back; the
-   other pools grow instead.
+   grow for `retry_seconds` if its replicas find no room or fail, or if the orchestrator forbids its number, or if its
+   number was rolled back; the other pools grow instead.
 10. **Goals out of reach.** If no pool can reach a goal, the planner sizes pools for nearly the best latency that can be
     reached, and reports a condition. It then does not shrink pools unless the load ends.
 

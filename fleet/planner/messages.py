@@ -85,7 +85,7 @@ class PoolObservation(Struct, frozen=True, kw_only=True):
     requested number yet. None if neither is the case."""
 
     message: str = ""
-    """Details for a person."""
+    """Details of the reason `why`, for a person; empty if there are none."""
 
     @property
     def pending(self) -> int:

@@ -8,7 +8,7 @@ Rules for readers:
    `commands` is missing if the machine failed. Commands are lists that start with their name; see `RecordedCommand`.
 3. An entry also holds what a replay cannot compute, because the tokens are left out (rule 4): `prompt_tokens`, and in `keys` the results of
    the calls to the hasher of the machine, in order. Each result consists of the keys of a prompt's full blocks, 8 bytes each,
-   little-endian, in base64. The event has the keys of a prompt with images (`Arrived.keys`), which include the digests of the images.
+   little-endian, in base64. The event has the keys of a prompt with images (`Arrived.keys`); these keys include the digests of the images.
 4. Payloads are left out: token ids of prompts and answers, texts of structured outputs and messages, salts, log probabilities, and
    parameters of handoffs. Of the settings, only those that affect decisions are recorded, without keys, secrets or addresses. Names of
    requests, tenants, sessions, models and workers are recorded, and also the addresses of workers. Block keys are recorded too. They are

@@ -199,7 +199,7 @@ class _PredictedPrompt(Struct):
     tokens: int
     to_compute: int
     sent: Nanos
-    queued: bool  # True if other prompts were waiting on the worker when this one was sent
+    queued: bool  # True if the worker had other prompts to compute when this one was sent
     finds_room: bool
     profile: float  # seconds for this prompt alone, predicted by the profile
     expected: float  # predicted seconds from sending this prompt to its first token, with the correction

@@ -9,12 +9,12 @@ Rules:
    worker that answers releases the prefill share of its reservation at the first token, and the rest at the end of the request.
 3. After a prefill attempt the request is over if the one token of this attempt ends the answer. Otherwise the decode worker gets the handoff.
    `LiveRequest.ends_with_prefill_token` and `emits_prefill_token` decide what happens with that token.
-4. A failed attempt (the worker left, could not be reached, cancelled it, sent no usable handoff, or rejected it for a reason that is not
-   the request's fault) is placed again on another worker, up to `max_attempts` placements in all. The tokens that were already sent to the
-   client are appended to the prompt, and the attempt states their number (`Start.generated_tokens`). If no other worker can continue the
-   answer (`_hindrance`), the answer starts over, provided that the client has seen nothing of it (`Arrived.whole`). If the client has seen
-   a part, the request is rejected with WORKER_LOST. An answer that another router has begun (`Arrived.answered`) is continued by the same
-   rule.
+4. If an attempt fails (the worker left, could not be reached, cancelled it, sent no usable handoff, or rejected it for a reason that is not
+   the request's fault), the request is placed again on another worker, up to `max_attempts` placements in all. The tokens that were already
+   sent to the client are appended to the prompt, and the next attempt states their number (`Start.generated_tokens`). If no other worker
+   can continue the answer (`_hindrance`), the answer starts over, provided that the client has seen nothing of it (`Arrived.whole`). If the
+   client has seen a part, the request is rejected with WORKER_LOST. An answer that another router has begun (`Arrived.answered`) is
+   continued by the same rule.
 5. Messages of attempts that were aborted are ignored, because each attempt has an id of its own
    (`fleet.router.attempts`).
 6. A deadline ends a request in any stage; the server sends `RouterTicked` when `next_deadline()` has come.
@@ -588,7 +588,8 @@ class RouterMachine:
     def _to_blame(self, live: LiveRequest, attempt: Attempt, rejected: Rejected) -> WorkerId:
         """Return the worker that the next attempt must avoid.
 
-        If a decode worker cannot read a handoff, this is the prefill worker: the decode worker can still serve the whole request alone.
+        If a decode worker cannot read a handoff, that worker is the prefill worker: the decode worker can still serve the whole request
+        alone.
         """
         if rejected.reason is Reason.KV_MISMATCH and attempt.phase is Phase.DECODE:
             assert live.placed is not None
@@ -805,7 +806,7 @@ class RouterMachine:
         return "" if worker is None else worker.address
 
     def places(self, model: ModelName) -> int:
-        """Return how many requests the answering workers of a model may have at once: the sum of their limits."""
+        """Return how many requests the answering workers of a model that do not drain may have at once: the sum of their limits."""
         return sum(
             worker.request_limit for worker in self.registry.serving(model) if worker.decodes and not worker.draining
         )

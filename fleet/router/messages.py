@@ -91,7 +91,7 @@ class CacheReported(Struct, frozen=True, kw_only=True):
 
 
 class StoreChanged(Struct, frozen=True, kw_only=True):
-    """Event: one tier of a store node has stored and removed blocks of one namespace.
+    """Event: one tier of a store node has stored and removed blocks of one namespace (of one fingerprint).
 
     If `reset` is true, the router first forgets the blocks of this namespace in all tiers of the node.
     """

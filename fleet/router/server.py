@@ -60,7 +60,7 @@ class RequestListener(Protocol):
 
 
 class AnswerKeyChanged(Struct, frozen=True):
-    """Item of a `RequestStream`: workers keep the tokens that follow under another key, because an attempt has failed."""
+    """Item of a `RequestStream`: an attempt has failed, and workers keep the tokens of the next one under another key."""
 
     answer_key: int
 

@@ -3,7 +3,7 @@
 Rules:
 
 1. A candidate becomes the owner by creating the key, if the key does not exist. Etcd deletes the key when the owner's
-   lease ends, which is `lease_seconds` after its last renewal.
+   lease ends: `lease_seconds` after the last renewal of the lease.
 2. The owner stops leading when two thirds of `lease_seconds` have passed since its last successful renewal. It measures
    this time by its own clock, from the instant before it sent the renewal. So the owner stops before etcd deletes the
    key, and there are never two leaders.

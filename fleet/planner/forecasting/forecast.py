@@ -5,7 +5,7 @@ The input is samples of the past demand at equal time steps.
 Rules:
 
 1. A forecaster gets one value in each step. For a given horizon (the time ahead), it returns the expected value and an
-   upper bound, which are at least 0.
+   upper bound. Both are at least 0.
 2. There are four methods: last value; exponentially weighted mean (Brown, 1956); local linear trend by a Kalman filter
    (Harvey, 1989, chapter 4), with a damped slope (Gardner and McKenzie, 1985); additive seasons of a fixed length
    (Holt, 1957; Winters, 1960). The settings choose among them in `fleet.planner.forecasting.history`.

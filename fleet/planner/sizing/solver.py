@@ -35,8 +35,8 @@ HORIZON_SECONDS = 1800.0
 
 ROUNDS = 8
 SERVED_FIRST = 100.0
-"""Cost of an unserved request in the program, as a multiple of the cost of serving it on the most expensive replicas, one
-for each phase."""
+"""Cost of an unserved request in the program, as a multiple of the cost of serving it on two replicas: the most
+expensive one for each phase."""
 
 GAP = 1e-6
 """Relative distance to the optimal value at which the solver may stop."""
@@ -183,7 +183,7 @@ def _trimmed(
     """Return the numbers of replicas without those that the rate does not need.
 
     Such replicas can remain in a solution, because the solver computes with one fixed rate for each replica of a pool
-    (rule 4), which may be too low.
+    (rule 4), and this rate may be too low.
 
     The most expensive replicas are removed first.
     """

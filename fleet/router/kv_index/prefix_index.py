@@ -56,10 +56,12 @@ class StoreNamespace(NamedTuple):
     fingerprint: str
 
 
-# Size of the sample in `lost_blocks`; the share that it estimates has an error below 0.07 in 95 % of all cases.
+# Number of blocks in the sample of `lost_blocks`. The estimated share of lost blocks has an error below 0.07 in 95 % of
+# all cases.
 SAMPLED_BLOCKS = 256
 WORTH_BISECTING = 64  # number of keys above which bisecting is faster than looking up the keys one by one
-# Bytes of a block hash in a block key. Stores compare the whole hash, because a collision there would return the KV of other tokens.
+# Number of bytes of a block hash that form a block key. Stores compare the whole hash, because a collision there would return the KV of
+# other tokens.
 KEY_BYTES = 8
 
 # Cache accuracy (rule 7):

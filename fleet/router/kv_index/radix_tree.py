@@ -9,8 +9,9 @@ Rules:
    change is proportional to the number of nodes on its path.
 3. A node is removed with its last chain, so there are never more nodes than blocks. After that, neighbouring nodes may belong to exactly
    the same chains. They are joined when an added chain passes through many of them, so an old split does not cost time for ever.
-4. Each node counts, by holder, the chains that end in it and its child nodes, but not the chains that pass through it. Adding or removing a
-   chain changes only the nodes that no other chain of its holder passes through, and the node before them, however deep the tree is.
+4. Each node counts, for each holder, its child nodes and the chains that end in it, but not the chains that pass through it. Adding or
+   removing a chain changes only the nodes that no other chain of its holder passes through, and the node before them, however deep the tree
+   is.
 5. If the keys of two prompts collide, which an attacker may provoke, some numbers of blocks are slightly wrong, but nothing else fails: a
    chain that meets a node of another path is recorded only up to that node.
 """
@@ -25,7 +26,8 @@ from fleet.core.clock import Nanos
 
 Keys = Sequence[int]
 
-# When a chain is added, and more nodes than this on its path have only one child, each of them is merged with its child.
+# When a chain is added, and more nodes than this on its path have one child node and no chain that ends in them, each of these nodes is
+# merged with its child node.
 JOIN_ABOVE = 16
 
 
@@ -56,7 +58,8 @@ class RadixNode(Struct, eq=False):
     keys: Keys  # block keys of this node
     mask: int  # bits of the holders of these blocks
     chain: Chain | None  # the chain for which the node was made, if that chain ends here
-    # For each holder, the number of its chains that end here plus the number of its child nodes; None: only `chain` ends here.
+    # For each holder, the number of its chains that end here, plus the number of child nodes with chains of this holder; None: only `chain`
+    # ends here.
     continuations: dict[ChainHolder, int] | None = None
     count: int = 1  # number of all chains that end here, plus the number of child nodes
 
@@ -81,7 +84,7 @@ class RadixTree:
         chain = Chain(holder, keys)
         nodes, depth, total = self.nodes, 0, len(keys)
         parent: RadixNode | None = None
-        whole = 0  # number of nodes on the path that have a single continuation
+        whole = 0  # number of nodes on the path with one child node and no chain that ends in them
         while depth < total:
             node = nodes.get(keys[depth])
             if node is None:
@@ -202,7 +205,10 @@ class RadixTree:
         return first
 
     def _join(self, node: RadixNode) -> None:
-        """Merge nodes on the path from the root to `node`: each node with a single continuation is merged with its child."""
+        """Merge nodes on the path from the root to `node`.
+
+        Each node with one child node, and no chain that ends in it, is merged with its child node.
+        """
         last: RadixNode | None = node
         while last is not None:
             parts, parent = [last], last.parent

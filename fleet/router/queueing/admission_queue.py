@@ -119,7 +119,7 @@ class QueuedRequest(Struct, frozen=True, kw_only=True):
     tokens: int  # tokens of the prompt
     whole_tokens: int = 0  # tokens of the prompt and of the longest possible answer
     wait_key: Hashable = (
-        # A value that is equal for requests that the same workers may serve, apart from length and session. None: all workers may.
+        # A value that is equal for requests that the same workers may serve, if their lengths and sessions are left out. None: all may.
         None
     )
     session: SessionKey | None = None  # the session, if only the worker to which it is bound may serve the request
@@ -289,7 +289,10 @@ class FairQueue:
             self._tenants[each.tenant].add(each, group)
 
     def heads(self) -> Iterator[tuple[RequestId, WaitGroup]]:
-        """Yield the first request of each wait group that is not blocked, in order. The iterator becomes invalid when the queue changes."""
+        """Yield, for each tenant, the first request of each of its wait groups that is not blocked, in the order of the queue.
+
+        The iterator becomes invalid when the queue changes.
+        """
         for _, _, name in self._order:
             for _, _, request_id, group in self._tenants[name].heads():
                 if not group.blocked_on.closed:

@@ -9,7 +9,7 @@
    the store have to be converted, the cost of the conversion is subtracted too.
 3. Blocks that live requests hold on the worker or will soon compute there count like blocks in the engine, even before the worker reports
    them. So siblings that arrive together go to the same worker. For a request that needs these blocks, they are also left out of the
-   backlog, because it does not have to compute them.
+   backlog: on another worker, the request would have to compute them itself.
 4. *work* is the number of blocks that the request has to compute on the worker: prompt minus credit. The terms up to here measure the
    request's own wait. Other requests wait for the work too, and the *price* of a block says for how long. Later requests are delayed by
    busy / (workers + 1 - busy) blocks, where busy is the number of workers that compute prompts now. Requests that run on the worker are

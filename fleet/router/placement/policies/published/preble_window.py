@@ -57,7 +57,7 @@ class WindowRequest(Struct, frozen=True, kw_only=True):
     prefill: float  # seconds of prefill
     decode: float  # seconds of decoding
     waited: float  # tokens to compute before the first token of this request
-    tokens: WindowTokens  # the object whose sums include these tokens
+    tokens: WindowTokens  # the object whose sums include `waited`
 
 
 class WorkerWindow:

@@ -760,7 +760,7 @@ class RouterMachine:
         return Thresholds(**{name: getattr(self.settings, name) for name in Thresholds.__struct_fields__})
 
     def remote_prefill(self) -> RemotePrefillSnapshot:
-        """Return what was measured about remote prefill, also if the router does not use it (`learn_remote_prefill` is off)."""
+        """Return what was measured about remote prefill, also if the router does not use it (the setting `learn_remote_prefill`)."""
         return self.placer.remote_prefill(self.registry.paces())
 
     def booked(self) -> dict[WorkerId, ReservationTotals]:

@@ -68,7 +68,7 @@ class SessionTable:
         return len(self._bindings)
 
     def bound(self, key: SessionKey, now: Nanos) -> WorkerId | None:
-        """Return the worker of a session; None if it is not bound, or was idle for longer than the time to live."""
+        """Return the worker of a session; None if the session is not bound, or was idle for longer than the time to live."""
         if (binding := self._bindings.get(key)) is None:
             return None
         worker_id, used, _ = binding
@@ -128,7 +128,7 @@ class SessionTable:
         ]
 
     def _note(self, key: SessionKey, worker_id: WorkerId | None, now: Nanos) -> int:
-        """Record a binding or its end for the next announcement, unless that is full (rule 4). Return its stamp."""
+        """Record a binding or its end for the next announcement, unless the announcement is full (rule 4). Return the binding's stamp."""
         stamp = self._next_stamp(now)
         if key in self._news or len(self._news) < MAX_SESSION_NEWS:
             self._news[key] = worker_id, stamp

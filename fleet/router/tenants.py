@@ -6,8 +6,8 @@ Rules:
    If any tenant has a key, each request has to prove its tenant by a key, and must not name another tenant.
 2. A tenant has one token bucket for requests and one for tokens. Each fills at a constant rate, up to the limit for one minute. A request
    is admitted if the level of each bucket is at least one. On admission it takes one request and the tokens of its prompt, and at its end
-   the tokens of its answer. So the level may fall below zero; then no request is admitted until the bucket has filled again. A limit that
-   is not set has no bucket.
+   the tokens of its answer. So the level may fall below zero; then no request is admitted until the level has risen to one again. A limit
+   that is not set has no bucket.
 3. Routers can share buckets through Redis. Several times a second each router reports what was taken from its buckets (`taken`) and gets
    the common levels (`settle`). It also sends its own levels (`before`), in case Redis has lost the common ones. Between two reports, each
    router counts by itself. So in this time the routers together may admit more than the limit.
@@ -17,8 +17,8 @@ Rules:
    is then below zero, so these requests are made up for later.
 5. A request that needs work before its admission first asks whether it would be admitted (`expected`), so that no work is done for a
    tenant over its limit. Such work is to fetch images, or to search and replay the tokens of an answer that is resumed. The question takes
-   nothing from the buckets. But until the work is done, the request counts as expected when other requests ask. The answer depends on the
-   buckets of this router alone; the later admission follows rules 2 to 4.
+   nothing from the buckets. But until the work is done, the request counts as expected when other requests ask. The question is decided by
+   the buckets of this router alone; the later admission follows rules 2 to 4.
 """
 
 from collections.abc import Awaitable, Callable, Iterator, Mapping
@@ -37,8 +37,8 @@ MINUTE_SECONDS = 60
 # Maximum number of times that one request waits until the peers have confirmed this router's usage (rule 4). After each wait, this router may
 # admit at least its equal share of what is left of the tenant's limit.
 ROUNDS = 100
-# Maximum retry hint, in seconds, for a request that would be admitted if no requests with images to fetch were expected (rule 5). The hint
-# is short, because the expected requests take nothing if their fetches fail.
+# Maximum retry hint, in seconds, for a request that would be admitted if no other requests were expected (rule 5). The hint is short,
+# because an expected request takes nothing from the buckets if its preparation fails.
 RETRY_EXPECTED_SECONDS = 1.0
 
 PerMinute = Annotated[float, Meta(ge=0, le=1e12)]
@@ -155,8 +155,8 @@ class Tenants:
                 if (other := self._by_key.setdefault(key, name)) != name:
                     raise ConfigurationRefused(f"tenants.{name}.api_key_sha256: {key[:8]}… is a key of {other!r} too")
         self.settle_with_others: SettleWithPeers | None = None
-        """The component that sends the usage at this router to its peers sets this function, which waits for their
-        answers (rule 4)."""
+        """A function that waits until the peers have confirmed the usage at this router (rule 4). The component that sends
+        the usage to the peers sets it. None: there are no peers."""
 
         self.on_taken: Callable[[], None] | None = None
         """A function that is called after something was taken from a bucket at this router. It must not block. None: there are no peers."""

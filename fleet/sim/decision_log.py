@@ -2,7 +2,8 @@
 
 Rules:
 
-1. A line consists of an instant in nanoseconds, a verb, and details. These are all verbs:
+1. A line consists of an instant in nanoseconds, a verb, and details. These are all verbs (R is a request, W a worker, P the prefill worker
+   of a pair, and PATH a KV path):
 
        place R on W [with P by PATH]: WHY, compute N of M tokens, W=COST/HITS …[, prefill P=COST/HITS …]
        book W: N requests, B blocks, T prefill tokens       (and `book W: nothing` if all was released)
@@ -16,7 +17,8 @@ Rules:
 2. A `place` line states a decision with its data. It lists the candidates in the order in which they joined. COST is the
    cost of a candidate, and HITS is the number of leading blocks of the prompt that it need not compute. The `send`
    line of the chosen worker follows. A `send` line without a `place` line is the decode part of a handoff. Its worker
-   was chosen when the request was placed, or at the handoff if the first choice had gone or drains.
+   was chosen when the request was placed, or at the handoff if the first choice had gone or drains. In a `send` line, N
+   counts prompt tokens, M is the maximum number of tokens to generate, and K of the N tokens come from worker P.
 3. A `book` line states the sums of the reservations on one worker after an event. There is one line for each worker whose sums have changed.
 4. Costs are printed with nine significant digits, because sums of floats may differ in the last bits between two machines.
 """

@@ -84,8 +84,8 @@ class EndpointPickerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_f
     """The port of the picker; 0: a free one. The default is the customary port of endpoint pickers."""
 
     router_endpoint: str = ""
-    """``ip:port`` of this router's own HTTP API. Gateways then send all requests to the router, which places them when they arrive. This is
-    needed for Fleet's own workers, which speak no HTTP. Empty: gateways send requests to the workers themselves."""
+    """``ip:port`` of this router's own HTTP API. If it is set, gateways send all requests to the router, which places them when they
+    arrive. Fleet's own workers need it, because they speak no HTTP. Empty: gateways send requests to the workers themselves."""
 
     target_port: Port = 0
     """The HTTP port at which gateways reach the workers, on the host of each worker's address; 0: the port of that address."""
@@ -99,7 +99,7 @@ class EndpointPickerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Number of further endpoints that the picker names after the chosen one. Gateways may try them if the chosen endpoint fails."""
 
     wait_seconds: Seconds = 10.0
-    """The longest wait while all workers are busy; after it the request is rejected with 429."""
+    """The longest time for which a request waits while all workers are busy; after it the request is rejected with 429."""
 
     body_seconds: Seconds = 60.0
     """The longest time from a request's headers to the end of its body."""

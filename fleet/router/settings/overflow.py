@@ -14,8 +14,8 @@ WaitSeconds = Annotated[float, Meta(gt=0, le=86_400)]
 class OverflowSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An OpenAI-compatible endpoint that takes HTTP requests which would wait too long here, or would be refused because of high load.
 
-    A spending limit bounds its cost. Prompts then leave your cluster. Only completions and chats with one answer overflow, not requests over
-    gRPC, the Open Inference Protocol, the Responses API or the Messages API.
+    A spending limit bounds the cost of the endpoint. The prompts of requests that overflow leave your cluster. Only completions and chats
+    with one answer overflow, not requests over gRPC, the Open Inference Protocol, the Responses API or the Messages API.
     """
 
     url: Annotated[str, Meta(min_length=1)]

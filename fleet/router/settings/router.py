@@ -73,8 +73,8 @@ PositiveInt = Annotated[int, Meta(ge=1)]
 PositiveSeconds = Annotated[float, Meta(gt=0, le=1e9)]
 
 COMPARED_TOKENS = 64
-"""Minimum number of tokens of the pieces in which prompts are compared, if the server does not report its cache block by block. Smaller
-pieces would cost memory and time without any use."""
+"""Minimum number of tokens of the pieces in which a prompt is compared with earlier prompts, if the server does not report its cache block
+by block. Smaller pieces would cost memory and time without any use."""
 
 
 ENDPOINT = r"^(tcp://([^*:\s]+|\[[^\]\s]+\]):[0-9]{1,5}|ipc://\S+)?$"
@@ -171,8 +171,8 @@ class OpenAiWorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     silence_cut_seconds: PositiveSeconds = 30.0
     """Time without a byte after which an answer that has begun ends, if the server has not answered a trial request either; at least the
-    silence limit. It also applies to a request that no other server can take. No other server can continue such an answer, so a server that
-    was only stopped for a moment gets this time to go on."""
+    silence limit. No other server can continue an answer that has begun, so a server that was only stopped for a moment gets this time to
+    go on. The time also applies to a request that no other server can take."""
 
     trial_requests: bool = True
     """True if a silent server is asked for a completion of one token, on a separate connection and with `api_key`. Otherwise three silent
@@ -475,8 +475,8 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
     another package, or has a part from one."""
 
     policy_budget_ms: Annotated[float, Meta(gt=0, le=1e6)] = 5.0
-    """Time for one decision of a policy from another package: after that, the default policy decides. Built-in policies take
-    about ten microseconds, and a request should not notice the difference."""
+    """The longest time in milliseconds for one decision of a policy from another package; if the policy takes longer, the default policy
+    decides. Built-in policies take about ten microseconds; a request does not notice a few milliseconds more."""
 
     session_affinity: Literal["off", "soft", "hard"] = "soft"
     """How the worker of a session's last request is treated: "off" ignores it, "soft" prefers it as far as the policy does, and "hard"
@@ -497,8 +497,9 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
     """Number of latest requests whose placement can be explained; each takes about 150 bytes for each worker."""
 
     profiles: dict[str, ProfileSettings] = {}
-    """Profiles of workers, by the beginning of their names ("" for all): first tokens and token gaps are then predicted,
-    corrected by measurements, and compared with them (metrics `fleet_prediction_…`, `fleet_worker_drifts`). Empty: nothing is predicted."""
+    """Profiles of workers, by the beginning of the workers' names ("" for all). With a profile, the router predicts the times of first
+    tokens and the gaps between tokens. It corrects its predictions by measurements, and compares the two (metrics `fleet_prediction_…`,
+    `fleet_worker_drifts`). Empty: nothing is predicted."""
 
     access_log: bool = False
     """Write a line to the log for each request that ended or was refused: its id, model and tenant, its outcome, tokens and times,

@@ -8,7 +8,8 @@ Rules:
 2. A request goes to a worker that has its adapter loaded, or is loading it for an earlier request. If there is no such worker, or the
    batches of all such workers are full, the request goes to a worker with a free slot. If no slot is free, it goes to any worker that can
    load the adapter, and this worker unloads another adapter. Among these workers the policy chooses.
-3. The blocks of an adapter have a salt of their own (`fleet.frontend.generation.resolve_model`), so no cache ever mixes them.
+3. The blocks of an adapter have a salt of their own (`fleet.frontend.generation.resolve_model`), so no cache ever mixes the blocks of
+   two adapters.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -56,7 +57,10 @@ def lora_groups(
 
 
 def listed_loras(descriptions: Iterable[WorkerDescription]) -> dict[ModelName, tuple[ModelName, LoraAdapter]]:
-    """Return the LoRA adapters of some workers by name, each with the name of its base model. The first worker counts (rule 1)."""
+    """Return the LoRA adapters of some workers by name, each with the name of its base model.
+
+    If several workers list an adapter with the same name, the first of these workers counts (rule 1).
+    """
     found: dict[ModelName, tuple[ModelName, LoraAdapter]] = {}
     for each in descriptions:
         for adapter in each.adapters:

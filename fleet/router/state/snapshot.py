@@ -26,7 +26,7 @@ class RouterCounters(Struct, kw_only=True):
     retried: int = 0  # attempts that failed, and after which the router tried to place the request again
     # decisions that chose one worker, because all remaining prefill workers had failed the request
     fallbacks: int = 0
-    continued: int = 0  # decisions for requests whose answer had begun, on another worker or through another router
+    continued: int = 0  # decisions for requests whose answer another worker or router had begun
     workers_lost: int = 0
     late_messages: int = 0  # messages of workers about attempts that had ended or been aborted before
     kv_mismatches: int = 0  # attempts that workers rejected with KV_MISMATCH, before any transfer of blocks

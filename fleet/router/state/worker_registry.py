@@ -206,7 +206,7 @@ class WorkerRegistry:
         return self.tables.get(model, self._no_workers).topology.sizes
 
     def set_peer_reservations(self, peer: str, booked: Mapping[WorkerId, ReservationTotals]) -> list[RegisteredWorker]:
-        """Replace the reservations of a peer router. Return the workers on which it now has fewer requests than before."""
+        """Replace the reservations of a peer router. Return the workers on which this peer now has fewer requests than before."""
         before = self._by_peer.get(peer, {})
         if booked:
             self._by_peer[peer] = booked

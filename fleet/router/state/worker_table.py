@@ -192,7 +192,7 @@ class WorkerReservations:
         self._note()
 
     def computed(self, request_id: RequestId, now: Nanos | None) -> None:
-        """Release the prefill tokens of a prompt that was computed or fetched. `now` is None if its time must not be measured."""
+        """Release the prefill tokens of a prompt that was computed or fetched. `now` is None if the duration must not be measured."""
         reservation = self._reservations[request_id]
         if now is not None and reservation.prefill_tokens >= MIN_MEASURED_TOKENS:
             seconds = (now - reservation.since) / SECOND / reservation.tokens_ahead

@@ -88,7 +88,7 @@ class Handoffs:
         self._sources: dict[RequestId, _HandoffSource] = {}  # the key is the id of the decode attempt
 
     def join(self, worker: WorkerId, endpoint: TransferEndpoint) -> None:
-        """Add the engine of a worker; no engine may have this name yet."""
+        """Add the engine of a worker. The caller makes sure that the worker has no engine here yet."""
         self._endpoints[worker] = endpoint
 
     def leave(self, worker: WorkerId) -> None:

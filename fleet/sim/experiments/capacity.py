@@ -1,9 +1,8 @@
 """Capacity search: finds the highest load at which a scenario keeps its SLO.
 
-Apart from noise, attainment falls when the load grows. So the load is doubled until the SLO is missed. Then a bisection
-begins between the highest load that kept the SLO and the lowest load that missed it. The search ends when the relative
-distance of these two loads is at most `CLOSE`. The load is the rate of arrivals, or the number of users if users wait
-for answers. Every run has the same requests in the same order. While one load runs, other processes can already run the
+Apart from noise, attainment falls when the load grows. So the load is doubled until the SLO is missed, or halved until it is kept. Then a
+bisection begins between the highest load that kept the SLO and the lowest load that missed it. The search ends when the relative distance
+of these two loads is at most `CLOSE`. The load is the rate of arrivals, or the number of users if users wait for answers. Every run has the same requests in the same order. While one load runs, other processes can already run the
 two loads that may come next: one in case the SLO is kept, the other in case it is missed. The curve has a point for
 each load that the search has tried, and for each additional load that the caller wants.
 """
@@ -23,7 +22,7 @@ CLOSE = 0.02
 """The search ends when the lowest load that missed the SLO is at most this share above the highest load that kept it."""
 
 MOST_DOUBLINGS = 20
-# The search fails after this number of halvings, because at such a low rate requests never wait for each other.
+# The search fails after this number of halvings. At such a low rate requests never wait for each other, so a lower one would not help.
 MOST_HALVINGS = 8
 
 

@@ -33,7 +33,7 @@ the previous load.
 
 MOST_REQUESTS = 20_000
 """Maximum number of requests of one point. Without a limit, the curve of a long trace would take many times as long as
-the trace."""
+one run of the trace."""
 
 
 class LoadPoint(Struct, frozen=True, kw_only=True):

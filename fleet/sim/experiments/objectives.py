@@ -31,7 +31,7 @@ class RankedScenario(Struct, frozen=True, kw_only=True):
     changes: dict[str, object]
     seeds: int
     attainment: float  # mean over the seeds
-    figure: float | None  # mean of the objective's figure over the seeds; None if no request was good with one of them
+    figure: float | None  # mean of the objective's figure over the seeds; None if a seed had no good request
     keeps: bool  # True if `attainment` is at least the wanted attainment
 
 

@@ -80,7 +80,7 @@ def cases(
 
 
 def run_all(made: Sequence[SweepCase], processes: int, *, ray: str | None = None) -> Iterator[SweepRow]:
-    """Run cases on this machine, or on the Ray cluster at an address, and yield their rows in the same order.
+    """Run cases on this machine, or on the Ray cluster at the address `ray`, and yield their rows in the order of the cases.
 
     Raises:
         ConfigurationRefused: A file has changed, there is no such Ray cluster, or a process was killed.

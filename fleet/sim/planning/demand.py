@@ -226,7 +226,8 @@ class DemandCollector:
     def window(self) -> DemandWindow:
         """Return a window that is the sum of the records that were delivered since the last call.
 
-        If no record was delivered, the window has no demand. In a gap of the metrics, it names the router as stale.
+        If no record was delivered, the window counts no requests, and repeats the queue and the workers of the last window. In a gap of the
+        metrics, it also names the router as stale.
         """
         now = self._kernel.instant
         in_gap = next((gap for gap in self._gaps if gap[0] <= now < gap[1]), None)

@@ -132,7 +132,7 @@ def tenant_salt(secret: bytes, tenant: str) -> bytes:
 
 
 def cache_salt(text: str, salt: bytes = b"") -> bytes:
-    """Return the salt for a request with the ``cache_salt`` `text`; `salt` is the salt of the request's tenant."""
+    """Return the salt for a request whose ``cache_salt`` is `text`; `salt` is the salt of the request's tenant, or empty."""
     assert len(salt) in (0, SALT_BYTES), f"a salt has 0 or {SALT_BYTES} bytes, not {len(salt)}"
     return hmac.digest(salt, b"fleet.client.v1\0" + text.encode("utf-8", "surrogatepass"), "sha256")
 

@@ -13,8 +13,8 @@ therefore take at most a fifth of the time."""
 class CircuitBreaker:
     """Stops calls after a failure and allows one attempt after a pause.
 
-    The breaker is closed while calls succeed. Each failure opens it and doubles the pause, up to `LONGEST_PAUSE`; when the
-    pause has passed, `allows` permits one caller to try a call.
+    The breaker is closed while calls succeed. Each failure opens it and doubles the pause, up to `LONGEST_PAUSE`; after a slow
+    attempt, the pause is longer (`COST_FACTOR`). When the pause has passed, `allows` permits one caller to try a call.
     """
 
     def __init__(self) -> None:

@@ -73,7 +73,7 @@ class SimulatedStoreSection(Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """A KV store on every node; without this section there is none."""
 
     memory_gib: Annotated[float, Meta(gt=0, le=1e9)]
-    """Memory of the pool on each node."""
+    """Memory of the store's pool on each node."""
 
     policy: PolicyName = "lru"
     """Eviction policy of all tiers."""

@@ -348,7 +348,7 @@ class StepRun:
         return self.began + max(1, round(seconds * SECOND))
 
     def done(self, now: int) -> int:
-        """Return the number of steps that have ended until `now`. The run itself must not have ended."""
+        """Return the number of steps that have ended until `now`. Call this only before the whole run has ended."""
         running = self._running_at(now)
         return running if running < self.steps and self.until(running) == now else running - 1
 
@@ -379,7 +379,8 @@ class StepRun:
         half, guess = 0.5 * self.slope, 1
         linear = self.first - half
         root = linear * linear + 4 * half * elapsed
-        # Solve the quadratic equation for the number of steps as 2c / (b + sqrt(b² + 4ac)), which also works for a slope of 0.
+        # Solve the quadratic equation for the number of steps as 2c / (b + sqrt(b² + 4ac)), which also works for a slope of 0. Here a is
+        # `half`, b is `linear`, and c is `elapsed`.
         if linear > 0 and root >= 0:
             guess = min(self.steps, max(1, int(2 * elapsed / (linear + root**0.5)) + 1))
         while guess < self.steps and self.until(guess) < now:

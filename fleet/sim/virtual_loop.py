@@ -216,7 +216,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     async def create_unix_connection(  # type: ignore[override]
         self, protocol_factory: Callable[[], asyncio.Protocol], path: str
     ) -> tuple[asyncio.Transport, asyncio.Protocol]:
-        """Connect to the protocol that listens at `path`. This takes one round trip of virtual time.
+        """Connect to the protocol that listens at `path`. This takes one round trip of virtual time, or longer if the path is held.
 
         Raises:
             ConnectionRefusedError: No protocol listens at `path`.

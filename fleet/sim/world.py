@@ -318,7 +318,7 @@ class World:
         )
 
     def check(self) -> None:
-        """Assert that router and cluster are consistent. If no request is live, assert also that no capacity is reserved."""
+        """Assert that router and cluster are consistent and, if no request is live, that no worker has an attempt or an occupied block."""
         self._machine.check()
         self._cluster.check(idle=not self._clients)
 

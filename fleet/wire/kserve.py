@@ -88,7 +88,7 @@ def decode_infer(
         latest: Deadline of the gRPC call; None: the call has no deadline.
 
     Raises:
-        RequestRejected: INVALID_ARGUMENT or MODEL_NOT_FOUND, with the input, output or parameter.
+        RequestRejected: INVALID_ARGUMENT or MODEL_NOT_FOUND, with the name of the wrong input, output or parameter.
     """
     if len(message.id) > MAX_ID_CHARACTERS:
         raise invalid("id", f"has {len(message.id)} characters, and {MAX_ID_CHARACTERS} are allowed")

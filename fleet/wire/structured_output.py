@@ -38,7 +38,7 @@ def encode_structured_output(form: StructuredOutput) -> pb.Form:
 def decode_structured_output(message: pb.Form) -> StructuredOutput | None:
     """Decode a structured output without checks. Return None if it is empty, or if this version does not know its kind.
 
-    If the result is None, the caller must reject the request, because the client asked for an answer with a restriction.
+    If the result is None, the caller must reject the request, because the client asked for a restriction that this version cannot apply.
     """
     match message.WhichOneof("form"):
         case "json_object":

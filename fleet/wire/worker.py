@@ -11,8 +11,8 @@ Rules:
 3. An unknown value of an enumeration never ends a stream (ADR 44). In a message to a worker it leads to a rejection of the attempt, because
    the worker must not carry out what it understands only in part. In a message to a router it becomes a known value: blocks of an unknown
    source count as computed, an unknown reason counts as an internal error, and an unknown KV path is left out. An answer with an unknown
-   finish, or with a handoff by an unknown KV path, counts as failed on this worker. Only a worker with an unknown role or pooling task, or
-   one that sends unknown KV events, cannot be used.
+   finish, or with a handoff by an unknown KV path, counts as failed on this worker. Only a worker with an unknown role, pooling task or
+   form of pairs, or one that sends unknown KV events, cannot be used.
 4. `Step` messages are the hot path, because there is one for each decode step. A token takes a few microseconds.
 """
 

@@ -2,9 +2,10 @@
 
 Apart from noise, attainment falls when the load grows. So the load is doubled until the SLO is missed, or halved until it is kept. Then a
 bisection begins between the highest load that kept the SLO and the lowest load that missed it. The search ends when the relative distance
-of these two loads is at most `CLOSE`. The load is the rate of arrivals, or the number of users if users wait for answers. Every run has the same requests in the same order. While one load runs, other processes can already run the
-two loads that may come next: one in case the SLO is kept, the other in case it is missed. The curve has a point for
-each load that the search has tried, and for each additional load that the caller wants.
+of these two loads is at most `CLOSE`. The load is the rate of arrivals, or the number of users if users wait for answers. Every run has
+the same requests in the same order. While one load runs, other processes can already run the two loads that may come next: one in case
+the SLO is kept, the other in case it is missed. The curve has a point for each load that the search has tried, and for each additional
+load that the caller wants.
 """
 
 from collections import deque

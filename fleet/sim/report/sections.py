@@ -245,7 +245,7 @@ def _ended(looks: Sequence[TimelineSample], points: int, unit: float) -> list[tu
 
 
 def _pool_names(looks: Sequence[TimelineSample]) -> list[str]:
-    """Return the names of the pools that get a line of their own in a chart."""
+    """Return the names of the pools that get a line of their own in a chart: the first `LINES` - 1 pools."""
     names = list(dict.fromkeys(pool.name for look in looks for pool in look.pools))
     return names[: LINES - 1]
 

@@ -195,7 +195,7 @@ class RunOutcome(Struct, frozen=True, kw_only=True):
     retries: int  # number of times that clients sent a request again
     # time that the busiest worker spent in steps, divided by the mean of its pool; the highest value among the pools
     imbalance: float
-    utilisation: float  # share of the time that all workers spent in steps
+    utilisation: float  # share of all workers' time that they spent in steps
     disaggregated: int  # number of decisions that chose a prefill and a decode worker together
     preempted: int
     moved_gb: float  # gigabytes of all transfers between workers, including lost ones

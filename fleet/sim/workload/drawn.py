@@ -199,7 +199,7 @@ def _gap(workload: DrawnWorkload, rate: float, now: float, random: Random) -> fl
         case "gamma":
             squared = workload.variation**2
             return random.gammavariate(1 / squared, squared / rate)
-        # Thinning: draw arrivals at the highest rate, and drop some of them at random, so that the rest has the present rate.
+        # Thinning: draw arrivals at the highest rate, and drop some of them at random, so that the others have the present rate.
         case "day" | "bursts":
             gap, highest = 0.0, _highest(workload, rate)
             while True:

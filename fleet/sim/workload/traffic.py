@@ -45,7 +45,7 @@ class RecordedWorkload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """
 
     sample: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    """Share of these rows that is used; the scenario's seed selects the rows."""
+    """Share of the rows in `part` that is used; the scenario's seed selects the rows."""
 
     from_seconds: Seconds = 0.0
     to_seconds: Positive = NEVER_ENDS
@@ -111,7 +111,10 @@ def sessions_of(workload: Workload, folder: Path, *, block_tokens: int, seed: in
 
 
 def request_count(workload: Workload, folder: Path, *, seed: int) -> int | None:
-    """Return the number of requests of a workload, or a slightly larger number. Return None if only reading all rows can tell it."""
+    """Return the number of requests of a workload, or a larger number: requests outside of the selected time are counted, too.
+
+    Return None if only reading all rows can tell the number.
+    """
     if isinstance(workload, DrawnWorkload):
         return None if workload.phases else workload.requests
     try:
@@ -145,7 +148,7 @@ def _opened(workload: RecordedWorkload, folder: Path, block_tokens: int, seed: i
 
 
 def _checked(rows: Iterator[T]) -> Iterator[T]:
-    """Return the rows unchanged, but read the first one now, so that its errors are raised before the run."""
+    """Return the rows unchanged, but read the first one now, so that an error in it, or a lack of rows, is reported before the run."""
     read = _with_field(rows)
     first = next(read, None)
     if first is None:

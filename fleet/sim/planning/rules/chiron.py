@@ -3,9 +3,9 @@
 Source: arXiv 2501.08090, in the form of SageServe's simulator. The paper defines the interactive back-pressure of a
     pool as the share of its instances that have interactive work. The pool grows while this pressure is above the
     target of 0.6 (`pressure`). It may lose one replica in an interval in which the pressure is below the target by more
-    than the share `band` of the target. With continuous batching, every instance has some request all the time. So here an instance counts as
-    having work only if it runs more than the share `busy` of the requests that it can run within the goals. Batch work
-    is not simulated.
+    than the share `band` of the target. With continuous batching, every instance has some request all the time. So here
+    an instance counts as having work only if it runs more than the share `busy` of the requests that it can run within
+    the goals. Batch work is not simulated.
 """
 
 from math import ceil

@@ -3,10 +3,10 @@
 The search has two parts:
 
 1. The need of a pool is the number of replicas that its load keeps busy (`fleet.sim.planning.rules.future_load`). Level
-   k of a pool is its k-th replica, which is needed while the need is at least k. For each level alone, the timetable
-   starts a replica early enough to serve when it is needed. A replica that is not needed for a short time is kept, if
-   this time is not longer than a start and a drain together. Ending it would save nothing, because a replica occupies
-   its GPUs during its start and its drain.
+   k of a pool is its k-th replica, which is needed while the need, rounded up, is at least k. For each level alone, the
+   timetable starts a replica early enough to serve when it is needed. A replica that is not needed for a short time is
+   kept, if this time is not longer than a start and a drain together. Ending it would save nothing, because a replica
+   occupies its GPUs during its start and its drain.
 2. The need of each pool is multiplied by a scale. A bisection finds the smallest scales that keep the attainment. Each
    of its steps replays the same requests with another timetable.
 

@@ -3,9 +3,9 @@
 Source: llm-d-workload-variant-autoscaler, queueing model analyzer. A replica is a state-dependent M/M/1/K queue. With b
 requests in the batch, it completes b / (prefill(b) + O decode(b)) requests per second. Here O is the answer length,
 prefill(b) is the time to compute b prompts, and decode(b) is the time of a decode step. A bisection finds the highest
-rate of arrivals at which one replica keeps the mean TTFT and the mean TPOT. The wanted number of replicas is the
-observed rate divided by this highest rate. The original estimates step times by a Kalman filter. This module takes them
-from the pool's profile, which makes the rule better than the original.
+rate of arrivals at which the mean TTFT and the mean TPOT of one replica keep their goals. The wanted number of replicas
+is the observed rate divided by this highest rate. The original estimates step times by a Kalman filter. This module
+takes them from the pool's profile, which makes the rule better than the original.
 """
 
 from math import ceil

@@ -11,11 +11,11 @@ Rules:
 4. A session's requests may come through any router of the cluster. So each router announces its new and its ended bindings to its peers. A
    binding from a peer counts like one of this router, but is not passed on. One announcement has at most `MAX_SESSION_NEWS` bindings:
    the first ones since the last announcement, or the latest ones for a router that connects later.
-5. If several routers report about one session, the latest binding counts, by the *stamp* of the router that placed the request. The stamp
-   never changes. So all routers agree, in whatever order the announcements come; after an interrupted connection they agree again. Stamps
-   are instants of a common clock: the clock of the router itself, advanced to the latest stamp that it has received. So routers that have
-   exchanged stamps need no synchronised clocks; until then, stamps are as accurate as the Unix time of the host. The end of a binding is
-   not stored. So a router that later receives an older binding of the session uses it, until the session's next request.
+5. If several routers report about one session, the binding with the latest *stamp* counts. The router that places a request gives the
+   stamp, and the stamp never changes. So all routers agree, in whatever order the announcements come; after an interrupted connection they
+   agree again. Stamps are instants of a common clock: the clock of the router itself, advanced to the latest stamp that it has received. So
+   routers that have exchanged stamps need no synchronised clocks; until then, stamps are as accurate as the Unix time of the host. The end
+   of a binding is not stored. So a router that later receives an older binding of the session uses it, until the session's next request.
 """
 
 from collections import OrderedDict

@@ -225,7 +225,8 @@ class Tenants:
 
         Raises:
             RequestRejected: RATE_LIMITED. The retry hint is the time after which a request can be admitted. It is at most
-            `RETRY_EXPECTED_SECONDS` if the request would be admitted without the expected requests, because these may end at any time.
+            `RETRY_EXPECTED_SECONDS` if the request would be admitted without the expected requests, because their preparation may fail at
+            any time.
         """
         limited = self._limited.get(tenant)
         if limited is None:
@@ -383,7 +384,7 @@ async def admit_with_peers(tenants: Tenants, tenant: str, prompt_tokens: int, cl
 
 
 async def await_settle(settle: SettleWithPeers) -> bool:
-    """Await `settle`, as a coroutine from which a task can be made."""
+    """Await `settle` in a coroutine, because a task can be made of a coroutine, but not of every awaitable."""
     return await settle()
 
 
@@ -406,7 +407,7 @@ def _is_used(bucket: TokenBucket | None, now: Nanos) -> bool:
 
 
 def _check(limited: _TenantLimits, now: Nanos) -> None:
-    """Refuse a request unless each bucket holds at least one (rule 2)."""
+    """Refuse a request unless the level of each bucket is at least one (rule 2)."""
     for bucket, what in ((limited.requests, "requests"), (limited.tokens, "tokens")):
         if bucket is not None and (seconds := bucket.seconds_until(1, now)):
             raise RequestRejected(

@@ -7,8 +7,8 @@ Rules:
    trace is kept (`fleet.tracing.sampling`).
 2. When an attempt is sent to a worker, `TracedWorkers` adds the trace id and the id of the attempt's span.
 3. If a trace was not sampled but is kept at the end of the request, all workers of the request are told to export
-   their spans of it. The command names the attempts of this request, because a client's trace may have other
-   requests, which are not kept. If the request may use only a part of the router's export queue, the command also tells
+   their spans of it. The command names the attempts of this request, because a client's trace may contain
+   other requests, which are not kept. If the request may use only a part of the router's export queue, the command also tells
    the workers to leave room in their queues. If the router's queue has no room for the spans of the request, no command is
    sent, because these spans are the parents of the workers' spans.
 """

@@ -10,9 +10,9 @@ Rules:
    was not sampled. This is possible because this process has noted all facts of the request, and because workers keep
    their facts for a while.
 3. A request that was refused by a rule (`REFUSALS`) before its answer had begun does not count as failed. Clients can
-   send any number of such requests. Their traces are therefore kept only if they were slow or sampled. They may fill only
-   the share `REFUSED_SHARE` of the queue for the collector, at the router and at the workers. So a flood of refused
-   requests displaces no trace of a failure.
+   send any number of such requests. The trace of such a request is therefore kept only if the request was slow or sampled.
+   All these traces may fill only the share `REFUSED_SHARE` of the queue for the collector, at the router and at the
+   workers. So a flood of refused requests displaces no trace of a failure.
 4. A request whose deadline passed before its first token has failed, but its client has chosen the deadline, which may
    be a millisecond. Its trace is therefore kept, but gets only `REFUSED_SHARE` of the queue too, unless it was slow.
 """

@@ -188,7 +188,7 @@ def _strings(stop: str | list[str] | tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _session(parameters: RequestParameters) -> tuple[str, str]:
-    """Return the session, or an empty text without one, and the name of the parameter in which the client sent it."""
+    """Return the session (empty: the request has none), and the name of the parameter in which the client sent it."""
     if parameters.sequence_id in (0, "", None):
         return parameters.session, "session"
     if parameters.session:

@@ -1,7 +1,7 @@
 """Tensors of the Open Inference Protocol: reads and writes them, and checks names, types and shapes.
 
-The elements of a tensor are in one of two places: in the field of `contents` for the tensor's type, or in raw form in a list beside all
-tensors. In raw form, numbers are little-endian and follow each other directly, and the length of each text stands before the text.
+The elements of a tensor are in one of two places: in the field of `contents` for the tensor's type, or in raw form in one list outside
+of the tensors. In raw form, numbers are little-endian and follow each other directly, and the length of each text stands before the text.
 """
 
 from collections.abc import Mapping, Sequence

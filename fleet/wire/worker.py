@@ -13,7 +13,7 @@ Rules:
    source count as computed, an unknown reason counts as an internal error, and an unknown KV path is left out. An answer with an unknown
    finish, or with a handoff by an unknown KV path, counts as failed on this worker. Only a worker with an unknown role, pooling task or
    form of pairs, or one that sends unknown KV events, cannot be used.
-4. `Step` messages are the hot path, because there is one for each decode step. A token takes a few microseconds.
+4. `Step` messages are the hot path, because there is one for each decode step. To translate a token takes a few microseconds.
 """
 
 from collections.abc import Callable, Iterable

@@ -20,7 +20,7 @@ from kvstore.tracing.settings import TracingSettings
 
 
 class SelectionSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Limits of the leases that `Select` gives, and of its waits."""
+    """Limits of the leases that the call `Select` gives, and of the time for which it waits."""
 
     max_lease_ms: Annotated[int, Meta(ge=100, le=3_600_000)] = 60_000
     """The longest lease in milliseconds; a request for a longer one is refused. Each report renews a lease, so a lease need not be longer
@@ -257,27 +257,27 @@ class Thresholds(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings that can be changed while a router runs. A new value applies to all later decisions, also about requests that wait already."""
 
     remote_prefill_min_tokens: Annotated[int, Meta(ge=0, le=2**32 - 1)] = 512
-    """Uncached prompt tokens from which on a prefill worker computes the prompt instead of the decode worker.
+    """Number of uncached prompt tokens from which on a prefill worker computes the prompt instead of the decode worker.
 
     A prefill of the default length delays every stream of the decode worker by about one step, while a handoff costs a
     few milliseconds. So longer prompts are better handed over."""
 
     oversubscribe: Annotated[float, Meta(gt=0, le=1e6)] = 2.0
     """Maximum number of requests that are placed on a worker, as a multiple of its batch size. With a value above 1, the engine can refill
-    its batch without a round trip to the router. But a request that waits in the router can still be placed better, or be rejected in
-    time."""
+    its batch without a round trip to the router. But the value should not be large, because only a request that waits in the router
+    instead can still be placed better, or be rejected in time."""
 
     max_queued: Annotated[int, Meta(ge=0, le=2**32 - 1)] = 1024
     """Maximum number of requests that wait because every worker is at its limit. If one more comes, the last request of the tenant with
     the largest backlog is rejected with `queue_full`."""
 
     max_queue_seconds: PositiveSeconds = 10.0
-    """A request is rejected at once if it would wait longer for its first token; its own prefill does not count. Set it to your goal for
-    first tokens. Three waits are predicted: in the queue by the departure rate, in the prefill queue of the chosen worker by its prefill
-    rate, and in the engine of a full worker by its first tokens per second. A margin for the errors of earlier predictions is added, of
-    at most half the limit. Ten seconds is the longest common goal for a first token, so a request that waits longer misses
-    every goal. In `loadtests/studies/conversation.toml`, whose goals are 10 s for the first token and 100 ms between tokens, 16 H100 serve
-    2.5 requests a second. At 1.35, 1.75 and 2.7 times that load, 2.63, 2.86 and 3.60 requests a second meet the goals. With a limit of 5 s,
+    """A request is rejected at once if it would wait longer than this for its first token; its own prefill does not count. Set it to your
+    goal for first tokens. Three waits are predicted: in the queue by the departure rate, in the prefill queue of the chosen worker by its
+    prefill rate, and in the engine of a full worker by its first tokens per second. A margin for the errors of earlier predictions is
+    added, of at most half the limit. Ten seconds is the longest common goal for a first token, so a request that waits longer misses every
+    goal. In `loadtests/studies/conversation.toml`, whose goals are 10 s for the first token and 100 ms between tokens, 16 H100 serve 2.5
+    requests a second. At 1.35, 1.75 and 2.7 times that load, 2.63, 2.86 and 3.60 requests a second meet the goals. With a limit of 5 s,
     these numbers are 2.71, 2.97 and 3.69; with 20 s, they are 2.55, 2.75 and 3.39; with no limit, 0.52, 0.06 and 0.04. At half the load, 2
     of 12,031 requests are rejected; with 5 s, 86 are rejected, and with 20 s none. Raise the limit if clients would rather wait than try
     again, as batch jobs do."""
@@ -460,12 +460,12 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
     conversion_cost: Annotated[float, Meta(ge=0, le=1e9)] = 0.1
     """Additional cost, in blocks of prefill, of a block from the store if the worker has to convert it, because the worker's layout or number
     of ranks differs from the store's. A core converts at half the speed of a copy or faster. For example, a block of 32 tokens of a model
-    with 8 billion parameters has 4 MB. At 6 GB/s, it takes a tenth of the time of its prefill at 5,000 tokens a second."""
+    with 8 billion parameters has 4 MB. At 6 GB/s, its conversion takes a tenth of the time of its prefill at 5,000 tokens a second."""
 
     learn_remote_prefill: bool = False
-    """Learn, from measured handoffs and prefills, how many tokens a prompt must have before another worker computes it, and use this number
-    instead of `remote_prefill_min_tokens`. Until eight handoffs were measured, prompts with at least 64 uncached tokens are handed over. The
-    default is off: placement then does not depend on earlier measurements, which a test of a cluster may need."""
+    """Learn, from measured handoffs and prefills, how many uncached tokens a prompt must have before another worker computes it, and use
+    this number instead of `remote_prefill_min_tokens`. Until eight handoffs were measured, prompts with at least 64 uncached tokens are
+    handed over. The default is off, because a test of a cluster may need a placement that does not depend on earlier measurements."""
 
     policy: Annotated[str, Meta(min_length=1)] = "fleet"
     """Placement policy: a name that `fleet router policies` lists."""

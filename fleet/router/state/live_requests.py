@@ -164,8 +164,8 @@ class LiveRequest(Struct):
     def wait_key(self) -> Hashable:
         """Return a value that describes what a request demands of its worker.
 
-        Requests with equal values may be served by the same workers, apart from what their sessions and lengths exclude. None: the request
-        demands nothing.
+        Requests with equal values may be served by the same workers, except for workers that a request's session or length excludes. None:
+        the request demands nothing.
         """
         arrived = self.arrived
         if (

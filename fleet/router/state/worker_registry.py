@@ -108,7 +108,7 @@ class WorkerRegistry:
             pool.tune(settings)
 
     def reserve(self, live: LiveRequest, worker_id: WorkerId, prefill_tokens: int, now: Nanos) -> RegisteredWorker:
-        """Reserve capacity for a request on a worker, which has to compute `prefill_tokens` of its prompt."""
+        """Reserve capacity for a request on a worker that has to compute `prefill_tokens` tokens of the request's prompt."""
         worker = self.workers[worker_id]
         keys = live.keys(worker.description.block_tokens)
         expected = live.arrived.expected_tokens

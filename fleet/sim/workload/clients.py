@@ -263,7 +263,7 @@ class _Conversation:
                 self._prepare(index)
 
     def _prepare(self, index: int) -> None:
-        """Schedule a turn whose awaited answers have all arrived. It is sent after the pause in the workload."""
+        """Schedule a turn whose awaited answers have all arrived. It is sent after the pause that the workload states for it."""
         self._kernel.after(min(self._turns[index].gap, self._longest), partial(self._send, index))
 
     def _send(self, index: int) -> None:

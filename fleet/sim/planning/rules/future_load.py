@@ -56,7 +56,7 @@ def _weight(role: Role, request: TraceRequest, shape: TrafficShape) -> float:
 
 
 def peak_replicas(context: RuleContext, shape: TrafficShape, span_seconds: float, use: float) -> dict[PoolName, int]:
-    """Return the replicas of each pool for which the highest load is the share `use` of their throughput.
+    """Return, for each pool, the number of replicas with which the highest load is the share `use` of their throughput.
 
     The load is averaged over `span_seconds` seconds.
     """

@@ -73,7 +73,10 @@ class _Hpa:
         return self._context.bounded(pool.name, max(wanted, min(highest, before)))
 
     def _utilisation(self, pool: PlannedPool, seen: Observation) -> float:
-        """Return the utilisation of a pool, from 0 to 1: the work that was done, divided by the work that its replicas can do."""
+        """Return the utilisation of a pool, from 0 to 1: its load, divided by the most that its ready replicas can take.
+
+        For a decode pool, the load is the number of running requests; for other pools, it is the rate of served requests.
+        """
         shape, ready = self._load.shape, ready_of(seen, pool.name)
         capacity = self._context.capacities[pool.name]
         if pool.role is Role.DECODE:

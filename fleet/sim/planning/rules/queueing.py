@@ -66,7 +66,7 @@ class _Queueing:
         return PlanDecision(at=now, replicas=replicas, reason=reason, numbers=numbers)
 
     def _highest_rate(self, pool: PlannedPool) -> float:
-        """Return the highest rate, in requests per second, at which one replica keeps both mean latencies."""
+        """Return the highest rate of arrivals, in requests per second, at which one replica keeps the goals for both mean latencies."""
         shape = self._load.shape
         rates = self._completion_rates(pool, shape)
         low, high = 0.0, max(rates)
@@ -88,7 +88,7 @@ class _Queueing:
         ]
 
     def _keeps(self, pool: PlannedPool, shape: TrafficShape, rates: list[float], rate: float) -> bool:
-        """Return True if one replica keeps the goals for mean TTFT and mean TPOT at a rate of arrivals."""
+        """Return True if one replica keeps the goals for mean TTFT and mean TPOT when `rate` requests arrive per second."""
         goals, capacity = self._context.goals, self._context.capacities[pool.name]
         most = len(rates)
         weight, total, in_batch, waiting = 1.0, 1.0, 0.0, 0.0

@@ -464,8 +464,9 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
 
     learn_remote_prefill: bool = False
     """Learn, from measured handoffs and prefills, how many uncached tokens a prompt must have before another worker computes it, and use
-    this number instead of `remote_prefill_min_tokens`. Until eight handoffs were measured, prompts with at least 64 uncached tokens are
-    handed over. The default is off, because a test of a cluster may need a placement that does not depend on earlier measurements."""
+    this number instead of `remote_prefill_min_tokens`. Until eight handoffs were measured, prompts with at least 64 uncached tokens (or
+    `remote_prefill_min_tokens`, if that is smaller) are handed over. The default is off, because a test of a cluster may need a placement
+    that does not depend on earlier measurements."""
 
     policy: Annotated[str, Meta(min_length=1)] = "fleet"
     """Placement policy: a name that `fleet router policies` lists."""

@@ -17,7 +17,7 @@ FIRST_WIDTH = Nanos(SECOND)
 
 
 class ArrivalWindow(Struct, frozen=True, kw_only=True):
-    """Counts and latencies of the requests that arrived in one span of time."""
+    """Counts and latencies of the requests that arrived in one span of time. Tokens are counted only for answered requests."""
 
     begin: float  # simulated seconds
     end: float

@@ -9,7 +9,7 @@ Rules:
    instant at which a step within the run ends, it joins the next step. If it arrives at the instant at which the whole
    run ends, the kernel draws at random which of these two events happens first.
 3. When a fetch begins or ends during a step run, the blocks for the tokens of the finished steps are allocated first. When a fetch
-   ends, or when too few blocks remain for the other steps of the run, the run ends after the step that is under way.
+   ends, or when too few blocks are free for the remaining steps of the run, the run ends after the step that is under way.
 4. When an answer ends, its full blocks get names, if the job states their names.
 5. Progress is reported when an answer begins a new block, because routers count blocks. To save events, at least about
    `REPORT_TOKENS` tokens lie between two reports. The method `progress` returns the tokens that are not reported yet;

@@ -132,8 +132,9 @@ class OpenAiWorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fie
     only with `insecure`."""
 
     insecure: bool = False
-    """Allow sending `api_key` or the clients' tokens over http, without encryption, to another host. If off, a router with such an `api_key`
-    does not start, and clients' tokens are left out of requests to this server. Set this only for networks to which nobody else has access."""
+    """Allow sending `api_key` or the clients' tokens over http, without encryption, to another host. If off, a router that would send an
+    `api_key` in this way does not start, and clients' tokens are left out of requests to this server. Set this only for networks to which
+    nobody else has access."""
 
     kv_events: Annotated[str, Meta(pattern=ENDPOINT)] = ""
     """ZeroMQ endpoint where vLLM or SGLang publishes its KV events (``tcp://host:port``). With an endpoint, `block_tokens` must be the

@@ -221,7 +221,10 @@ class WorkerRegistry:
         ]
 
     def note_peer_prompts(self, peer: str, placed: Iterable[PlacedPrompt], over: Iterable[int], now: Nanos) -> None:
-        """Record the prompts that a peer router has sent to workers, and those that are finished (`fleet.router.kv_index.peer_prompts`)."""
+        """Record the prompts that a peer router has sent to workers (`placed`), and forget the finished ones, whose numbers are in `over`.
+
+        `fleet.router.kv_index.peer_prompts` explains peer prompts.
+        """
         worker_by_number = self._peer_prompts.setdefault(peer, {})
         for number in over:
             if (worker := self.get(worker_by_number.pop(number, WorkerId("")))) is not None:

@@ -23,7 +23,8 @@ CLOSE = 0.02
 """The search ends when the lowest load that missed the SLO is at most this share above the highest load that kept it."""
 
 MOST_DOUBLINGS = 20
-# The search fails after this number of halvings. At such a low rate requests never wait for each other, so a lower one would not help.
+# The search fails after this number of halvings. At such a low rate requests never wait for each other, so a still lower rate would not
+# help.
 MOST_HALVINGS = 8
 
 

@@ -76,7 +76,7 @@ class ObservedLoad:
         return [] if self.last is None else [each for each in self.last.workers if each.pool == pool]
 
     def _note_lengths(self) -> None:
-        # The prompt tokens of simulated windows include those of abandoned requests.
+        # The prompt tokens of simulated windows include those of abandoned requests, so these requests count as sent here.
         sent = sum(_sent(window) for window in self._windows)
         finished = sum(window.finished for window in self._windows)
         prompt = sum(window.prompt_tokens for window in self._windows)

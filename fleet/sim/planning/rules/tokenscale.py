@@ -30,7 +30,7 @@ class TokenScaleRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     as the paper demands."""
 
     use: float = 0.85
-    """Share of a replica's velocity with which the number of replicas is computed; the rest is a reserve."""
+    """Share of a replica's velocity with which the number of replicas is computed; the rest of the velocity is a reserve."""
 
     interval_seconds: float = 5.0
     down_seconds: float = 60.0

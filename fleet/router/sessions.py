@@ -9,8 +9,8 @@ Rules:
    "soft" is a preference (`fleet.router.placement.policies.fleet`, item 8), "hard" is a condition (`must_keep` in
    `fleet.router.placement.candidate_table`).
 4. A session's requests may come through any router of the cluster. So each router announces its new and its ended bindings to its peers. A
-   binding from a peer counts like one of this router, but is not passed on. One announcement has at most `MAX_SESSION_NEWS` bindings:
-   the first ones since the last announcement, or the latest ones for a router that connects later.
+   binding from a peer counts like one of this router, but is not passed on. One announcement has at most `MAX_SESSION_NEWS` bindings.
+   If there are more, it has the first ones since the last announcement, or, for a router that connects later, the latest ones.
 5. If several routers report about one session, the binding with the latest *stamp* counts. The router that places a request gives the
    stamp, and the stamp never changes. So all routers agree, in whatever order the announcements come; after an interrupted connection they
    agree again. Stamps are instants of a common clock: the clock of the router itself, advanced to the latest stamp that it has received. So

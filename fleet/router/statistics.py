@@ -157,7 +157,7 @@ class RouterStatistics:
     def knowledge(
         self, recent: Mapping[tuple[ModelName, Knowledge], tuple[int, int, CacheComparison]]
     ) -> tuple[KnowledgeSnapshot, ...]:
-        """Return how accurately the router knows the caches of workers, for each model and each kind of knowledge of its workers.
+        """Return how accurately the router knows the caches of workers: a snapshot for each model and each kind of knowledge.
 
         Workers that have left still count in the sums since the start.
 

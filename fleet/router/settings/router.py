@@ -157,9 +157,9 @@ class OpenAiWorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     silence_factor: Annotated[float, Meta(ge=1, le=1000)] = 8.0
     """Silence limit, as a multiple of the expected time to the first byte. This expected time is the one within which 95 % of the server's
-    first bytes came. A server with waiting requests that sends no byte for this limit leaves rotation, if it has not answered a trial
-    request either, and another server of its model works. The trial request is sent after twice the expected time. The default is eight, so
-    that neither a load that doubles twice nor an uncached prompt counts as a hang."""
+    first bytes came. A server with waiting requests that sends no byte for longer than this limit leaves rotation, if it has not answered a
+    trial request either, and another server of its model works. The trial request is sent after twice the expected time. The default is
+    eight, so that neither a load that doubles twice nor an uncached prompt counts as a hang."""
 
     silence_floor_seconds: Annotated[float, Meta(ge=0.01, le=3600)] = 1.0
     """Shorter silences never count as a hang, however fast a server was before. The default is longer than garbage collection, a busy core or

@@ -17,7 +17,7 @@ class DepartureRate:
         self._amount = 0.0
         self._seconds = 0.0
         self._departures = 0
-        self._since: Nanos | None = None  # instant up to which `_seconds` includes the time; None: nothing waits
+        self._since: Nanos | None = None  # instant up to which time is counted in `_seconds`; None: nothing waits
 
     def busy(self, now: Nanos) -> None:
         """Record that something waits from now on."""

@@ -150,8 +150,8 @@ class LiveRequest(Struct):
     def answer_key(self) -> int:
         """The key under which the worker of the next attempt keeps the tokens of the answer; 0: it keeps none.
 
-        Each attempt that generates the answer has a key of its own, so only one worker keeps tokens under it. A
-        failed attempt may have generated tokens that did not arrive at the router, and the next one generates others.
+        Each attempt that generates the answer has a key of its own. If attempts shared a key, two workers could keep different tokens under
+        it: a failed attempt may have generated tokens that did not arrive at the router, and the next attempt generates others.
         """
         key = self.arrived.answer_key
         return key + self.failures if key else 0

@@ -7,7 +7,7 @@ Rules:
    the last worker of the old one drains. Only workers with exactly this revision serve it.
 2. A request goes to a worker that has its adapter loaded, or is loading it for an earlier request. If there is no such worker, or the
    batches of all such workers are full, the request goes to a worker with a free slot. If no slot is free, it goes to any worker that can
-   load the adapter, and this worker unloads another adapter. Among these workers the policy chooses.
+   load the adapter, and this worker unloads another adapter. In each case, the policy chooses among these workers.
 3. The blocks of an adapter have a salt of their own (`fleet.frontend.generation.resolve_model`), so no cache ever mixes the blocks of
    two adapters.
 """

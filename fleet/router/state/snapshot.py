@@ -24,7 +24,7 @@ class RouterCounters(Struct, kw_only=True):
     impossible: dict[RejectionCause, int] = {}
     policy_fallbacks: int = 0  # decisions that the default policy made because the configured policy failed
     retried: int = 0  # attempts that failed, and after which the router tried to place the request again
-    # decisions that chose one worker, because all remaining prefill workers had failed the request
+    # decisions that chose one worker, because an attempt of the request had failed on each of the remaining prefill workers
     fallbacks: int = 0
     continued: int = 0  # decisions for requests whose answer another worker or router had begun
     workers_lost: int = 0
@@ -94,7 +94,7 @@ class StoreSnapshot(Struct, frozen=True, kw_only=True):
 
 
 class KnowledgeSnapshot(Struct, frozen=True, kw_only=True):
-    """How accurately the router knows the caches of all workers of one model with one kind of knowledge."""
+    """How accurately the router knows the caches of those workers of one model of which it has one kind of knowledge."""
 
     model: ModelName
     knowledge: Knowledge

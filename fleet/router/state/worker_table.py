@@ -22,9 +22,9 @@ Rules of the wait for a first token (`FirstTokenRate`).
 
 7. A worker is full if more requests are reserved on it than it runs at once, or more blocks than it has. Its engine then keeps requests
    waiting, because the router sends some more requests than the engine can run at once (the setting `oversubscribe`).
-8. While a worker is full, it is measured how many first tokens it sends per second. A new request waits about as long as the worker needs
-   for the first tokens of all requests that it was sent before (J. D. C. Little, Operations Research 9, 1961). That wait includes the
-   prefill, and on a decode worker the prefill on another worker.
+8. While a worker is full, the router measures how many first tokens the worker sends per second. A new request waits about as long as the
+   worker needs for the first tokens of all earlier requests that have none yet (J. D. C. Little, Operations Research 9, 1961). That wait
+   includes the prefill, and on a decode worker the prefill on another worker.
 9. On a worker that is not full, no wait is predicted: a request with a place in the batch is answered as fast as it can be.
 10. If several routers use a worker, each one counts its own requests and their first tokens. The engine serves the requests of all routers
     in turn. So the requests without a first token, divided by the first tokens per second, are about the same for each router; this ratio
@@ -311,7 +311,7 @@ def _share(blocks: int, tokens: int, expected: int) -> int:
 
 
 class FirstTokenRate:
-    """Measures the first tokens per second of one worker while it is full, and counts the requests on it that have none yet (rules 7 to 12)."""
+    """Measures a worker's first tokens per second while it is full, and counts its requests without a first token (rules 7 to 12)."""
 
     def __init__(self, description: WorkerDescription) -> None:
         self._max_running = description.max_running
@@ -496,7 +496,7 @@ class RegisteredWorker:
 
 
 class BlockSizeGroup(Struct, frozen=True, kw_only=True):
-    """The workers with one block size. Block keys depend on the block size, so they are looked up once for each group."""
+    """The workers with one block size. Block keys depend on the block size, so a prompt's keys are looked up once for each group."""
 
     block_tokens: int
     rows: Rows | None  # rows of these workers in the table; None: all rows

@@ -5,8 +5,8 @@ Rules:
 1. Tiers are searched in order, beginning with the node's memory (the pool). Each tier has a capacity, and an eviction policy and
    an admission rule from `kvstore`. All nodes may share a tier, such as the last one.
 2. Computed blocks are saved to the pool. When they are saved, and again whenever they are used, they are demoted to each lower
-   tier that admits them. No request waits for a demotion. At most `QUEUE_BLOCKS` blocks wait for a demotion to one tier. If more
-   blocks have to wait, they are not demoted.
+   tier that admits them. No request waits for a demotion. At most `QUEUE_BLOCKS` blocks wait for a demotion to one tier; further
+   blocks are not demoted.
 3. A load fetches the leading blocks of a prompt that an engine does not have. Each block comes from the first tier that
    has it. The load stops at the first blocks that the engine can compute faster than load (rule 3 of
    `kvstore.hierarchy.promotions`). Blocks that were loaded from lower tiers are also stored in the pool.

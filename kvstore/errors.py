@@ -65,7 +65,7 @@ class BadCredentials(StoreNotStarted):
 
 
 class InvalidArgument(StoreError):
-    """The request is invalid. Any other node would refuse it too.
+    """The request is invalid, at least for this node. The node would refuse the same request again.
 
     Attributes:
         field: Name of the invalid field of the request.
@@ -96,7 +96,7 @@ class Restarted(StoreError):
 
 
 class NamespaceInUse(StoreError):
-    """Clients use the same weights with other fields of the namespace; see rule 7 of `kvstore.pool.machine`.
+    """Another namespace with the same weights is in use at the node; see rule 7 of `kvstore.pool.machine`.
 
     Attributes:
         fields: Names of the fields of `KvNamespace` that differ.

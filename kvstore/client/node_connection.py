@@ -9,8 +9,9 @@ Rules:
 2. No call takes longer than its deadline, and a circuit breaker keeps callers from waiting for a dead node again and
    again.
 3. A node that has restarted refuses the ids that its former incarnation has given out. The connection then repeats the
-   handshake, maps the new pool and repeats the call, within the same deadline.
-4. If TLS is the cause why a node cannot be reached, the error or a log line says so (`kvstore.security.tls_diagnosis`).
+   handshake, opens a data path to the new pool and repeats the call, within the same deadline.
+4. If TLS is the reason why a node cannot be reached, the error or a log line says so
+   (`kvstore.security.tls_diagnosis`).
 5. If shared memory could not be mapped, perhaps because too many clients asked for it, a thread tries again
    periodically. Later calls then use shared memory.
 6. A connection may be opened before its node answers. A thread then performs the handshake as soon as the node answers.
@@ -100,7 +101,7 @@ class NodeConnection:
         self._address = address
         self._namespace = namespace
         self._session: NodeSession | None = None
-        # True if the node has restarted, so that the session belongs to a former incarnation of the node.
+        # True if the node seems to have restarted, so that the session belongs to a former incarnation of the node.
         self._outdated = False
         self._call_timeout = call_timeout
         self._prefer = prefer
@@ -114,9 +115,9 @@ class NodeConnection:
         self._slower: list[Transport] = []
 
     def open(self, deadline: Nanos) -> None:
-        """Perform the handshake, at the latest until the deadline.
+        """Perform the handshake before the deadline.
 
-        If it fails, close the channel and raise the same errors as `StoreClient.connect`.
+        If the handshake fails, close the channel and raise the error of `shake_hands`.
         """
         try:
             self._session = self._shake_hands(deadline)
@@ -176,7 +177,8 @@ class NodeConnection:
     def session_of(self, incarnation: str) -> NodeSession | None:
         """Return the session with `incarnation`, the node's incarnation that made the caller's match or write grant.
 
-        Return None if this incarnation has ended, if the node cannot be reached, or if it has not been joined yet.
+        Return None if this incarnation has ended, if the node cannot be reached or has not been joined yet, or if
+        another thread is performing a handshake now.
 
         The match or grant may come from another process that has noticed a restart of the node earlier than this
         process. A new handshake then shows whether the node has this incarnation.
@@ -203,7 +205,7 @@ class NodeConnection:
             return
         self.closed.set()
         self._channel.close()
-        with self._handshake:  # threads store a new session only under this lock, so none can follow after the close
+        with self._handshake:  # threads store a session only under this lock, so the session here is the last one
             if self._session is not None:
                 self._session.calls.close()
                 self._close_transports(self._session)
@@ -244,7 +246,7 @@ class NodeConnection:
     def _explain(self, error: Exception) -> tuple[str, str]:
         """Return the message of a failed join, and the part of the message that names the cause.
 
-        The second text is empty if the only known cause is that the node does not answer.
+        The part is empty if nothing is known except that the node does not answer.
         """
         if not isinstance(error, StoreUnreachable) or isinstance(error, IncompatibleVersion) or self.closed.is_set():
             return str(error), str(error)

@@ -57,8 +57,9 @@ def shake_hands(
     """Agree with the node on the protocol and the namespace, and open the first data path of `prefer` that works.
 
     Raises:
-        StoreUnreachable: The node does not answer by the deadline, or no data path works. If client and node speak no
-            common version of the protocol, the error is its subclass IncompatibleVersion.
+        StoreUnreachable: The node does not answer by the deadline, it has too many open namespaces, or no data path
+            works. If client and node speak no common version of the protocol, the error is its subclass
+            IncompatibleVersion.
         LayoutMismatch: The node stores this model's blocks in another layout; the error names the field that differs.
         InvalidArgument: The namespace is invalid for the node; the error names the field.
     """
@@ -110,7 +111,7 @@ def with_shared_memory(session: NodeSession, namespace: KvNamespace, clock: Cloc
 def refusal(address: str, error: grpc.RpcError) -> Exception:
     """Return the error of `kvstore.errors` for this RPC error of a handshake (the call `Hello`).
 
-    An RPC error with the status INVALID_ARGUMENT may come from any other call too.
+    `NodeConnection` also calls this function for the errors of other calls if their status is INVALID_ARGUMENT.
     """
     details = error.details() or ""
     metadata = cast("Sequence[tuple[str, str]]", error.trailing_metadata() or ())

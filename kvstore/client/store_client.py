@@ -133,7 +133,7 @@ class StoreClient:
             StoreUnreachable: No node answers in time, no data path works, or client and node speak no common version of
                 the protocol (its subclass IncompatibleVersion).
             LayoutMismatch: The node stores these weights in another layout; the error names the field that differs.
-            InvalidArgument: No node can store such blocks; the error names the invalid field of the namespace.
+            InvalidArgument: The node cannot store such blocks; the error names the invalid field of the namespace.
             BadCredentials: A file of the credentials cannot be used; the error names the field.
         """
         client = cls(
@@ -444,7 +444,7 @@ class StoreClient:
                 until `batch_blocks` other blocks have been requested after it, or until this call ends. If a source
                 raises, this call raises the same exception, publishes nothing and ends the reservation at once.
             tenant: Tenant's salt. The blocks count towards the quota of this tenant.
-            deadline: Instant at which the call ends; None: only its single steps have time limits.
+            deadline: Instant at which the call ends; None: only the single steps of the call have time limits.
             trace: As for `match`.
 
         Returns:
@@ -530,7 +530,7 @@ class StoreClient:
         return published
 
     def counters(self) -> StoreClientCounters:
-        """Return the counters of this client since it connected."""
+        """Return the counters of this client since it was made."""
         return self.connection.counting.read()
 
     def stats(self) -> Stats | None:
@@ -562,7 +562,8 @@ class StoreClient:
         self.close()
 
     def _releasing(self, request: pb.ReleaseRequest) -> Callable[[NodeSession, float], None]:
-        # If the node did not answer before, wait for its response to the release, which shows whether it is back.
+        # If the node did not answer the last call, wait for its response to the release, which shows whether it is
+        # back.
         wait = not self.answers
 
         def call(session: NodeSession, timeout_seconds: float) -> None:

@@ -58,7 +58,10 @@ def pack(
     bound: ErrorBound,
     check: ByteArray | None = None,
 ) -> ByteArray:
-    """Return an encoded block. The check in its header is the hash of the bytes `check`, or if None, of the body."""
+    """Return an encoded block.
+
+    The check in its header is the hash of the bytes `check`, or of the body if `check` is None.
+    """
     prefix = _PREFIX.pack(VERSION, form, 0, bound.relative, bound.of_largest, bound.least)
     hasher = xxhash.xxh3_64(seed=_seed(codec_id, key, prefix))
     for piece in body if check is None else [check.data]:

@@ -76,7 +76,7 @@ class Fp8Codec:
     def __init__(self, namespace: KvNamespace):
         self._values = BlockValues(namespace)
         self._groups = self._values.shape[0]
-        # The scale of a head is a power of two that is less than the largest magnitude of the head's values / 224.
+        # The scale of a head is a power of two that is less than 1/224 of the largest magnitude of the head's values.
         # E4M3 numbers below 2 ** -6 are 2 ** -9 apart, so rounding them adds an error of up to 2 ** -10 * scale.
         self._bound = ErrorBound(2.0**-4, 2.0**-10 / 224, self._values.half.half_least)
 

@@ -13,8 +13,8 @@ Rules:
    sample lacks some blocks that most requests use. Such blocks are usually hits, so the missing blocks count as hits.
    If there are more than predicted, the difference is subtracted from the hits.
 5. Observations lose half of their weight after a half-life.
-6. At most `MAX_GHOST_CACHES` namespaces of a node have a ghost cache. A further namespace gets one, and the least used
-   of them loses its own, if the further namespace is used much more (rule 7).
+6. At most `MAX_GHOST_CACHES` namespaces of a node have a ghost cache. If another namespace is used much more than the
+   least used of them, it gets a ghost cache, and the least used one loses its own (rule 7).
 7. "Much more" is at least `TAKES_OVER` times as much. A new ghost cache has no result for a while, so two equally used
    namespaces must not replace each other again and again.
 8. The uses of at most `MAX_NAMESPACES` namespaces are remembered; the longest unused one is forgotten first.
@@ -61,7 +61,7 @@ class HitRateEstimate(Struct, frozen=True, kw_only=True):
 
     policy: str
     scale: float
-    # Share of the looked-up blocks that the cache would have, together with all blocks before them in their chain.
+    # Share of the looked-up blocks that would be hits: the cache has the block and all blocks before it in its chain.
     hit_rate: float
 
 
@@ -164,7 +164,7 @@ class GhostCache(Generic[K]):
 
     def estimates(self) -> list[HitRateEstimate]:
         """Return the estimated hit rates in the order of the scenarios; all are 0 before the first look-up."""
-        unseen = self._expected - self._looked_up  # look-ups that should be in the sample, but are not (rule 4)
+        unseen = self._expected - self._looked_up  # blocks that the sample lacks; negative: it has too many (rule 4)
         return [
             HitRateEstimate(
                 policy=scenario.policy,
@@ -227,7 +227,7 @@ class GhostCaches:
             self._begin(use)
 
     def looked_up(self, digest: bytes, chain: Sequence[BlockHash], now: Nanos) -> None:
-        """Record that a client looked up a chain; the argument is the whole chain."""
+        """Record that a client looked up a chain; `chain` has all its blocks, not only those found."""
         if (use := self.namespaces.get(digest)) is None:
             return
         self._fade(now)
@@ -239,7 +239,7 @@ class GhostCaches:
             use.ghost_cache.looked_up(chain, now)
 
     def stored(self, digest: bytes, chain: Sequence[BlockHash], now: Nanos) -> None:
-        """Record that a client published the missing blocks of a chain; the argument is the whole chain."""
+        """Record that a client published the missing blocks of a chain; `chain` is the whole chain."""
         use = self.namespaces.get(digest)
         if use is not None and use.ghost_cache is not None:
             use.ghost_cache.stored(chain, now)

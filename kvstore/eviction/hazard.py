@@ -11,11 +11,11 @@ Rules:
    with a cache for a twentieth of the blocks, the hit rate of this policy in the second half of the public conversation
    trace is 24.5 %. With boosted trees over a dozen features of chains, it is 25.9 %
    (`loadtests/kvstore/reuse_bound.py`).
-3. Blocks that are admitted at one instant belong to one chain, and are admitted from its end on. Consecutive blocks of
-   this chain with the same class form a *run*. All runs with the same class and the same saving per byte form a *row*,
-   ordered by last use. The value as a function of the age has a single maximum, so the least valuable run of a row is
-   its first or its last one. Only these two are candidates. A choice therefore costs a few steps per row, however many
-   blocks there are.
+3. Blocks that are admitted at one instant belong to one chain, and its last block is admitted first. Consecutive blocks
+   of this chain with the same class form a *run*. All runs with the same class and the same saving per byte form a
+   *row*, ordered by last use. The value as a function of the age has a single maximum, so the least valuable run of a
+   row is its first or its last one. Only these two are candidates. A choice therefore costs a few steps per row,
+   however many blocks there are.
 4. A chain is evicted from its end: if the run that continues a chosen run is still held, that run is evicted first.
 5. Uses within `SAME_USE` count as one use.
 6. Evicted blocks are remembered for a while, so that the policy learns from their return. The memory is bounded.
@@ -32,8 +32,8 @@ from kvstore.eviction.policy import SAME_USE, K
 from kvstore.eviction.reuse_times import USES, ReuseCohort, ReuseTimes
 
 RHYTHMS = (Nanos(30 * SECOND),)
-"""Lower bounds of the rhythm classes, without the first class. The rhythm of a chain is the time between its last two
-uses. The first class has all shorter rhythms, and the chains that were used only once."""
+"""Lower bounds of all rhythm classes except the first one. The rhythm of a chain is the time between its last two uses.
+The first class has all shorter rhythms, and the chains that were used only once."""
 
 LEARN_AFTER = 512  # minimum number of block uses between two updates of the learned values
 LEARN_SHARE = 1 / 64  # minimum number of block uses between two updates, as a share of all block uses so far

@@ -24,9 +24,9 @@ from kvstore.messages import BlockKey
 from kvstore.namespace import KvNamespace
 
 SAMPLES = 64
-# Number of namespaces whose reports are remembered; the namespace with the oldest report is forgotten first.
+# Number of namespaces whose reports are remembered; the one whose last report is the oldest is forgotten first.
 MAX_NAMESPACES = 256
-# the value that workers assume before they have measured: `workers.engines.vllm.store_planner`
+# the time that workers assume before they have measured: `workers.engines.vllm.store_planner`
 UNKNOWN_SECONDS_A_TOKEN = 0.0005
 MEMORY_BYTES_A_SECOND = 5e9  # speed at which one core copies bytes and computes their checksum
 LEAST = 2.0**-60  # least result of `saving`, also for blocks whose hits save nothing, in seconds per byte
@@ -50,10 +50,11 @@ class HitSavings:
     def attach(self, namespace: Callable[[bytes], KvNamespace], below: Callable[[BlockKey, int], float | None]) -> None:
         """Set two functions that belong to other parts of the node.
 
-        The caller makes those parts after the eviction policy, so the functions cannot be arguments of `__init__`.
+        Those parts are made after the eviction policy, which already needs this object, so the functions cannot be
+        arguments of `__init__`.
 
-        `namespace` returns the namespace of a digest. `below` returns the seconds to load a block of a given size from
-        a backing tier; None if no tier has the block, or if the tier's speed is not known.
+        `namespace` returns the namespace of a digest. `below` returns the seconds to load a block of a given size in
+        bytes from a backing tier; None if no tier has the block, or if the tier's speed is not known.
         """
         self._namespace = namespace
         self._below = below

@@ -24,7 +24,8 @@ POLICIES: Mapping[str, Callable[[], EvictionPolicy[Any]]] = {
 def policy(name: str, saving: Callable[[Any, int], float] | None = None) -> EvictionPolicy[Any]:
     """Make a policy by its name. Raise ValueError for an unknown name; the message lists the known names.
 
-    `saving` returns the seconds per byte that a use of a block saves. Only `HazardEviction` uses it.
+    `saving` gets a block's key and size in bytes, and returns the seconds per byte that a use of the block saves. Only
+    `HazardEviction` uses it.
     """
     make = POLICIES.get(name)
     if make is None:

@@ -19,8 +19,8 @@ Rules:
    used before that age, divided by the expected time until its use or until that age, whichever is earlier. (This is
    the Gittins index; Beckmann, Chen and Cidon, "LHD", NSDI 2018, evict by the same quotient.) The value may grow with
    the age: for instance, no user answers within a second.
-5. The value of a block is at least that of a block with fewer uses at the same age. Otherwise noise could evict the
-   beginning of a chain before its end.
+5. The value of a block is at least that of a block with fewer uses at the same age. The beginning of a chain has at
+   least as many uses as its end, but without this rule, noise could make it the first to be evicted.
 6. Observations lose half of their weight after `HALF_LIFE`.
 """
 

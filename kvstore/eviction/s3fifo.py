@@ -5,8 +5,8 @@ Rules:
 
 1. A new block goes to the end of the small queue, or of the main queue if the ghost queue contains its key. A use is
    counted, up to `MOST_USES`, only if it is more than `SAME_USE` after the previous use.
-2. While the small queue has at least its share of all blocks, its first block is evicted. If that block was used twice
-   or more, it moves to the end of the main queue instead, and its count starts again at zero.
+2. While the small queue has at least its share of all blocks, its first block is evicted. If at least two uses of that
+   block were counted, it moves to the end of the main queue instead, and its count starts again at zero.
 3. Otherwise the first block of the main queue is evicted. If its count is positive, it moves to the end of the main
    queue instead, and its count is reduced by one.
 4. The ghost queue holds the keys that were evicted from the small queue last, as many as the main queue has blocks.

@@ -130,9 +130,9 @@ def merge_promoted(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str
 def blocks_by_tier(good: int, asked: int, promoted: Mapping[str, int]) -> dict[str, int]:
     """Return how many blocks of a read came from each tier of the node.
 
-    The read has asked for the last `asked` blocks of a match, and the first `good` of them are counted. `promoted` has
-    the numbers of promoted blocks of the match by tier. These blocks are the last ones of the match; the blocks before
-    them were in the pool already.
+    The read has asked for the last `asked` blocks of a match. The first `good` of them have arrived and are counted.
+    `promoted` has the numbers of promoted blocks of the match by tier. The promoted blocks are the last ones of the
+    match; the blocks before them were in the pool already.
     """
     tiers: dict[str, int] = {}
     memory = max(0, asked - sum(promoted.values()))
@@ -180,7 +180,7 @@ class TierStatus(Struct, frozen=True, kw_only=True):
     evicted: int = 0
     corrupt: int = 0  # number of blocks whose bytes did not match their checksum or could not be decoded
     failures: int = 0  # number of operations that raised `TierFailed` or missed their deadline
-    damaged: int = 0  # number of corrupt blocks that stay, because a second check did not find the same damage
+    damaged: int = 0  # number of corrupt blocks that stay in the tier, as a second check did not find the same damage
     fenced: int = 0  # number of servers that are fenced now, because their answers were often damaged
 
 
@@ -203,7 +203,7 @@ class Claim(Struct, frozen=True, gc=False):
 
 
 class Discard(Struct, frozen=True, gc=False):
-    """Command: mark a block's place as empty, so that clients that still read it notice that the block has gone."""
+    """Command: mark a block's place as empty, so that clients that still read there notice that the block has gone."""
 
     address: Address
 
@@ -257,7 +257,8 @@ class SessionPinResult(Struct, frozen=True, kw_only=True):
     """Result of pinning a session's chain."""
 
     blocks: int  # number of leading blocks of the chain that are pinned now
-    # number of blocks after the pinned ones that are in the pool, but were not pinned because of the limit of all pins
+    # number of blocks after the pinned ones that are in the pool, but were not pinned, because the limit for the bytes
+    # of all session pins was reached
     refused: int = 0
 
 
@@ -270,11 +271,11 @@ class EvacuationResult(Struct, frozen=True, kw_only=True):
     there: int = 0  # number of blocks that the tier had already
     # number of blocks that were given up: the tier or its write budget refused them, or the pool has lost them
     refused: int = 0
-    failed: int = 0  # number of batches that failed; another batch may have copied their blocks
+    failed: int = 0  # number of the tier's transfers that failed meanwhile; later ones may have copied their blocks
 
 
 class StoreClientCounters(Struct, frozen=True, kw_only=True):
-    """Counters of one store client since it connected."""
+    """Counters of one store client since it was made."""
 
     hits: int = 0  # number of blocks that were matched under a lease
     misses: int = 0  # number of blocks that were requested under a lease and not found
@@ -300,7 +301,7 @@ class TenantStats(Struct, frozen=True, kw_only=True):
     quota_bytes: int
     hits: int  # number of blocks that were matched under a lease
     misses: int
-    evicted: int  # number of blocks that were evicted for other blocks of this tenant
+    evicted: int  # number of the tenant's blocks that were evicted to make room for other blocks of the tenant
     refused: int  # number of blocks that were not stored, because the quota or the pool had no room for them
 
 
@@ -331,7 +332,7 @@ class DataPath(StrEnum):
     """The way in which bytes move between a node's pool and a client."""
 
     SHM = "shm"  # shared memory: the client maps the pool into its address space
-    NIXL = "nixl"  # the client reads and writes the pool over a fast network, by the library NIXL
+    NIXL = "nixl"  # the client reads and writes the pool over a fast network, with the library NIXL
     TCP = "tcp"
 
 

@@ -13,8 +13,8 @@ Rules:
    was forgotten counts as a first one.
 3. Each admitted block is charged to a budget of bytes per day. The budget refills evenly and holds at most
    `burst_bytes`. Blocks for which the budget is too small are not written.
-4. If the clock jumps back, nothing is refilled. `WriteBudget.level_bytes` returns the current level of the budget, from
-   which another budget can start.
+4. If the clock jumps back, nothing is refilled. `WriteBudget.level_bytes` returns the bytes that the budget holds now;
+   another budget can start with this number.
 """
 
 from collections.abc import Callable, Hashable
@@ -30,7 +30,7 @@ sooner than that. Two turns of a conversation are separated by more time: in the
 gaps between turns exceed 30 s."""
 
 REMEMBERED = 1 << 20
-LIKELY = 0.5  # minimum predicted probability of a use with which a block is admitted at its first sighting
+LIKELY = 0.5  # a block is admitted at its first sighting if its predicted probability of another use is at least this
 
 
 class BlockSightings(Generic[K]):
@@ -105,7 +105,11 @@ class ReuseAdmission(Generic[K]):
         likely: float = LIKELY,
         budget: WriteBudget | None = None,
     ):
-        """Start without sightings. A predicted probability of `likely` or more admits a block at its first sighting."""
+        """Start without sightings.
+
+        `predict` returns the probability that a block is used again. A block whose probability is at least `likely` is
+        admitted at its first sighting; if `predict` is None, no block is. If `budget` is None, writes are not limited.
+        """
         self._sightings: BlockSightings[K] = sightings if sightings is not None else BlockSightings()
         self._predict = predict
         self._likely = likely
@@ -113,7 +117,10 @@ class ReuseAdmission(Generic[K]):
         self.over_budget = 0  # number of blocks that were not written because the budget was too small
 
     def admits(self, key: K, size_bytes: int, now: Nanos) -> bool:
-        """Record that a block was written or used; return whether the tier should keep it."""
+        """Record that a block was written or used; return whether the tier should keep it.
+
+        If so, the block is charged to the budget.
+        """
         seen = self._sightings.again(key, now)
         if not seen and (self._predict is None or self._predict(key) < self._likely):
             return False

@@ -52,7 +52,7 @@ class Hierarchy:
         return self._promotions.refused
 
     def promotion_seconds(self, key: BlockKey, size_bytes: int) -> float | None:
-        """Return the predicted seconds to promote a block from the first working tier that should have it.
+        """Return the predicted seconds to promote a block from the first working tier that is believed to have it.
 
         Return None if there is no such tier, or if the speed of the tier was not measured yet.
         """

@@ -26,7 +26,7 @@ from kvstore.messages import NODE, Address, BlockKey, BlockOutcome, FetchResult,
 from kvstore.pool.machine import BlockMachine
 
 MAX_PROMOTIONS = 64
-# maximum number of blocks in one promotion; the next request of a longer chain promotes its next blocks
+# maximum number of blocks in one promotion; the blocks of a longer chain after them wait for the next request
 MAX_PROMOTION_BLOCKS = 4096
 MAX_UNREPORTED = 1 << 16
 """Maximum number of promoted blocks whose tier is remembered until a match reports it to a client. If there are more,
@@ -74,7 +74,8 @@ class Promotions:
 
         `max_wait` is the maximum time that the requester will wait: the time that computing the blocks would take. The
         promoted blocks count towards the quota of `tenant`. Return the number of consecutive blocks after the held ones
-        that are being promoted or looked for. If `max_wait` is 0, promote nothing and return 0.
+        that are being promoted or looked for. Promote nothing and return 0 if `max_wait` is 0, or if too many
+        promotions are running.
         """
         missing = chain[held : held + MAX_PROMOTION_BLOCKS]
         if not missing or max_wait <= 0 or not self._tiers:

@@ -50,7 +50,7 @@ class TierRule(Struct, frozen=True, kw_only=True):
     # Maximum number of blocks that the node remembers as stored in the tier. These blocks are not offered to it again.
     remember_blocks: int = 1 << 20
     finds_in_memory: bool = (
-        # True if `find` reads an index in memory, so that its success does not show that the tier can be read.
+        # True if the tier's `find` reads an index in memory. Its success then does not show that the tier can be read.
         False
     )
 

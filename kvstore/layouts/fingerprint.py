@@ -43,7 +43,10 @@ MUST_BE_EQUAL = (
 
 
 class Fingerprint(Struct, frozen=True, kw_only=True):
-    """Describes the blocks of one reader or writer. Each of its ranks has one object with all layers of its heads."""
+    """Describes the blocks of one reader or writer.
+
+    Each rank of the reader or writer has one object with all layers of the rank's heads.
+    """
 
     version: int = FINGERPRINT_VERSION
     model: str
@@ -154,7 +157,8 @@ def describe(namespace: KvNamespace, *, layout: str | None = None, tp: int = 1) 
 def negotiate(*, writer: Fingerprint, reader: Fingerprint) -> Agreement:
     """Return whether the reader can use the writer's blocks, and at what cost.
 
-    An invalid fingerprint is incompatible and never raises an exception, because it may come from a peer.
+    For an invalid fingerprint, return `Incompatible` instead of raising an exception, because a fingerprint may come
+    from another process.
     """
     for field in MUST_BE_EQUAL:
         written, wanted = getattr(writer, field), getattr(reader, field)

@@ -5,9 +5,10 @@ Rules:
 1. A block in a store has all heads and one checksum (`kvstore.layouts.shards`). A shard consists of runs: contiguous
    pieces of the block. Several ranks write a block together: one rank reserves its slot, each rank writes the runs of
    its shard, and the rank that reserved the slot publishes the block when all ranks have reported.
-2. Each rank reports the contribution of its runs to the checksum, computed from the rank's own bytes. The block's
-   checksum is computed only from these contributions, never from the bytes in the pool. If a run is missing or was
-   overwritten, the checksum is therefore wrong for readers, and they never use wrong bytes.
+2. Each rank reports to the publishing rank what its runs contribute to the checksum, computed from the rank's own
+   bytes. The block's checksum is computed only from these contributions, never from the bytes in the pool. If a run is
+   missing or was overwritten, the checksum therefore does not match the bytes in the pool, and readers do not use these
+   bytes.
 3. A rank that reads its shard verifies the checksum of the whole block in the same pass over the block.
 
 CRC-32C is linear. If the register begins at zero, the checksum of a block is the exclusive or of the checksums of its
@@ -172,7 +173,7 @@ def combined_checksums(block_bytes: int, sums_by_rank: Sequence[Mapping[int, int
 
 
 def _skip_zeros(register: int, zeros: Tables) -> int:
-    """Return the CRC register after the number of zero bytes for which `zeros` was made (`_zeros`)."""
+    """Return the CRC register after it has read the number of zero bytes for which `zeros` was made (`_zeros`)."""
     lowest, low, high, highest = zeros
     return lowest[register & 0xFF] ^ low[register >> 8 & 0xFF] ^ high[register >> 16 & 0xFF] ^ highest[register >> 24]
 

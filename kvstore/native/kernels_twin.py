@@ -65,7 +65,9 @@ def join(planes: Sequence[ByteArray], block: ByteArray) -> None:
 def narrow(
     values: NDArray[np.uint16], tables: NDArray[np.uint8], which: NDArray[np.uint16], codes: NDArray[np.uint8]
 ) -> None:
-    """Convert 16-bit values to 8-bit codes by tables with one entry per 16-bit pattern; each group has a table.
+    """Convert 16-bit values to 8-bit codes by tables with one entry per 16-bit pattern.
+
+    All values of a group use one table.
 
     Args:
         values: Shape [groups, values of a group].
@@ -85,7 +87,7 @@ def widen(
 ) -> None:
     """Convert 8-bit codes to 16-bit values by tables of 256 entries, as the reverse of `narrow`.
 
-    Each group has a table.
+    All codes of a group use one table.
     """
     _fits(values.shape == codes.shape and len(which) == len(values), "values, codes and groups differ in size")
     _fits(not which.size or int(which.max()) < len(tables), "a group's table does not exist")

@@ -5,11 +5,12 @@ Rules:
 1. A payload has at most `limit` bytes. If a peer announces a longer one, its connection is closed before memory is
    allocated for the payload. The receiver first gets the earlier frames, and then its method `lost` gets a
    `FrameTooLong`. If a stream ends within a frame, `lost` gets a `FrameTorn`.
-2. An incoming payload is copied at most once, however the stream was split. It takes no more memory than has arrived.
+2. An incoming payload is copied at most once, however the stream was split. A payload that is not complete takes only
+   memory for the bytes that have arrived.
 3. Sending never waits. The frames of one iteration of the event loop leave in one write at its end, or earlier if they
    have more than `HIGH_WATER_BYTES` or `flush` is called. Bytes that the peer does not read are kept up to
-   `send_limit`; then `send` raises. A sender that checks `full` first, and continues when
-   the receiver's `resumed` is called, never reaches the limit.
+   `send_limit`; beyond it, `send` raises. A sender that checks `full` first, and continues when the receiver's
+   `resumed` is called, never reaches the limit.
 4. One iteration of the event loop handles one piece of the stream, at most a few hundred KiB. Then other connections
    are served. If `turn_frames` is given, other connections are served after that many frames of a piece.
    `pause_reading` takes effect after the piece, or the frames, that are being received.
@@ -52,7 +53,7 @@ HIGH_WATER_BYTES = 256 << 10
 
 TURN_BYTES = 64 << 10  # if a connection has received this many bytes at once, other connections are served next
 JOINED_BYTES = 32 << 10
-"""Maximum number of bytes that are joined for one write.
+"""Maximum number of bytes whose parts are joined into one piece for a write.
 
 For more bytes, writing several parts costs less than joining.
 """

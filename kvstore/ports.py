@@ -103,8 +103,9 @@ class BackingTier(Protocol):
     def held(self) -> list[BlockKey]:
         """Return the blocks that the tier holds, as far as it knows without asking a server.
 
-        The node sends them to routers that have just begun to watch it. It calls this method only if `finds_in_memory`
-        is true; for the other tiers, it uses what it has learned itself (`kvstore.hierarchy.tier_states`).
+        The node sends them to routers that have just begun to watch it. The node calls this method only if
+        `finds_in_memory` is true; for the other tiers, it uses what it has learned from earlier calls
+        (`kvstore.hierarchy.tier_states`).
         """
 
     def status(self) -> TierStatus: ...

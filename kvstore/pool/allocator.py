@@ -230,7 +230,7 @@ class PoolAllocator:
         return offset
 
     def _make_room_within(self, account: TenantAccount, length: int) -> bool:
-        """Evict blocks of a tenant until one more block fits its quota; return False when that is impossible."""
+        """Evict blocks of a tenant until one more block fits into the quota; return False when that is impossible."""
         size_bytes = occupied_bytes(length)
         if size_bytes > account.limit_bytes:
             return False  # the block is larger than the quota

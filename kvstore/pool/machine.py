@@ -24,8 +24,8 @@ The machine does no I/O; the server performs its commands. Rules:
 8. The eviction policy learns of a use when the use ends. If the policy chooses a pinned block, the block is withdrawn
    from the policy and admitted again when its last pin ends. Pinning a chain therefore costs the policy nothing unless
    space is short.
-9. A tenant above its quota makes room among its own blocks, or is refused (`kvstore.pool.quotas`). A paused session may
-   keep its blocks pinned within a limit (`kvstore.pool.session_pins`).
+9. If new blocks of a tenant exceed its quota, other blocks of the tenant are evicted, or the new blocks are refused
+   (`kvstore.pool.quotas`). A paused session may keep its blocks pinned within a limit (`kvstore.pool.session_pins`).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -72,7 +72,7 @@ class BlockMachine:
     """Decides about the blocks of one node's pool, by the rules of this module.
 
     Methods that take `now` first end the leases and reservations whose deadline has passed. After each call, the caller
-    has to perform `commands()` on the pool's memory before it passes the result on.
+    has to perform `commands()` on the pool's memory before it passes on the result of the call.
     """
 
     def __init__(
@@ -95,7 +95,8 @@ class BlockMachine:
             epoch: 1 to 2³¹-1, different at each start of the node (rule 4).
             max_leases: Maximum number of open leases, session pins and reservations of all clients together.
             max_namespaces: Maximum number of open namespaces.
-            max_held_bytes: Maximum number of bytes of all blocks that session pins keep in the pool.
+            max_held_bytes: Maximum number of bytes of all blocks that session pins keep in the pool; 0: no session can
+                pin blocks.
             quotas: Quotas of tenants; none by default.
             table_key: Hash key of `kvstore.native.tables`. It has to be secret if clients choose the hashes, so that
                 they cannot choose hashes that collide.
@@ -217,9 +218,9 @@ class BlockMachine:
 
         If the space is not enough for all of them, the blocks at the end of the chain get no place.
 
-        `lease` is the maximum duration of the reservation in nanoseconds. Only the node itself may pass None: its
-        reservation then lasts until it publishes the blocks. The blocks are charged to the quota of `tenant`. Raise
-        NamespaceUnknown or Exhausted (`max_leases` is reached) without reserving anything.
+        `lease` is the maximum duration of the reservation in nanoseconds. Only the node itself may pass None; the
+        reservation then lasts until the node publishes the blocks. The blocks are charged to the quota of `tenant`.
+        Raise NamespaceUnknown or Exhausted (`max_leases` is reached) without reserving anything.
         """
         assert lease is None or lease > 0, lease
         self.expire(now)

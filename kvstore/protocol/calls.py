@@ -50,7 +50,7 @@ OK = 0
 BUFFER_BYTES = 64 << 10  # size of the buffer for answers; a longer answer, which is rare, gets a buffer of its own
 # A message of at most this size fits into the socket buffer, so sending it does not block.
 NON_BLOCKING_BYTES = 32 << 10
-CLOSE_SECONDS = 0.1  # maximum wait for pending releases when a client closes
+CLOSE_SECONDS = 0.1  # maximum time for which `NodeCalls.retire` waits for the answers to releases
 # Maximum number of idle connections that are kept. It is rare that more threads make calls at the same time.
 IDLE_CONNECTIONS = 8
 
@@ -151,7 +151,10 @@ class NodeCalls:
         return self._ask(Method.PUBLISH, request, pb.PublishResponse, self._stub.Publish, timeout_seconds)
 
     def retire(self) -> None:
-        """Close the idle connections now, and each connection in use when its call has ended."""
+        """Wait shortly for the answers to releases, then close the idle connections.
+
+        Each connection in use is closed when its call has ended.
+        """
         self.settle(CLOSE_SECONDS)
         with self._lock:
             self._closed = True
@@ -196,7 +199,7 @@ class NodeCalls:
     def _connection(self, deadline: Nanos) -> "_CallConnection | None":
         """Return a connection for one call; None if the call has to use gRPC.
 
-        Raise CallRefused at the deadline, or if the calls were ended (`retire`).
+        Raise CallRefused at the deadline, or if `retire` was called.
         """
         while True:
             with self._lock:

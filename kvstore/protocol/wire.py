@@ -226,7 +226,7 @@ def parse_checksums(request: pb.PublishRequest) -> dict[int, int]:
 
 
 def parse_condemned(request: pb.CondemnRequest) -> list[tuple[BlockHash, int]]:
-    """Return block hashes and generations; raise InvalidArgument if their numbers differ, or if `check_hashes` does."""
+    """Return block hashes and generations; raise InvalidArgument if their numbers differ, or as `check_hashes` does."""
     names = parse_hashes(request.hashes)
     if len(names) != len(request.generations):
         raise InvalidArgument("generations", f"{len(request.generations)} for {len(names)} hashes")
@@ -313,7 +313,7 @@ def nixl_message(offer: NixlOffer | None) -> pb.NixlOffer | None:
 
 
 def parse_nixl(hello: pb.HelloResponse) -> NixlOffer | None:
-    """Return the node's NIXL offer; None if the node has no agent."""
+    """Return the node's NIXL offer; None if the node has no NIXL agent."""
     message = hello.nixl
     return NixlOffer(message.metadata, message.blocks, message.stamps) if hello.HasField("nixl") else None
 

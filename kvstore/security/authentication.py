@@ -3,8 +3,8 @@
 Rules:
 
 1. Proofs are HMAC-SHA-256 under a key that is derived from the deployment's secret; each purpose has its own key. They
-   are compared in constant time. The signed bytes begin with the name of the side that signs, so a peer cannot send a
-   proof that it received back as its own proof.
+   are compared in constant time. The signed bytes begin with the name of the side that signs, so a peer cannot return a
+   proof that it has received as its own.
 2. On the data plane, the proofs of a connection cover nonces of both peers and the namespace, so a proof that an
    attacker has overheard is useless. The client sends its proof first. A node that cannot answer with its own proof
    gets no request.

@@ -5,8 +5,8 @@ Rules:
 1. A client's proof travels in the metadata of a call and covers the method and the exact bytes of the request. The
    server checks it before it parses the request, and accepts it once (`kvstore.security.call_replays`).
 2. The node's proof travels in the trailing metadata of the answer. A stream of answers may never end, so a client
-   cannot check the node's proof on it, and should make another call first. Proofs do not cover the content of answers;
-   only TLS protects answers.
+   cannot check the node's proof on it. Before it opens such a stream, a client should therefore make a call that has
+   one answer. Proofs do not cover the content of answers; only TLS protects answers.
 3. Calls that stream requests cannot be proven, because the proof is sent before the bytes of the requests are known.
    The server refuses such calls, except over Unix sockets.
 """
@@ -189,7 +189,7 @@ class _ProofClient:
 
 
 class ProofUnaryInterceptor(_ProofClient, grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):
-    """Adds a proof to each synchronous call, and checks the node's proof if the call succeeds with one message."""
+    """Adds a proof to each synchronous call, and checks the node's proof if the call succeeds and has one answer."""
 
     def intercept_unary_stream(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
         details, _ = self._proven(client_call_details, request)

@@ -3,7 +3,7 @@
 Rules:
 
 1. A caller numbers its calls. For each caller, two facts are kept: the highest number that has come, and which of the
-   `WINDOW` numbers up to it have come. Lower numbers are refused, because it is not known whether they have come.
+   `WINDOW` numbers up to it have come. Numbers below these are refused, because it is not known whether they have come.
 2. A caller is forgotten only when each proof that was accepted from it is too old to be accepted again.
 3. At most `CALLERS` callers are remembered. When that many are known, the calls of another caller are refused, because
    forgetting a caller would allow replays of its calls. Only callers with the secret are remembered, so callers

@@ -154,7 +154,7 @@ class CertificateFiles:
             return self._renew()
 
     def require_usable(self) -> None:
-        """Raise BadCredentials if the content in use is unusable, for example because the key does not fit."""
+        """Raise BadCredentials if the content in use is unusable, such as a key that belongs to another certificate."""
         self._check(self._pem)
 
     @property

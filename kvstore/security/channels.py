@@ -9,9 +9,9 @@ Rules:
 3. With a secret, each call over TCP carries a proof and each answer another one, also on loopback. With certificates of
    both peers, no proofs are needed, because TLS has proven the identity of both. Health checks are exempt: they only
    report that the node lives.
-4. Servers and channels follow renewed certificates (`kvstore.security.certificates`). A server asks for its certificate
-   at each handshake. After a renewal, a client's channel is opened again before its next call, and running calls go on
-   over the old channel.
+4. Servers and channels follow renewed certificates (`kvstore.security.certificates`). At each handshake, gRPC asks for
+   the certificate that the server has now. After a renewal, a client's channel is opened again before its next call,
+   and running calls go on over the old channel.
 """
 
 from collections.abc import Callable, Sequence
@@ -59,12 +59,12 @@ class LoadedCredentials(Struct, frozen=True, kw_only=True):
 
     @property
     def data_key(self) -> AuthenticationKey | None:
-        """The key that both ends of a data connection have to prove; None if they need no proof."""
+        """The key for the proofs of both ends of a data connection; None if they need no proofs."""
         return AuthenticationKey(self.secret, Purpose.DATA) if self.secret else None
 
     @property
     def control_key(self) -> AuthenticationKey | None:
-        """The key that both ends of a call over TCP have to prove.
+        """The key for the proofs of both ends of a call over TCP.
 
         It is None if there is no secret, or if TLS has proven the identity of both peers.
         """
@@ -138,8 +138,8 @@ class LoadedCredentials(Struct, frozen=True, kw_only=True):
     def diagnose(self, address: str) -> str:
         """Return why a client gets no TLS connection to a node, or an empty string; see `kvstore.security.tls_diagnosis`.
 
-        The diagnosis takes a second or two. It is much shorter for a client without TLS, because then the node probably
-        has no TLS either.
+        The diagnosis takes a second or two. For a client without TLS, its time limit is much shorter, because the node
+        then probably has no TLS either.
         """
         timeout_seconds = TIMEOUT_SECONDS if self.has_authority else PLAIN_TIMEOUT_SECONDS
         return diagnose_address(address, self.files, timeout_seconds=timeout_seconds)

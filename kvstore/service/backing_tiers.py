@@ -105,8 +105,8 @@ class BackingTiers:
 
         Redis and S3 are suitable, in this order. If the node is `leaving`, its peers and then its own disk are suitable
         too (`kvstore.service.evacuation`). A tier with `keep = "none"` is not suitable. `is_given_up` tells for the
-        index of a tier whether its writes fail again and again. Return the first suitable tier for which this is not
-        so. If it is so for all suitable tiers, return the first one, because it may recover.
+        index of a tier whether the tier is given up, because its writes fail again and again. Return the first suitable
+        tier that is not given up. If all suitable tiers are, return the first one, because it may recover.
         """
         kinds: tuple[type[TierSettings], ...] = (RedisSettings, S3Settings)
         if leaving:

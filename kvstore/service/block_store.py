@@ -56,7 +56,7 @@ CONDEMNED_BYTES = 8 << 20
 """Maximum number of bytes whose checksums are computed in one iteration of the event loop when a client condemns
 blocks. This takes a millisecond."""
 
-CONDEMNED_NAMES = 64  # maximum number of blocks that are checked in one iteration of the event loop
+CONDEMNED_NAMES = 64  # maximum number of condemned blocks that are checked in one iteration of the event loop
 
 USES_PER_TURN = 64  # maximum number of uses of chains that are counted in one iteration of the event loop
 
@@ -76,7 +76,7 @@ class NodeIdentity(Struct, frozen=True, kw_only=True):
 
 
 class _ChainUse(Struct, frozen=True):
-    """A chain that a client has looked up, with the number of blocks found (`held`), or for which it reserves slots."""
+    """A use of a chain by a client: a look-up, which found `held` blocks, or a reservation of slots (`is_write`)."""
 
     digest: bytes
     hashes: bytes  # concatenated block hashes

@@ -3,17 +3,19 @@
 Rules:
 
 1. Blocks are copied to the first tier that other nodes read: Redis, then S3. If there is no such tier, a node that goes
-   on running copies nothing, because its memory and its disk stay. A node that ends too then copies the blocks to its
-   peers' memory (`PeerBackend.leave`), or else to its disk, where its successor finds them. A tier with `keep = "none"`
-   is never written, and the write budget applies. If a tier fails repeatedly, the next tier is used.
+   on running copies nothing, because its memory and its disk stay. A node that ends together with its worker then
+   copies the blocks to its peers' memory (`PeerBackend.leave`), or else to its disk, where its successor finds them. A
+   tier with `keep = "none"` is never written, and the write budget applies. If a tier fails repeatedly, the next tier
+   is used.
 2. Blocks are demoted as usual (`kvstore.hierarchy.machine`): through the tier's bounded queue, its circuit breaker and
    its checksums, with the same events for watchers. Only the tier's admission rule is not applied, because the
    requester has already chosen the blocks.
 3. Only the requester waits, until its deadline. Blocks that are not in the pool, or that the tier has, are skipped. A
    tier that may have lost a block without reporting it is queried again, for many blocks at a time.
 4. Blocks whose write fails are offered again when the tier's circuit breaker allows it, until the deadline. The
-   requester learns how many batches failed and decides when to stop. The failures of a block are counted once other
-   blocks have arrived since its first failure. After `STRIKES` counted failures, the block is abandoned.
+   requester learns how many batches failed and decides when to stop. A failure of a block counts only if other blocks
+   have arrived at the tier since the first failure of this block. After `STRIKES` counted failures, the block is
+   abandoned.
 """
 
 import asyncio
@@ -107,8 +109,8 @@ class Evacuations:
 class Evacuation:
     """Performs one evacuation, to one tier.
 
-    Each block is in one of five states: the tier should have it (unsure), the tier is being asked for it (confirming),
-    it waits for its demotion (waiting), it is being demoted (under way), or it is done.
+    Each block is in one of five states: the tier is believed to have it (unsure), the tier is being asked for it
+    (confirming), it waits for its demotion (waiting), it is being demoted (under way), or it is done.
     """
 
     def __init__(
@@ -120,7 +122,7 @@ class Evacuation:
         charge: Callable[[], bool],
         failures: Callable[[], int],
     ):
-        """Divide the blocks into those that the tier should have already and those that have to be copied.
+        """Divide the blocks into those that the tier is believed to have and those that have to be copied.
 
         Nothing is copied yet. `charge` charges one write and returns False if the budget is used up. `failures` returns
         the number of the tier's failures since it was opened.
@@ -132,7 +134,7 @@ class Evacuation:
         self._charge = charge
         self._failures = failures
         # The fields below hold the indices of blocks in `keys`.
-        self._unsure: list[int] = []  # blocks that the tier should have, and for which it was not queried yet
+        self._unsure: list[int] = []  # blocks that the tier is believed to have, but was not queried for yet
         self._confirming: list[int] = []  # blocks that are being confirmed
         self._waiting: list[int] = []
         # blocks that are being demoted, each with the number of the tier's failures before its demotion
@@ -157,7 +159,7 @@ class Evacuation:
         return {self._keys[index] for index in (*self._unsure, *self._confirming, *self._waiting, *self._under_way)}
 
     def advance(self, now: Nanos) -> None:
-        """Ask the tier for the blocks that it should have, and demote blocks that it lacks if its queue has room."""
+        """Query the tier for unsure blocks, and demote blocks that the tier lacks if its queue has room."""
         can_be_asked = self._ask(now)
         unclear = [*self._confirming[:1], *self._unsure[:1]] if can_be_asked else []
         # Blocks after an unconfirmed block wait, because the unconfirmed block is more valuable. If the tier turns out
@@ -213,7 +215,7 @@ class Evacuation:
         return self._strikes[index] >= STRIKES
 
     def _ask(self, now: Nanos) -> bool:
-        """Query the tier for the next blocks that it should have; return False if the tier cannot be queried now."""
+        """Query the tier for the next blocks that it is believed to have; return False if it cannot be queried now."""
         if self._confirming or not self._unsure:
             return True
         asked = self._unsure[:ASKED_AT_ONCE]

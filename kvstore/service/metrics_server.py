@@ -83,7 +83,7 @@ class MetricsServer:
         return self._server.server_port
 
     def close(self) -> None:
-        """Stop listening; answers in progress end with the process."""
+        """Stop listening; do not wait for the answers in progress."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()

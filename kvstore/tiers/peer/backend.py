@@ -85,7 +85,10 @@ class PeerBackend:
         self._closed = False
 
     def takes(self, key: BlockKey, block_bytes: int | None = None) -> bool:
-        """Return whether the namespace is open, its blocks have this length, and the block was not found bad lately."""
+        """Return whether the namespace is open, its blocks have this length, and the block was not found bad lately.
+
+        If `block_bytes` is None, the length is not compared.
+        """
         namespace = self._namespace(key.digest)
         fits = namespace is not None and block_bytes in (None, namespace.block_bytes)
         return fits and not self._suspects.has(key, self._clock.now())
@@ -115,7 +118,7 @@ class PeerBackend:
         """Return which blocks the peers have now.
 
         For each block, only the peer that was last found to have it is asked. Each peer gets at most `connections.RUNS`
-        look-ups per namespace. Blocks that they do not reach count as missing.
+        look-ups per namespace. Blocks that these look-ups do not reach count as missing.
         """
         there: set[BlockKey] = set()
         asked: dict[tuple[str, bytes], list[BlockKey]] = {}

@@ -17,7 +17,7 @@ from kvstore.net.addresses import host_port, unix_path
 from kvstore.tiers.fence import Fence
 from kvstore.tiers.remote import BackendHealth
 
-RUNS = 8  # maximum number of runs of consecutive blocks that one call fetches from one peer
+RUNS = 8  # maximum number of runs of consecutive blocks that one call fetches from, or looks up at, one peer
 LEASE_AFTER_SECONDS = 1.0  # a lease lasts this much longer than the deadline of its call, if it is not released
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,8 @@ class PeerStore(Protocol):
 
 
 Connect = Callable[[str, KvNamespace, float], PeerStore]
-"""A function that connects to the node at an address, within a number of seconds; it raises `StoreError`."""
+"""A function that connects to the node at an address, within a number of seconds; it raises `StoreError` if it
+cannot."""
 
 
 class PeerNodeConnection:
@@ -155,7 +156,7 @@ class PeerNodeConnection:
     def holds(self, names: Sequence[BlockHash], deadline: Nanos) -> list[bool]:
         """Return which blocks the peer has in its memory.
 
-        At most `RUNS` look-ups are made; blocks that they do not reach count as missing.
+        At most `RUNS` look-ups are made; blocks that these look-ups do not reach count as missing.
 
         Raises:
             TierFailed: The peer is fenced, or did not answer.

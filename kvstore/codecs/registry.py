@@ -36,7 +36,7 @@ class CodecSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     compression: Compression = Compression.NONE
     """Compression of blocks. The default is none, because one core compresses less than about 3 GB/s. Compression
-    therefore pays only for slower tiers."""
+    therefore pays only for tiers that are slower than that."""
 
     sealing_secrets: tuple[str, ...] = ()
     """Secrets for encryption, newest first, each of at least 64 hexadecimal digits (``openssl rand -hex 32``). Empty:

@@ -5,8 +5,9 @@ Rules:
 1. Blocks are sampled by their hash. For a given sampled share, a block is always in the sample or never, on each node
    and after each start (Waldspurger, Park, Garthwaite and Ahmad, "SHARDS", FAST 2015). A cache that sees only a share
    of the blocks, and has the same share of the capacity, has about the same hit rate as the whole cache.
-2. Blocks are sampled, not chains. Chains share their beginnings, so one system prompt would decide whether a whole
-   conversation is in the sample. The sampled blocks of a chain form a chain again.
+2. Blocks are sampled, not chains. Chains share their beginnings, so if chains were sampled by their first block, one
+   system prompt would decide whether all its conversations are in the sample. The sampled blocks of a chain form a
+   chain again.
 3. The sampled share is chosen so that about `sampled_blocks` blocks of a full pool are in the sample, whatever the
    capacity of the pool. The memory of a ghost cache therefore does not grow with the pool.
 4. The sampled share predicts how many of the looked-up blocks are in the sample. If there are fewer than predicted, the

@@ -9,9 +9,10 @@ Rules:
 2. The length of a pause is predicted from earlier pauses of all sessions. Only those count whose previous pause in
    their session was about as long as the previous pause in this session (`GapTimes`). The length of a pause is known
    only when it is over. While too few lengths are known, the predicted length is `longest_hold`.
-3. Under `HOLD`, the chain of a session is pinned in memory at the end of a request. The pin lasts for the `LATEST`
-   quantile of the predicted pause, but at most for `longest_hold`. All pins together pin at most `held_blocks`. If a
-   chain does not fit, only its beginning is pinned, as in `kvstore.pool.session_pins`. Pinned blocks are not evicted.
+3. Under `HOLD`, the chain of a session is pinned in memory at the end of a request. The pin has a deadline: it lasts
+   for the `LATEST` quantile of the predicted pause, but at most for `longest_hold`. All pins together pin at most
+   `held_blocks`. If a chain does not fit, only its beginning is pinned, as in `kvstore.pool.session_pins`. Pinned
+   blocks are not evicted.
 4. A pin ends when the session resumes, or at its deadline. Its blocks then count as just used.
 5. Under `ADAPT`, a chain whose pin ends at its deadline becomes the next to be evicted from memory. A pause is
    predicted to be long if the `EARLIEST` quantile of its predicted length exceeds `longest_hold`. In a long pause, the

@@ -12,7 +12,8 @@ Rules:
 3. A rank that reads its shard verifies the checksum of the whole block in the same pass over the block.
 
 CRC-32C is linear. If the register begins at zero, the checksum of a block is the exclusive or of the checksums of its
-shards, each padded with zeros. A table for each number of zeros computes their effect in one step.
+shards, each computed as if all other bytes of the block were zero. Tables compute the effect of any number of zero
+bytes on the register in one step.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence

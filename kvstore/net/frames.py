@@ -13,7 +13,8 @@ Rules:
    `resumed` is called, never reaches the limit.
 4. One iteration of the event loop handles one piece of the stream, at most a few hundred KiB. Then other connections
    are served. If `turn_frames` is given, other connections are served after that many frames of a piece.
-   `pause_reading` takes effect after the piece, or the frames, that are being received.
+   After `pause_reading`, the receiver may still get the other frames of the piece that is being received, at most
+   `turn_frames` of them.
 5. `lost` is called once for each accepted connection, as its last call. No other call tells that the connection has
    ended.
 

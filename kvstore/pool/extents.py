@@ -3,7 +3,7 @@
 Rules:
 
 1. Space is counted in pages. Each extent begins at a page boundary, whatever the block size of its namespace.
-2. Neighbouring free extents are always merged, so that blocks of one size leave room for blocks of another.
+2. Neighbouring free extents are always merged, so that blocks of one size leave room for blocks of another size.
 3. An extent is taken from the smallest free one that is large enough, so blocks of one size refill their own holes.
    The time to allocate or free depends only on the number of distinct sizes of free extents, which is small.
 """

@@ -8,8 +8,8 @@ Rules:
    served first.
 3. Answers that a client does not read are kept, up to `SEND_BYTES`. No further request of this client is read meanwhile.
 4. The connection of a client is closed if, for the time `STALLED`, the client does not complete a request that it has
-   begun, or does not read its answers. A connection without a request costs only a file descriptor. There are at most
-   `CONNECTIONS` connections; a further one is closed at once.
+   begun, or does not read its answers. A connection without a request stays open, because it costs only a file
+   descriptor. There are at most `CONNECTIONS` connections; a further one is closed at once.
 5. If a client sends bytes that are not a request, its connection is closed and counted. Other connections go on.
 """
 

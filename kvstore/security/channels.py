@@ -3,8 +3,8 @@
 Rules:
 
 1. Unix sockets are for the node's own user (mode 0600) and need no further protection.
-2. A node listens beyond loopback only if its callers have to prove something: a certificate of the authority
-   (`certificate`, `key` and `authority` are set), or the secret. The TCP data plane only supports the secret.
+2. A node listens beyond loopback only if its callers have to show a certificate of the authority (`certificate`, `key`
+   and `authority` are set), or to prove that they know the secret. The TCP data plane only supports the secret.
    `insecure` allows a node to listen without either.
 3. With a secret, each call over TCP carries a proof and each answer another one, also on loopback. With certificates of
    both peers, no proofs are needed, because TLS has proven the identity of both. Health checks are exempt: they only

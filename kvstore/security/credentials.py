@@ -28,8 +28,8 @@ class Credentials(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """
 
     insecure: bool = False
-    """Allow listening beyond loopback without credentials. Everybody in that network can then read and write all blocks,
-    so set this only in closed networks."""
+    """Allow listening beyond loopback without credentials. Everybody who reaches the node can then read and write all
+    blocks, so set this only in closed networks."""
 
     def __post_init__(self) -> None:
         if bool(self.certificate) != bool(self.key):

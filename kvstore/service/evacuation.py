@@ -13,9 +13,9 @@ Rules:
 3. Only the requester waits, until its deadline. Blocks that are not in the pool, or that the tier has, are skipped. A
    tier that may have lost a block without reporting it is queried again, for many blocks at a time.
 4. Blocks whose write fails are offered again when the tier's circuit breaker allows it, until the deadline. The
-   requester learns how many batches failed and decides when to stop. A failure of a block counts only if other blocks
-   have arrived at the tier since the first failure of this block. After `STRIKES` counted failures, the block is
-   abandoned.
+   requester learns how many transfers of the tier failed and decides when to stop. A failure of a block counts only if
+   other blocks have arrived at the tier since the first failure of this block. After `STRIKES` counted failures, the
+   block is abandoned.
 """
 
 import asyncio

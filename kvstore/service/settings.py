@@ -48,7 +48,8 @@ class StoreSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """``host:port`` of the TCP data plane, over which clients on other hosts move bytes. Empty: no TCP data plane."""
 
     nixl: NixlUse = NixlUse.AUTO
-    """Let clients read and write the pool by NIXL. UCX has no authentication, so protect its ports by the network."""
+    """Let clients read and write the pool by NIXL. UCX, which moves NIXL's data, has no authentication, so only trusted
+    hosts may reach its ports."""
 
     credentials: Credentials = Credentials()
     """Credentials that clients have to prove; without them, a node does not listen beyond loopback."""
@@ -77,8 +78,8 @@ class StoreSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """
 
     reservation_seconds: Annotated[float, Meta(ge=0.001, le=3600)] = 10
-    """Maximum time from a reservation to its publication. A block takes milliseconds; a dead writer keeps its space no
-    longer than this.
+    """Maximum time from a reservation to its publication. Writing a block takes milliseconds. A writer that has died
+    keeps the reserved space no longer than this.
     """
 
     max_leases: Annotated[int, Meta(ge=1)] = 65_536

@@ -149,9 +149,9 @@ class NodeConnection:
     def call(self, act: Callable[[NodeSession, float], Answer], until: Nanos | None = None) -> Answer | None:
         """Call the node by `act(session, seconds left)`; return None if the call fails or cannot be made.
 
-        The call ends at `until`, or earlier if the connection's call timeout is over. It returns None at once while the
-        circuit breaker is open, before the node was joined, and after `close`. Raise InvalidArgument if the node finds
-        the request invalid.
+        The call ends at `until` or when the connection's call timeout is over, whichever is earlier. It returns None at
+        once while the circuit breaker is open, before the node was joined, and after `close`. Raise InvalidArgument if
+        the node finds the request invalid.
         """
         started = self._clock.now()
         deadline = earlier(until, Nanos(started + self._call_timeout))

@@ -23,7 +23,8 @@ from kvstore.clock import SECOND, Nanos
 from kvstore.eviction.policy import SAME_USE, K
 
 SMALL = 0.1
-"""Share of all blocks that the small queue has. The value is from the paper, which found that it matters little."""
+"""Share of all blocks up to which the small queue evicts nothing (rule 2). The value is from the paper, which found
+that it matters little."""
 
 MOST_USES = 3
 

@@ -167,7 +167,7 @@ class _PauseReplay:
     def _bring(self, chain: Sequence[int]) -> int:
         """Load a chain into memory and mark it as just used; return how many blocks were loaded.
 
-        Blocks at the end of the chain for which memory has no room beside the pinned blocks are not loaded.
+        If memory has no room for the whole chain beside the pinned blocks, the end of the chain is not loaded.
         """
         new = [block for block in chain if block not in self._memory and block not in self._pinned]
         for block in reversed(chain):

@@ -1,7 +1,7 @@
 """Tier admission: decides which blocks are written to a tier that wears out, within a daily write budget.
 
 `kvstore.hierarchy.machine` calls `admits` for each block that is written or used in the pool, unless the tier is
-believed to have the block.
+believed to have the block. Each such call is a sighting of the block.
 
 Rules:
 

@@ -6,7 +6,7 @@ A reader and a writer of blocks, such as an engine and a store, have one fingerp
 
 - `Identical`: the writer's objects have the form that the reader's ranks need.
 - `Convertible`: the values are the same, in another layout or divided among another number of ranks. The answer has a
-  plan for each rank of the reader, and the cost per block, so that a router or planner can choose.
+  plan for each rank of the reader, and the cost per block.
 - `Incompatible`: the values differ, or a fingerprint is invalid. The answer names the first such field.
 
 Fingerprints have a version; fingerprints of different versions are incompatible.

@@ -9,8 +9,8 @@ Rules:
    begins with a different source for each rank, as `kvstore.layouts.fingerprint` does.
 4. Bytes are moved and never changed, so a plan depends on the size of the data type and not on the data type itself.
 
-A plan consists of strided copies, one for each pair of objects that overlap. Bytes that are contiguous on both sides form
-one run of such a copy. One kernel call performs all copies of a block.
+A plan consists of strided copies. Each of them copies bytes from one source object to one destination object. Bytes
+that are contiguous on both sides form one run of such a copy. One kernel call performs all copies of a block.
 """
 
 import math

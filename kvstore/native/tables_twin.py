@@ -26,8 +26,8 @@ class BlockTable(Generic[BlockT]):
     def __init__(self, key: tuple[int, int], /) -> None:  # noqa: ARG002 - a dict needs no key
         """Make an empty table.
 
-        `key` consists of two secret 64-bit numbers. They influence the places of blocks, so that clients cannot choose
-        hashes that collide.
+        `key` consists of two secret 64-bit numbers. The native table places blocks by them, so that clients cannot
+        choose hashes that collide; this twin does not need them.
         """
         self._blocks: dict[bytes, BlockT] = {}
 

@@ -5,8 +5,9 @@ Rules:
 1. Requests of a connection are answered in the order of arrival. The answer to a request is computed at once, without
    waiting for anything else.
 2. If many requests arrive together on a connection, `TURN_REQUESTS` of them are answered; then other connections are
-   served first.
-3. Answers that a client does not read are kept, up to `SEND_BYTES`. No further request of this client is read meanwhile.
+   served before the next ones.
+3. Answers that a client does not read are kept, up to `SEND_BYTES`. Meanwhile, nothing further is read from this
+   client.
 4. The connection of a client is closed if, for the time `STALLED`, the client does not complete a request that it has
    begun, or does not read its answers. A connection without a request stays open, because it costs only a file
    descriptor. There are at most `CONNECTIONS` connections; a further one is closed at once.

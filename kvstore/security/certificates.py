@@ -8,7 +8,7 @@ Rules:
    one is missing, empty, too large, a pipe or not PEM, if the key belongs to another certificate, or if the certificate
    has expired or is not valid yet. A renewal that is being written can look like this, so the files are looked at again
    until they can be used.
-3. The log warns once a day of a certificate that ends within `warning_seconds`, when the files are checked.
+3. When the files are checked, the log warns of a certificate that ends within `warning_seconds`, at most once a day.
 4. All classes here may be used by several threads.
 """
 
@@ -265,7 +265,7 @@ class CertificateFiles:
             raise BadCredentials(f"{self._place(name)}: {self._paths[name]} holds no certificates: {error}") from error
 
     def _note_end(self) -> None:
-        """Log a warning once a day if the certificate ends soon (rule 3)."""
+        """Log a warning, at most once a day, if the certificate ends soon or has ended (rule 3)."""
         if self._end is None:
             return
         now = self._wall_seconds()

@@ -1,7 +1,7 @@
 """Access to metrics: checks the key that scrapers send as `Authorization: Bearer KEY`.
 
-Metrics name models, workers, tenants and pools. A port that other hosts reach is therefore closed unless the settings
-name a key or open the port.
+Metrics name models, workers, tenants and pools. A port that other hosts reach therefore refuses all requests, unless
+the settings name a key or set `open`.
 """
 
 import hashlib

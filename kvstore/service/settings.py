@@ -64,7 +64,8 @@ class StoreSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     prefill_tokens_per_second: Annotated[float, Meta(gt=0)] = 2000
     """Assumed prefill speed of a model's workers, for the policy "hazard", until the workers report it by the max wait of
     their look-ups. Workers themselves assume 2,000 before they have measured. The value matters only if several models
-    share a node: it changes the values of all blocks of one model alike, so their order of eviction stays the same.
+    share a node, or if only some blocks are in a backing tier too. Otherwise it changes the values of all blocks alike,
+    so their order of eviction stays the same.
     """
 
     memory_bytes_per_second: Annotated[float, Meta(gt=0)] = 5e9

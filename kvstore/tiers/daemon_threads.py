@@ -1,8 +1,8 @@
 """Daemon threads: a fixed number of threads for calls that may hang.
 
 A disk that hangs, a server that sends the head of a response byte by byte, or a name server that does not answer, can
-keep a thread busy for any time. Therefore each owner, such as a tier, has its own threads. Unlike the threads of
-`concurrent.futures`, they do not keep the process from ending.
+keep a thread busy for any time. Therefore each owner, such as a tier, has its own threads, so that its hanging calls do
+not block those of other owners. Unlike the threads of `concurrent.futures`, they do not keep the process from ending.
 """
 
 import queue

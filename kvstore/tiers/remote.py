@@ -1,4 +1,4 @@
-"""Remote tier: the common part of the tiers on other servers. A `TierBackend` reaches each kind: Redis, S3, peer nodes.
+"""Remote tier: the common part of the tiers on other servers. A `TierBackend` reaches one kind of server, like Redis.
 
 Rules:
 
@@ -10,11 +10,11 @@ Rules:
 3. A block that the backend cannot take (`TierBackend.takes`) is neither written nor looked up on the server. Such a block
    belongs, for example, to a namespace that is not open on this node. `put` counts it as refused, and for `find`, `holds`
    and `get` it is missing.
-4. If `get` finds that a block is missing or bad on the server, the next call of `gone` reports it, unless it was written
-   again before.
+4. If `get` finds that a block is missing or bad on the server, the next call of `gone` reports the block, unless the
+   block was written again before this call.
 5. A block that is found bad is read again before it is removed (`kvstore.tiers.second_reading`): it may have been damaged
    in transit, and other nodes use the same server. A server whose answers are often damaged is fenced
-   (`kvstore.tiers.fence`): until the fence opens, calls fail at once.
+   (`kvstore.tiers.fence`): until the fence opens, `find`, `holds`, `put` and `get` fail at once.
 
 A backend for another kind of server is registered at two places: its settings in `AnyTier` (`kvstore.service.settings`),
 and how it is opened in `_open` (`kvstore.service.backing_tiers`). CONTRIBUTING.md lists all files ("Add a store tier").
@@ -76,7 +76,7 @@ class BackendHealth(Struct, frozen=True):
 class TierBackend(Protocol):
     """Port of the remote tier: reads and writes blocks on one kind of server, such as Redis.
 
-    The tier calls the methods from several threads. The methods with blocks get at least one block. A method with a
+    The tier calls the methods from several threads. Methods that take keys or blocks get at least one. A method with a
     deadline ends by this deadline. It may raise `TierFailed` at any time; the answers that it has entered until then
     are used.
     """

@@ -8,9 +8,10 @@ Rules:
    the head up to here (4).
 2. A value is not trusted, because other programs may write to the server. A block is returned only if the head names
    the requested block, the lengths agree, both checksums are right and the codec has decoded the payload.
-3. A value that is garbage, truncated or another block's is corrupt. It is removed if a second reading agrees
-   (`kvstore.tiers.second_reading`). If an undamaged value has another codec or block length, it counts as a miss, and
-   the next put replaces it. A value of a newer format is a miss too, but stays, because newer nodes can read it.
+3. A value that is garbage, is truncated or belongs to another block is corrupt. It is removed if a second reading
+   agrees (`kvstore.tiers.second_reading`). If an undamaged value has another codec or block length, it counts as a
+   miss, and the next put replaces it. A value of a newer format is a miss too, but stays, because newer nodes can read
+   it.
 """
 
 import hashlib
@@ -79,7 +80,7 @@ class FramedRecord(Struct, frozen=True):
 class RemoteKeyState(Enum):
     """The state of a block's key on a server, judged by the head of the value."""
 
-    HELD = auto()  # the key has a value with the block
+    HELD = auto()  # the key has a value from which this node can read the block
     FREE = auto()  # the key has no value, or a value that may be replaced
     NEWER = auto()  # the key has a value of a newer format, which stays (rule 3)
 
@@ -157,7 +158,7 @@ class RecordFramer:
     def frame(self, key: BlockKey, block: ByteArray, checksum: int) -> FramedRecord | None:
         """Return the value for a block.
 
-        Return None if its namespace is not open on this node, or its checksum does not match.
+        Return None if the block's namespace is not open on this node, or if its bytes do not match `checksum`.
         """
         codec = self._codec(key)
         if codec is None:
@@ -205,7 +206,7 @@ class RecordFramer:
             return CORRUPT
 
     def proof(self, key: BlockKey, block_bytes: int, length: int, read: Read) -> bytes | None:
-        """Return a proof that a value is corrupt: a digest of its length and of the bytes that show it.
+        """Return a proof that a value is corrupt: a digest of its length and of the bytes that show the damage.
 
         Return None if it is not corrupt, or if the namespace of the block is not open on this node.
 

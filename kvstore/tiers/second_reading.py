@@ -62,7 +62,7 @@ class ReadingsDiffer(OSError):
 def judge(open_reading: Open, proof: Proof) -> ReadingVerdict:
     """Read a value, and a second time if it is bad; return the verdict. Each reading has a new connection.
 
-    The verdict is never UNREAD. It is UNSURE if a reading raises `ReadingsDiffer` or `ValueError`.
+    The verdict is never UNREAD. It is UNSURE also if a reading raises `ReadingsDiffer` or `ValueError`.
 
     Raises:
         OSError: A reading failed. Other exceptions of `open_reading` and of the readings are passed on too, and mean the

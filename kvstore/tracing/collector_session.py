@@ -21,7 +21,7 @@ class BoundedAnswers(HTTPAdapter):
     """Sends requests and reads their answers, which may have at most `MOST_ANSWER_BYTES`."""
 
     def __init__(self, timeout_seconds: float) -> None:
-        """Limit the time to receive the body of each answer to `timeout_seconds`; it begins when the headers have arrived."""
+        """Limit the time from the headers of each answer to the end of its body to `timeout_seconds`."""
         super().__init__()
         self._timeout = nanos(timeout_seconds)
 

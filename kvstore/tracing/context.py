@@ -3,8 +3,8 @@
 Rules (https://www.w3.org/TR/trace-context/, https://www.w3.org/TR/baggage/):
 
 1. An invalid `traceparent` makes the whole context invalid, and the request begins a trace of its own.
-2. If only `tracestate` is invalid, only `tracestate` is dropped. Otherwise it is passed on unchanged, within the
-   specification's limits.
+2. An invalid `tracestate`, or one beyond the specification's limits, is dropped, and the rest of the context is used.
+   A valid `tracestate` is passed on unchanged.
 3. Only those keys of `baggage` are read that the caller names. A member that cannot be read is left out.
 4. The length of a header is checked before anything else, so that a hostile long header costs no time.
 """

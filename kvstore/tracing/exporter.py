@@ -2,9 +2,9 @@
 
 Rules:
 
-1. Nothing waits for the collector. Spans that the collector does not take in time are dropped and counted. An entry of
-   the queue is a function that makes the spans of one request, attempt or call (`EndedSpans`). Entries that arrive while
-   the queue is full are dropped and counted too.
+1. Nothing waits for the collector. Spans that the collector does not take in time are dropped and counted. Until the
+   export they wait in a queue. Each entry of the queue is a function that makes the spans of one request, attempt or
+   call (`EndedSpans`). Entries that arrive while the queue is full are dropped and counted too.
 2. Memory is bounded by `most_waiting` entries, one batch, and a bounded part of the collector's answer.
 3. Spans are made in the exporter's thread, from facts that do not change any more. So a thread that serves requests only
    has to note these facts.
@@ -33,8 +33,8 @@ log = logging.getLogger(__name__)
 BATCH_SPANS = 512  # spans of one export: about 500 KB, an eighth of what gRPC servers accept by default
 CLOSE_SECONDS = 2.0  # time limit to send the waiting spans when the process ends
 LONGEST_CAUSE = 500  # maximum number of characters of a collector's message that are logged
-# Minimum number of characters of a header's word that is masked in messages. Shorter words are not secret, and masking
-# them would also change other words that contain them.
+# Minimum number of characters of those words of headers' values that are masked in messages. Shorter words are not
+# secret, and masking them would also change other words that contain them.
 SHORTEST_SECRET = 4
 
 SendSpans = Callable[[Sequence[SpanRecord]], bool]

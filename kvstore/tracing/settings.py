@@ -32,7 +32,8 @@ class TracingSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     for networks to which nobody else has access."""
 
     certificate: str = ""
-    """File with the authority of a collector with ``https``; empty: the authorities that the machine trusts."""
+    """File with the certificate of the authority (CA) that signed the certificate of a collector with ``https``; empty:
+    the authorities that the machine trusts are used."""
 
     sample_ratio: Annotated[float, Meta(ge=0, le=1)] = 0.01
     """Share of the requests without a `traceparent` that are traced. The trace id decides which requests are traced, so
@@ -43,10 +44,10 @@ class TracingSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     client's trace id is kept."""
 
     keep_errors: bool = True
-    """True if requests that fail are traced, sampled or not. Cancellations by clients are no failures. Refusals by a rule
-    before the answer has begun are no failures either: `draining`, and HTTP 4xx except `kv_mismatch`. Requests whose
-    deadline passed before their first token are traced if they were slow, or if fewer than half of `most_waiting` requests
-    wait for the collector."""
+    """True if requests that fail are traced, sampled or not. A cancellation by the client does not count as a failure.
+    A request that was rejected by a rule before its answer began does not count either: its reason is `draining`, or it
+    got HTTP 4xx for another reason than `kv_mismatch`. Requests whose deadline passed before their first token are
+    traced if they were slow, or if fewer than half of `most_waiting` requests wait for the collector."""
 
     slow_first_token_seconds: Seconds = 10.0
     """Requests whose first token takes longer are traced, sampled or not; 0: no request is traced for this reason. The

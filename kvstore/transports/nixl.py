@@ -312,7 +312,8 @@ class _NixlConnection:
 
 def _get(connection: _NixlConnection, work: _NixlTransfer, until: Nanos) -> None:
     registered = connection.register(work)
-    # A second thread computes the checksums, because the calling thread copies the bytes if the node is on this host.
+    # A second thread computes the checksums. If the node is on this host, the calling thread copies the bytes itself,
+    # and would otherwise have to do both in turn.
     with ThreadPoolExecutor(1, "kvstore-checksums") as checksum_thread:
         for arrived in _moved(connection, TransferDirection.READ, work, until):
             if arrived.stop < len(work):

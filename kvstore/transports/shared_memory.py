@@ -115,7 +115,7 @@ class SharedMemoryTransport:
         ]
 
     def close(self) -> None:
-        """Do nothing. The mapping ends when nobody uses it any more, because another thread may still be copying."""
+        """Do nothing, because another thread may still be copying. The mapping ends when nobody uses it any more."""
 
     def _get_one_shard(self, slot: Slot, shard: RankShard, parts: list[ByteArray], deadline: Nanos) -> BlockOutcome:
         place = self._place(slot, deadline)

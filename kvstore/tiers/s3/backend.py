@@ -11,10 +11,11 @@ Rules:
    (``If-None-Match: *``). An object that this node cannot use is replaced, unless it has a newer format.
    `kvstore.tiers.remote_records` verifies each object. A bad object is read again by new connections, and removed only if
    its stored bytes are bad.
-3. `find` searches for the length of the stored prefix, because chains are written from their start. Each round sends
-   `parallel` HEAD requests and divides the range by that number. Three rounds are enough for thousands of blocks, and one
-   for a complete chain. A missing block in the middle is noticed when the blocks are fetched. No request is sent for a
-   block that was found or missing a short time ago (`kvstore.tiers.s3.sightings`). `holds` does not rely on this memory.
+3. `find` assumes that no block after a missing one is stored, because chains are written from their start. It therefore
+   searches for the length of the stored prefix: each round sends `parallel` HEAD requests and divides the range of
+   possible lengths by that number. Three rounds are enough for thousands of blocks, and one for a complete chain. A
+   missing block in the middle is noticed when the blocks are fetched. No request is sent for a block that was found or
+   missing a short time ago (`kvstore.tiers.s3.sightings`). `holds` does not rely on this memory.
 4. The bucket's lifecycle rules decide what is evicted.
 """
 
@@ -99,7 +100,7 @@ class S3Backend:
         )
 
     def holds(self, keys: Sequence[BlockKey], deadline: Nanos) -> list[bool]:
-        """Return which blocks are stored; look up every block, except those that this node cannot use."""
+        """Return which blocks are stored; look up every block, except that a block to be replaced counts as missing."""
         there = {key: False for key in keys if self.sightings.is_suspect(key)}
         self._each({key: key for key in keys if key not in there}, self._exists, there, deadline)
         return [there[key] for key in keys]

@@ -41,10 +41,12 @@ class S3Settings(TierSettings, frozen=True, kw_only=True, tag="s3"):
     """Time limit for the check of the bucket at the start. An object store that answers later is used from then on."""
 
     known_seconds: Annotated[float, Meta(ge=0, le=86400)] = 60.0
-    """Time for which a block that was seen counts as stored. Objects rarely vanish; if one has, its block is a miss."""
+    """Time for which a block that was seen counts as stored. Objects rarely vanish; if an object has vanished, a read
+    of its block is a miss."""
 
     missing_seconds: Annotated[float, Meta(ge=0, le=3600)] = 1.0
-    """Time for which a missing block counts as missing. It is short, because other nodes write blocks."""
+    """Time for which a missing block counts as missing. It is short, because other nodes may write the block meanwhile.
+    """
 
     def __post_init__(self) -> None:
         if not self.endpoint_url:

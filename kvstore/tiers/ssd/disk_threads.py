@@ -28,7 +28,7 @@ LEAST_BATCH_BYTES = 256 << 10
 
 
 class Scratch:
-    """Page-aligned buffers of one disk operation, for bytes that the disk cannot exchange with the caller's buffers."""
+    """Page-aligned buffers of one disk operation, for bytes that cannot go directly between disk and caller."""
 
     def __init__(self) -> None:
         self.headers = aligned(BATCH_RECORDS * PAGE_BYTES).reshape(BATCH_RECORDS, PAGE_BYTES)
@@ -49,7 +49,7 @@ Job = Callable[[Scratch], None]
 def batches(sizes: Sequence[int], most_bytes: int, threads: int) -> list[slice]:
     """Divide the blocks of a call into disk operations, and return one slice of the blocks for each operation.
 
-    There are enough operations for all threads, unless the operations would become too small.
+    There are enough operations for all threads, unless the operations would become smaller than `LEAST_BATCH_BYTES`.
     """
     target = min(max(sum(sizes) // (2 * threads), LEAST_BATCH_BYTES), most_bytes)
     cuts, first, total = [], 0, 0

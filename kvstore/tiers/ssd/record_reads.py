@@ -136,7 +136,7 @@ def _is_plain(wanted: RecordRead) -> bool:
 
 
 def _copied_bytes(wanted: RecordRead) -> int:
-    """Return how many bytes of a payload have to go through scratch memory, in whole pages."""
+    """Return how many bytes of a payload have to go through scratch memory, rounded up to whole pages."""
     length = wanted.place.length
     if _is_plain(wanted) and wanted.into.nbytes == length and is_aligned(wanted.into):
         return 0

@@ -7,8 +7,8 @@ Rules:
 2. When a segment is evicted, all its blocks are removed from the index, under `SsdState.lock`. Its file is reused when no
    call reads from it any more. Blocks that were read often are rescued if the write budget allows it: they are read from
    the file before they leave the index, and written to the next segment.
-3. The file system is used only outside this lock. One call that needs a segment makes room; other calls wait for it until
-   their deadline.
+3. The file system is used only while `SsdState.lock` is not held. One call that needs a segment makes room; other calls
+   wait for it until their deadline.
 4. A circuit breaker stops writes to a directory that cannot be written to.
 """
 
@@ -273,7 +273,10 @@ class Volume:
             self._seal(segment)
 
     def _seal(self, segment: Segment) -> None:
-        """Write the footer of a segment. If this fails, the only harm is that opening the tier takes longer."""
+        """Write the footer of a segment, and make the segment SEALED.
+
+        If the footer cannot be written, the only harm is that opening the tier takes longer.
+        """
         try:
             self._write_footer(segment)
             if self._settings.sync is not Sync.NEVER:
@@ -285,7 +288,7 @@ class Volume:
             self._state.lock.notify_all()
 
     def _free_segment(self, rescued: list[SsdWrite], needed_pages: int, deadline: Nanos) -> Segment:
-        """Find or make a free segment, or evict one; add the blocks that are rescued from it to `rescued`."""
+        """Find or make a free segment, or evict one; add the blocks rescued from an evicted one to `rescued`."""
         spare_bytes = self._settings.segment_bytes * 15 // 16 - needed_pages * PAGE_BYTES
         share_bytes = int(min(self._settings.rescue_share * self._settings.segment_bytes, spare_bytes))
         while True:

@@ -20,7 +20,7 @@ class SegmentUse(Struct, frozen=True, kw_only=True):
     sequence: int  # sequence number of the segment; a segment that is begun later has a higher one
     blocks: int  # number of readable blocks
     live_share: float  # share of the segment's bytes that readable blocks occupy, from 0 to 1
-    hits: int  # number of reads of its blocks since the segment was begun or, if that was later, the tier was opened
+    hits: int  # number of reads of its blocks since it was begun, or since the tier was opened if that was later
     used_at: Nanos  # instant of the last read or write of a block; if there was none, when `hits` began to count
 
 
@@ -30,11 +30,11 @@ is evicted first."""
 
 
 def reuse(use: SegmentUse, now: Nanos) -> float:
-    """Score by the time since the last use, reduced for segments whose blocks are read often.
+    """Score by the time since the last use. This time counts less for segments whose blocks are read often.
 
     The number of reads counts logarithmically, so that a busy conversation that has ended does not keep its segment for
-    hours. The share of readable bytes counts too. The score has no time constant, so a disk that fills in a minute is
-    treated like one that fills in a week.
+    hours. The smaller the share of readable bytes is, the lower is the score. The score has no time constant, so a disk
+    that fills in a minute is treated like one that fills in a week.
     """
     if not use.blocks:
         return -math.inf

@@ -87,7 +87,7 @@ class Scaling(Resource, frozen=True):
     """The source of the number of replicas: this specification, an external scaler, or a ServingPlan."""
 
     least: Count = 0
-    """Fewest replicas that a scaler may request."""
+    """Minimum number of replicas that a scaler may request."""
 
     most: Count = 64
     """Maximum number of replicas that a scaler may request."""
@@ -103,7 +103,7 @@ class Parallelism(Resource, frozen=True):
     """Number of pipeline stages. Each stage is a group of GPUs with a part of the layers."""
 
     data: Degree = 1
-    """Number of engines in a replica. Each engine has all layers, and each request goes to one of them."""
+    """Number of engines in a replica. Each engine has all layers, and each request goes to one engine."""
 
     expert: Degree = 1
     """Expert parallelism. With more than 1, the experts are split over all ranks of `tensor` and `data` together."""
@@ -127,10 +127,10 @@ class Rollout(Resource, frozen=True):
     """How many replicas are added and removed at once when the pods of a role are replaced."""
 
     max_surge: Count = 1
-    """New replicas beyond `replicas` while a role is updated; they need free GPUs."""
+    """Maximum number of new replicas beyond `replicas` during the update of a role; they need free GPUs."""
 
     max_unavailable: Count = 0
-    """Replicas that may be missing during the update."""
+    """Maximum number of replicas that may be missing during the update of a role."""
 
 
 class Drain(Resource, frozen=True):
@@ -215,7 +215,8 @@ class RoleSpec(Resource, frozen=True):
     """How a worker ends without failed requests."""
 
     pod_template: OpenObject = field(default_factory=dict)
-    """A pod template. Its container `main` gets the image, command, ports, probes and resources that it does not set."""
+    """A pod template. Its container `main` gets the image, command, ports, probes and resources that the template does
+    not set."""
 
 
 class KvTransfer(Resource, frozen=True):
@@ -285,7 +286,7 @@ class Balance(Resource, frozen=True):
     """Maximum number of GPUs of all workers together, including old and new workers during a rollout; 0: no limit."""
 
     ratio: RatioBounds = RatioBounds()
-    """Bounds of prefill to decode replicas."""
+    """Bounds of the ratio of prefill to decode replicas."""
 
     max_step: Annotated[int, Meta(ge=1, le=1000)] = 1
     """Maximum number of replicas that one change adds or removes."""

@@ -31,7 +31,8 @@ class Hardware(Resource, frozen=True):
     """Maximum number of GPUs that the deployment may use at any time, also during a rollout."""
 
     per_node: Annotated[int, Meta(ge=1, le=72)] = 8
-    """Number of GPUs in a node. The proposal never spreads an engine over several nodes, so it is the limit for one engine."""
+    """Number of GPUs in a node. The proposal never spreads an engine over several nodes, so an engine has at most this
+    number."""
 
     product: Annotated[str, Meta(max_length=63)] = ""
     """The value of the node's label `nvidia.com/gpu.product` or `amd.com/gpu.product-name`; empty: any GPU of the vendor.

@@ -1,7 +1,7 @@
 """Dashboards: generates Grafana dashboards. A metric or label that is not in the metric catalogue is an error.
 
 The schema version is 39 (Grafana 10.4 and later). The user chooses the namespace by a variable of the dashboard;
-Prometheus adds this label to scraped metrics.
+Prometheus adds the namespace to scraped metrics as a label.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -135,7 +135,8 @@ class ChartImages(_Values, frozen=True):
     router: Image = Image(repository="fleet-router")
     operator: Image = Image(repository="fleet-operator")
     worker_cpu: Image = Image(repository="fleet-worker-cpu")
-    """Images of workers for DisaggDeployments that name no image: for CPUs, for NVIDIA GPUs, and for AMD GPUs."""
+    """Images of workers for DisaggDeployments that name no image: this one for CPUs, the next ones for NVIDIA and AMD
+    GPUs."""
 
     worker_cuda: Image = Image(repository="fleet-worker-cuda")
     worker_rocm: Image = Image(repository="fleet-worker-rocm")
@@ -296,11 +297,11 @@ class Routers(_Values, frozen=True):
     in `.json` holds JSON, such as `tenants` with their API keys; any other holds a text."""
 
     control_secret: Name = ""
-    """Name of a Secret whose key `secret` holds a secret such as the output of `openssl rand -hex 32`. Workers and operators prove
-    this secret at the routers' control port, 50052, and routers prove it to each other at port 50054. With the secret and one
-    process in each pod, routers share their state (docs/router.md). With `tls`, all of them show certificates as well. With
-    neither, the control port is a Unix socket in the pod: routers find workers in `discovery`, and `kubectl exec` runs
-    `fleet status`."""
+    """Name of a Secret whose key `secret` holds a secret such as the output of `openssl rand -hex 32`. Workers and
+    operators prove this secret at the routers' control port, 50052, and routers prove it to each other at port 50054.
+    With the secret and one process in each pod, routers share their state (docs/router.md). With `tls`, all of them
+    show certificates as well. Without the secret and without `tls`, the control port is a Unix socket in the pod:
+    routers find workers in `discovery`, and `kubectl exec` runs `fleet status`."""
 
     models_claim: Name = ""
     """A PersistentVolumeClaim with tokenizers, mounted read-only at /models, for folders in `settings.models`."""
@@ -430,7 +431,8 @@ class Egress(_Values, frozen=True):
     """The API server: `{ipBlock: {cidr: 10.0.0.1/32}}`. Empty: any address, on the ports below."""
 
     api_server_ports: tuple[Annotated[int, Meta(ge=1, le=65535)], ...] = (443, 6443, 8443, 16443)
-    """Ports of the API server itself, not of its Service: most network plug-ins check where a connection ends."""
+    """Ports of the API server itself, not of its Service: most network plug-ins check the port to which the Service has
+    forwarded a connection."""
 
     extra: ExtraEgress = ExtraEgress()
     """Egress rules for further connections: to a Redis whose URL is in a Secret, and to your own workers and
@@ -485,8 +487,8 @@ class MetricsReaders(_Values, frozen=True):
     """SHA-256 of each key that may read the metrics (`printf %s KEY | sha256sum`). Scrapers send `Authorization: Bearer KEY`."""
 
     secret: MetricsKey = MetricsKey()
-    """The Secret with one of these keys, which the PodMonitors tell Prometheus to send. With `routers.tls.health` it reaches routers over
-    TLS."""
+    """The Secret with one of these keys. The PodMonitors tell Prometheus to send this key. With `routers.tls.health`,
+    Prometheus sends it to routers over TLS."""
 
     tls_secret: Name = ""
     """A Secret of the type `kubernetes.io/tls` with the certificate of port 8080 of the operator and the planner; probes and PodMonitors
@@ -642,12 +644,12 @@ class Values(_Values, frozen=True):
     """Labels of every object."""
 
     user: Annotated[int, Meta(ge=0)] = 65532
-    """The user of all processes; 0: the platform chooses (OpenShift), never root."""
+    """User id of all processes. 0: the platform, such as OpenShift, chooses the user id; it is never that of root."""
 
     restricted_endpoint_slices: bool = False
     """Allow the writers of EndpointSlices (workers with `discovery.source: Kubernetes`, and routers that gateways
     ask) to create `endpointslices/restricted` too. Without this right, OpenShift may refuse addresses of pods. Off
-    by default: if the cluster relies on that check, this right allows traffic that NetworkPolicies forbid."""
+    by default: if the cluster relies on this refusal, this right allows traffic that NetworkPolicies forbid."""
 
     crds: Crds = Crds()
     images: ChartImages = ChartImages()

@@ -68,7 +68,7 @@ class ControlSecrets:
             ) from error
 
     async def read(self) -> None:
-        """Read the operator's secret again, without creating it.
+        """Read the operator's secret again, without creating the Secret if it is missing.
 
         Raises:
             UnusableSecret: The Secret has no usable content.
@@ -96,7 +96,7 @@ class ControlSecrets:
         self._master = _read(found.data, f"{self._namespace}/{self._name}")
 
     async def _owned(self) -> Manifest:
-        """Return metadata with a reference to the owner; empty if none is named, if it does not exist, or may not be read."""
+        """Return metadata with a reference to the owner; empty if no owner is named, or if the owner cannot be read."""
         if not self._owner:
             return {}
         try:

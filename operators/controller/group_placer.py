@@ -11,7 +11,7 @@ Rules:
 3. If the operator may not read nodes, the scheduler chooses the domain. Pods of groups are then created with a
    scheduling gate, if the cluster supports scheduling gates, and `operators.controller.gate_keeper` opens the gates of one
    group at a time. If only a part of a group's pods found nodes, the group is removed and created again. The pods of the
-   new group may not use the nodes that pods of the removed group had found.
+   new group must not use the nodes that pods of the removed group had found.
 4. A domain in which the scheduler found no nodes for a group's pods is remembered for a time (`FailedDomains`). Later
    groups of the role get it only if no other domain has room.
 """

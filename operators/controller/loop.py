@@ -182,7 +182,8 @@ class Controller:
                 self._room.promise(key.namespace, placed)
         denied: tuple[ApiRefusal, ...] = ()
         if secret.content and (decided.actions or afresh or not _is_ready(decided.status)):
-            # The Secret is written last, because no cache shows whether it exists. Pods do not start before it exists.
+            # No cache shows whether the Secret exists, so `make_secret` is called whenever something else was written
+            # or the deployment is not ready. It can be called last, because pods do not start before it exists.
             denied = await self._applier.make_secret(secret.manifest(desired), again=afresh)
             refusals = (*refusals, *denied)
             # Reconcile again soon: an existing Secret of this name may belong to a deleted deployment. Kubernetes then deletes

@@ -54,8 +54,8 @@ class Apply(Struct, frozen=True, tag=True):
 class Scale(Struct, frozen=True, tag=True):
     """Change the number of replicas of a workload, but only if it is still `was`.
 
-    If `was` is None, the number in the cache is expected instead. So a write of a former leader that arrives late changes
-    nothing.
+    If `was` is None, the number in the cache is expected instead. With this check, a write of a former leader that
+    arrives late changes nothing.
     """
 
     kind: str
@@ -117,7 +117,7 @@ def reconcile(
         desired: The desired deployment.
         observed: The observed state.
         images: Images for deployments that name none.
-        now: The present time as RFC 3339. A condition whose status changes gets it as its transition time.
+        now: The present time as RFC 3339. A condition whose status changes gets this time as its transition time.
         renderings: Manifests and revisions that earlier steps have made from the specifications, with the same
             `images`. If it is None, all manifests and revisions are made again, which takes a large part of the time of
             a step.
@@ -343,9 +343,10 @@ def _pruned(
 ) -> list[Action]:
     """Return actions that remove the deployment's unneeded children and all its other objects that are not desired.
 
-    Examples are the objects of a removed role, and a ConfigMap whose child does not exist because the operator was killed
-    between two writes. Also return actions that remove half-scheduled groups, and pods of a user's command that were
-    left behind by a restart of their group (`ObservedChild.half_scheduled`, `ObservedChild.left_behind`).
+    Examples are the objects of a removed role, and a ConfigMap whose child does not exist because the operator was
+    killed between two writes. Also return actions that remove half-scheduled groups, and pods that run a user's own
+    command and were left behind by a restart of their group (`ObservedChild.half_scheduled`,
+    `ObservedChild.left_behind`).
     """
     targets_of = {pool.name: (pool.revision, pool.target) for pool in pools}
     used = {_key(each) for each in wanted}

@@ -67,7 +67,7 @@ def _bad_quantities(manifest: Manifest) -> Iterator[str]:
 
 
 def _misfits(manifest_part: Any, at: str) -> Iterator[str]:
-    """Yield each field whose value the API server cannot convert and that its message does not name.
+    """Yield each field whose value the API server cannot convert, if the server's message does not name the field.
 
     Each result is the path of the field, and what its value must be. These fields are numbers that are not integers
     (quantities may be fractions), ports, and times. The API server checks the types of all other fields by the schema,

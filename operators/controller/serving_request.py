@@ -193,8 +193,8 @@ def _ready(applied: ConditionUpdate, there: CustomObject | None) -> ConditionUpd
     """Return the condition Ready of the request.
 
     It is the condition Ready of the request's deployment, with two exceptions. If the proposal was not applied to the
-    deployment, it is False with the reason of the condition Applied. If the deployment's condition is older than its
-    specification or missing, it is False too.
+    deployment, the result is False with the reason of the condition Applied. If the deployment has no condition Ready
+    for its present specification, the result is False too.
     """
     _, holds, reason, message = applied
     if holds != TRUE or there is None:

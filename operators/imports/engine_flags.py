@@ -136,7 +136,10 @@ def flags_of(command: Sequence[str], args: Sequence[str], variables: Mapping[str
 
 
 def _started(words: Iterable[str]) -> list[str]:
-    """Return the words of the last program in a shell command line, without pipes and redirections after it."""
+    """Return the words of the last program in a shell command line, without pipes and redirections after it.
+
+    If the line contains none of PROGRAMS, begin at its first word.
+    """
     tokens = list(words)
     starts = [at for at, word in enumerate(tokens) if word.rpartition("/")[2] in PROGRAMS]
     tokens = tokens[starts[-1] :] if starts else tokens

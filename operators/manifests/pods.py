@@ -128,7 +128,7 @@ def _users_main(role: RoleSpec) -> Manifest:
 
 
 def _with_users_limits(template: Manifest, role: RoleSpec) -> Manifest:
-    """Return the merged template without the operator's requests for resources that the user has only limited.
+    """Return the merged template without the operator's requests for resources for which the user has set only a limit.
 
     `operators.manifests.resources.limited_by_user` removes these requests.
     """
@@ -248,7 +248,8 @@ def _container(
         "volumeMounts": mounts,
     }
     scheme = {"scheme": "HTTPS"} if deployment.spec.routing.tls_secret else {}
-    # A command of the user may not answer these two probes, and the kubelet would restart it, so it gets neither.
+    # A command of the user perhaps does not answer these two probes, and the kubelet would then restart it. So it gets
+    # neither of them.
     if not is_foreign(role):
         live = (
             # Clients cannot use up the connections of this port, so a healthy router always answers the probe.

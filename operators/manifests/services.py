@@ -38,7 +38,8 @@ def pod_names(deployment: DesiredDeployment, role: RoleSpec) -> Manifest:
 def inference_pool(deployment: DesiredDeployment) -> Manifest:
     """Return the InferencePool, by which gateways send requests to the routers.
 
-    For each request, the gateway first asks a router's endpoint picker to which worker the request goes.
+    For each request, the gateway first asks the endpoint picker of a router. The picker names the HTTP port of its own
+    router, which then chooses the worker.
     """
     router = deployment.router
     spec = {

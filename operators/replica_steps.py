@@ -25,7 +25,7 @@ Rules:
    difference, the target counts in the ratio and not the replicas. If the ratio allows no step of a single role,
    prefill and decode roles change together. If there are no prefill replicas or no decode replicas, the ratio is not
    checked. If the present ratio or the ratio of the targets is out of its bounds, a step may take the ratio as far out
-   as they are.
+   as the farther one of these two is.
 7. In one call, the number of a role's replicas in one revision changes by at most `max_step`. A change of prefill and
    decode roles together (rule 6) may be larger, if the ratio allows no smaller one.
 """
@@ -140,7 +140,7 @@ def targets(pools: Sequence[ScaledRole], bounds: ScalingBounds) -> list[ScaledRo
     If the budget is too small, the target of the role that requests the most GPUs is lowered by one. This is repeated
     until the budget is enough. A target is lowered to 0 only if no role with GPUs has a target above 1. After that, if
     there are too many prefill replicas for the ratio, the targets of prefill roles are lowered, but not below 1; too
-    many decode replicas are treated alike. If that is not enough, the ratio stays out of its bounds.
+    many decode replicas are treated in the same way. If that is not enough, the ratio stays out of its bounds.
     """
     wanted = {pool.name: pool.target for pool in pools}
     while bounds.gpu_budget and sum(wanted[pool.name] * pool.gpus for pool in pools) > bounds.gpu_budget:

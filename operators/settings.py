@@ -23,7 +23,7 @@ class ProbeSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """If off, a deployment is Ready when its pods are ready and its routers know them."""
 
     deadline_seconds: Annotated[float, Meta(gt=0, le=600)] = 20.0
-    """The limit for one probe, from the look-up of the Service's name to the last byte. If the routers require a key,
+    """The time limit for one probe, from the look-up of the Service's name to the last byte. If the routers require a key,
     the limit includes the second request, which has the key."""
 
     longest_pause_seconds: Seconds = 30.0
@@ -31,7 +31,7 @@ class ProbeSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     each is twice the previous one."""
 
     at_once: Annotated[int, Meta(ge=1, le=64)] = 8
-    """The most concurrent requests to all deployments together."""
+    """Maximum number of concurrent requests to all deployments together."""
 
     keys: Mapping[str, str] = {}
     """API keys for probes, by `namespace/name` of the deployment whose routers require a key. Each key is sent only to the

@@ -160,7 +160,7 @@ class ObservedState(Struct, frozen=True, kw_only=True):
     """Digest of the pods that have answered probes, as the status of the deployment records it."""
 
     troubles: tuple[PodTrouble, ...] = ()
-    """The reasons why pods do not run, the most informative one first."""
+    """The reasons why pods do not run, sorted by rule 3 of `operators.observed.pod_troubles`."""
 
     deletion_costs: Mapping[tuple[str, str], tuple[PodDeletionCost, ...]] = {}
     """Deletion costs of pods, by role and revision."""
@@ -170,7 +170,7 @@ class ObservedState(Struct, frozen=True, kw_only=True):
 
     avoided: Mapping[str, tuple[str, ...]] = {}
     """Nodes, by role, on which groups of the role found room for only a part of their pods. New groups avoid these
-    nodes if the operator may not list nodes; otherwise they are not used."""
+    nodes if the operator has no right to list nodes; otherwise this field is not used."""
 
     failed_domains: Mapping[str, tuple[str, ...]] = {}
     """Domains, by role, in which pods of a group of the role found no nodes a short time ago; the oldest is first."""

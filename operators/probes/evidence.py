@@ -67,7 +67,8 @@ class ProbeSubject(Struct, frozen=True, kw_only=True):
     prefills: tuple[RunningPod, ...]
     targets: tuple[ProbeTarget, ...]
     tls: bool = False
-    """True if the routers speak TLS to clients. Digests do not cover it, because a change replaces the routers."""
+    """True if the routers speak TLS to clients. Digests do not cover this field, because its change replaces the router
+    pods, which the digests cover."""
 
     wants_vector: bool = False
     """True if probes ask for a vector, because the model does not generate."""
@@ -202,7 +203,7 @@ def unanswered(subject: ProbeSubject, evidence: ProbeEvidence) -> tuple[ProbeTar
 
 
 def missing_only_routers(subject: ProbeSubject, evidence: ProbeEvidence) -> bool:
-    """Return whether nothing is missing but answers through the present routers, or nothing at all.
+    """Return whether at most answers through the present routers are missing.
 
     In this case, all workers have answered through some router, and a worker of each role has answered since the
     prefill workers last changed.

@@ -8,9 +8,9 @@ Rules:
    exception for busy routers). If it is unknown whether a requirement is fulfilled, the deployment is not Ready.
 2. The reason of Ready names the most informative obstacle, in this order: a taken name, a refusal of the API server, a
    problem of a pod, a missing replica, a worker that routers do not know, a router that has not reported its workers, a
-   worker that does not answer. A mistake in a
-   `podTemplate` usually appears as a refusal of the API server (`operators.controller.refusals`). If Kubernetes notices
-   the mistake only when it creates or starts pods, it appears as a problem of a pod (`operators.observed.pod_troubles`).
+   worker that does not answer. A mistake in a `podTemplate` usually appears as a refusal of the API server
+   (`operators.controller.refusals`). If Kubernetes notices the mistake only when it creates or starts pods, it appears
+   as a problem of a pod (`operators.observed.pod_troubles`).
 3. The transition time of a condition changes only if its status changes.
 4. Only probes show whether KV blocks reach the decode workers. Until the next probe is answered, the condition KVPathReady
    keeps its last value.

@@ -1,4 +1,4 @@
-"""Cache view: the engine's cached blocks, as its KV events reported them, for routers that connect later.
+"""Cache view: the engine's cached blocks, as its KV events reported them, for routers that connect after these events.
 
 `workers.server` adds the events and sends each one to the connected routers.
 """

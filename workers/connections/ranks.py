@@ -80,7 +80,7 @@ class GroupLeader:
     def when_asked_to_end(self, call: Callable[[], None]) -> None:
         """Set the function that is called when a rank other than the leader has to end, so that the group can drain.
 
-        If such a rank has asked before, the function is called at once.
+        If such a rank has asked to end already, the function is called at once.
         """
         self._on_leaving = call
         if self._asked:

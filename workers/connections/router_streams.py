@@ -40,8 +40,8 @@ from workers.server import WorkerServer
 log = logging.getLogger(__name__)
 
 HELLO_BYTES = 64 << 10
-"""The maximum length of a frame until hello has arrived. If a client wrongly begins a TLS handshake, its first bytes mean a
-greater length, so the stream is closed at once."""
+"""The maximum length of a frame until hello has arrived. If a client wrongly begins a TLS handshake, its first bytes
+are read as a greater length, so the stream is closed at once."""
 
 HELLO_SECONDS = 10  # time limit for a router to send hello; a working router sends it in its first packet
 LINGER_SECONDS = 2  # time limit to send the last messages of a stream; a router that does not read loses them

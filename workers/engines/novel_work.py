@@ -10,7 +10,7 @@ Kind = tuple[bool, ...]
 
 
 class NovelWork:
-    """Remembers the requests of a new kind, each until the engine has produced its first tokens."""
+    """Remembers the requests of a new kind, each until the engine has produced the first tokens of the request."""
 
     def __init__(self) -> None:
         self._done: set[Kind] = set()

@@ -3,11 +3,12 @@
 Rules:
 
 1. The KV bytes of block i are expand(H(weights ‖ D(i-1) ‖ tokens of block i)), where D(i) = H(D(i-1) ‖ the bytes that
-   block i really has in memory), and D(-1) is a constant for each LoRA adapter. A block therefore depends on everything
-   before it, as with attention. The bytes are ordered by layer, head, token and element;
-   `workers.engines.simulated.layout` places them.
-2. The next token is f(H(weights ‖ D of the last full block ‖ tokens after it ‖ the sampling parameters)) mod
-   vocabulary. One wrong, missing or swapped block anywhere in the context therefore changes the answer. Every token
+   block i really has in memory), and D(-1) is a constant for each LoRA adapter. Here ‖ joins bytes, H is the digest and
+   expand the expansion of rule 3, and the weights are the model's seed. A block therefore depends on everything before
+   it, as with attention. The bytes are ordered by layer, head, token and element; `workers.engines.simulated.layout`
+   places them.
+2. The next token is drawn by the random number H(weights ‖ D of the last full block ‖ tokens after it ‖ the sampling
+   parameters). One wrong, missing or swapped block anywhere in the context therefore changes the answer. Every token
    that does not end the answer has the logit 1, changed only by `logit_bias` and penalties. Tokens that are not
    allowed, or that would complete a forbidden sequence, are not sampled, unless no other token is left. It does not
    matter which engine sampled the earlier tokens, so any engine continues any answer exactly.

@@ -45,7 +45,7 @@ def _generated(params: "SamplingParams | None") -> Sequence[int]:
 def replay(request: "Request") -> None:
     """Add the earlier tokens of the answer to a new request.
 
-    If it has a grammar, `replay_with_grammar` adds them later.
+    If the request has a grammar, `replay_with_grammar` adds them later.
     """
     if not (tokens := _generated(request.sampling_params)):
         return

@@ -443,7 +443,7 @@ class VllmEngine:
 
     @property
     def lent(self) -> int:
-        """Number of handoffs whose lease may not have ended.
+        """Number of handoffs whose lease has perhaps not ended yet.
 
         A handoff counts until its lease ends, because vLLM does not report when its blocks have been fetched.
         """

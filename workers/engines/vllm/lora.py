@@ -24,7 +24,7 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 class LoadedAdapters:
     """Estimates which adapters vLLM has loaded.
 
-    If requests use more adapters than there are slots, vLLM drops the least recently used adapter. This class assumes so.
+    It assumes that vLLM drops the least recently used adapter if requests use more adapters than there are slots.
     """
 
     def __init__(self, slots: int) -> None:

@@ -265,7 +265,7 @@ def counts_at_start(start: Start, stats: "PrefillStats", block_tokens: int) -> P
 
     Fleet's connector has corrected these statistics, so blocks that did not arrive are not counted. vLLM does not say
     which connector has provided a block. Therefore Fleet's connector makes only directly pulled blocks count as
-    external; all other cached blocks came from the store, even if a pull failed earlier.
+    external. All other blocks from outside the engine came from the store, even if a pull failed earlier.
     """
     local = stats.num_local_cached_tokens // block_tokens
     # Rounded up, because the last pulled block may be partly filled.

@@ -4,7 +4,7 @@ vLLM imports this module by its path. The class has the name of vLLM's class, be
 in its settings. The decisions are in `workers.engines.vllm.blocks.handoff_checksums`; this module only translates
 between them and vLLM's hooks.
 
-Blocks are checked only if `is_checkable` allows it for the engine. The blocks of other engines are moved as before, and
+Blocks are checked only if `is_checkable` allows it for the engine. The blocks of other engines are moved without a check, and
 count as unverified.
 """
 

@@ -166,7 +166,7 @@ class LeaderRank:
         """Wait until every other rank has joined.
 
         Raises:
-            TimeoutError: A rank has not joined.
+            TimeoutError: A rank has not joined within `JOIN`.
         """
         deadline = Nanos(self.clock.now() + JOIN)
         while any(len(lane) < self.seat.ranks - 1 for lane in self._followers):
@@ -298,7 +298,7 @@ class FollowerRank:
         """Join the leader at the given path; the leader may still be starting.
 
         Raises:
-            TimeoutError: The leader does not start.
+            TimeoutError: The leader has not started within `JOIN`.
         """
         self.seat = seat
         self._client = client

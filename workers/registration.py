@@ -140,7 +140,7 @@ class WorkerMembership:
             tell()
 
     async def leave(self) -> None:
-        """Deregister from all registries, within two seconds. If it was called before, only wait for that call."""
+        """Deregister from all registries, within two seconds. If `leave` was called before, only wait for that call."""
         self._leaving.set()
         await self._left.wait()
 

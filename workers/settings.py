@@ -47,7 +47,7 @@ class VllmSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     direct_checksums: Literal["auto", "on", "off"] = "auto"
     """Checksums of the blocks that move between engines by the KV path direct. The prefill engine sends them with the
     handoff; the decode engine computes blocks that arrived with another checksum, and counts them. auto: on for CPU
-    engines; off for accelerators, whose blocks would have to be copied to host memory for it."""
+    engines; off for accelerators, whose blocks would have to be copied to host memory for the check."""
 
     extra_args: dict[str, Any] = {}
     """Any other argument of vLLM's `AsyncEngineArgs`; it overrides the fields above. A step of a CPU engine with one rank and
@@ -91,7 +91,8 @@ class SimulatedSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """The probability that a token ends the sequence; with the default, an answer has 500 tokens on average."""
 
     max_batched_tokens: Positive = 2048
-    """The most tokens in one step, answers and prompts together; long prompts take several steps (chunked prefill)."""
+    """Maximum number of tokens in one step, of answers and prompts together; long prompts take several steps (chunked
+    prefill)."""
 
     load_timeout_ms: Positive = 2000
     """Maximum wait of a request for blocks from the store or a prefill engine; after this time the blocks are computed."""
@@ -194,7 +195,8 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     model_dir: str = ""
     """A Hugging Face folder; or a repository of the hub such as Qwen/Qwen3-0.6B, with @revision after it for another
-    revision than the newest. The simulated engine reads only its config.json, if there is one."""
+    revision than the newest. The simulated engine reads no weights there, only config.json, the tokenizer and the chat
+    template, if they exist."""
 
     hub: HubSettings = HubSettings()
     """The hub from which a repository in `model_dir` is downloaded, and the folder for downloads."""
@@ -203,12 +205,12 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """The model name in clients' requests."""
 
     tool_call_parser: str = "auto"
-    """The parser of tool calls, by vLLM's name, such as hermes or llama3_json. auto: the one that the chat template
-    shows; a model whose template shows none refuses requests with tools. Empty: none. The simulated engine writes calls
-    that the router parses, and knows hermes and qwen3_coder."""
+    """The parser of tool calls, by vLLM's name, such as hermes or llama3_json. auto: the parser that fits the chat
+    template; if none fits, requests with tools are refused. Empty: none. The simulated engine writes calls that the
+    router parses, and knows hermes and qwen3_coder."""
 
     reasoning_parser: str = "auto"
-    """The parser of reasoning, by vLLM's name, such as qwen3 or deepseek_r1. auto: the one that the chat template shows.
+    """The parser of reasoning, by vLLM's name, such as qwen3 or deepseek_r1. auto: the parser that fits the chat template.
     Empty: none, and reasoning is a part of the text."""
 
     task: ModelTask = ModelTask.AUTO
@@ -291,10 +293,10 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Tokens in a block; vLLM on CPUs needs a multiple of 32."""
 
     max_model_len: Positive = 4096
-    """The most tokens of prompt and answer together."""
+    """Maximum number of tokens of a prompt and its answer together."""
 
     max_running: Positive = 16
-    """The most requests in one batch."""
+    """Maximum number of requests in one batch."""
 
     prefill_speed: Annotated[float, Meta(gt=0)] = 1.0
     """Prefill speed of the worker's hardware, relative to the other workers of its model: 2 means twice as fast."""
@@ -317,7 +319,7 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Number of LoRA adapters that are loaded at a time; each uses memory of the device."""
 
     max_waiting: Annotated[int, Meta(ge=0)] = 256
-    """Requests that may wait for a place in the batch; more are refused with QUEUE_FULL."""
+    """Maximum number of requests that wait for a place in the batch; further requests are refused with QUEUE_FULL."""
 
     stream_buffer: Annotated[int, Meta(ge=16)] = 1024
     """Maximum number of messages that wait for a slow router; a further message closes the router's stream. An engine with
@@ -348,8 +350,8 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Time in which running requests may finish after SIGTERM. Kubernetes kills a pod after 30 s by default."""
 
     evacuate_bytes: Annotated[int, Meta(ge=0)] = 8 << 30
-    """The most bytes of warm blocks that a draining worker copies to where other workers read them, the most valuable
-    ones first. They go to the tier of its store that nodes share (Redis, S3). If there is no such tier and the store
+    """Maximum number of bytes of warm blocks that a draining worker copies to where other workers read them, the most
+    valuable blocks first. They go to the tier of its store that nodes share (Redis, S3). If there is no such tier and the store
     ends with the worker, they go to the store's peers or to its disk. The evacuation ends with `drain_timeout_ms` at
     the latest, and delays no answer. 0: none."""
 

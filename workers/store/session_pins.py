@@ -6,9 +6,9 @@ Rules:
    computed. When the attempt finishes, its chain is pinned. Even a cancelled attempt counts, because the router cancels
    the attempt when it finds a stop string or a tool call. Prefill attempts, rejected attempts, and attempts that have
    generated no token cause no pin.
-2. A pause is predicted from the pause before it: among all observed pauses that followed a pause of similar length, the
-   share `LATEST` was not longer than the pin lasts (`kvstore.eviction.session_pauses`). A pin lasts at most `longest`,
-   and exactly `longest` while too few pauses are known.
+2. The duration of a pin is predicted from the session's previous pause. Of all observed pauses that followed a pause
+   of similar length, the share `LATEST` was not longer than this duration (`kvstore.eviction.session_pauses`). A pin
+   lasts at most `longest`, and exactly `longest` while too few pauses are known.
 3. When the session sends another request, its pin ends with the first tokens of the answer. From then on, the engine
    itself has the blocks.
 4. The store identifies a session by a digest of its name and the tenant's salt, so that no tenant can end another tenant's

@@ -82,7 +82,7 @@ class TierBackend(Protocol):
     """
 
     def takes(self, key: BlockKey, block_bytes: int | None = None) -> bool:
-        """Return whether a block (of this length, if known) can be stored and fetched at all. Does no I/O."""
+        """Return whether a block can be stored and fetched at all; do no I/O. `block_bytes` is its length, if known."""
         ...
 
     def find(self, keys: Sequence[BlockKey], deadline: Nanos) -> int:

@@ -12,7 +12,7 @@ class KeepPolicy(StrEnum):
     """Rule that says which blocks of the pool are copied to a tier."""
 
     ALL = "all"  # every block, as soon as it is written
-    REUSED = "reused"  # blocks that were used again, or are likely to be
+    REUSED = "reused"  # blocks that were used again, or are likely to be used again
     NONE = "none"  # the tier is only read
 
 

@@ -78,7 +78,7 @@ class SharedMemoryTier:
 
         Args:
             capacity_bytes: Rounded down to whole pages.
-            huge_pages: Which pages to use.
+            huge_pages: The kind of pages to use.
             clock: Measures the duration; the system's clock by default.
             cancelled: Another thread sets this event to cancel the allocation.
 

@@ -11,7 +11,7 @@ Seconds = Annotated[float, Meta(ge=0, le=1e6)]
 
 
 class TracingSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Traces in the format of OpenTelemetry (OTLP). They need the package installed with its extra `tracing`."""
+    """Traces in the format of OpenTelemetry (OTLP). They need the package fleet-serving with its extra `tracing`."""
 
     endpoint: str = ""
     """URL of the collector, such as ``http://127.0.0.1:4317`` for gRPC or ``http://127.0.0.1:4318/v1/traces`` for HTTP. With ``https``
@@ -50,12 +50,12 @@ class TracingSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     traced if they were slow, or if fewer than half of `most_waiting` requests wait for the collector."""
 
     slow_first_token_seconds: Seconds = 10.0
-    """Requests whose first token takes longer are traced, sampled or not; 0: no request is traced for this reason. The
-    default is the longest latency target for a first token in common use."""
+    """Requests whose first token takes longer than this are traced, sampled or not; 0: no request is traced for this
+    reason. The default is the longest latency target for a first token in common use."""
 
     slow_seconds: Seconds = 60.0
-    """Requests that take longer altogether are traced, sampled or not; 0: no request is traced for this reason. Common
-    answers of 500 tokens take up to half of the default."""
+    """Requests that take longer than this altogether are traced, sampled or not; 0: no request is traced for this
+    reason. Common answers of 500 tokens take up to half of the default."""
 
     baggage: tuple[Annotated[str, Meta(min_length=1, max_length=128)], ...] = ()
     """Keys of the header `baggage` that become attributes of the request's span, such as ``session.id``. Other keys are

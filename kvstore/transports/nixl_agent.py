@@ -120,7 +120,8 @@ class NixlAgent:
     ) -> int:
         """Begin a transfer between pairs of spans of equal length, and return its number.
 
-        The peer's spans are in its DRAM. If both processes are on one host, the bytes may have been moved on return.
+        The peer's spans are in its DRAM. If both processes are on one host, the bytes may have been moved when this
+        method returns.
         """
         number = next(self._numbers)
         with self._translated():

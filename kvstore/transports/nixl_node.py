@@ -97,8 +97,8 @@ class NixlNode:
     async def run(self) -> None:
         """Replace the process whenever it dies, until cancelled.
 
-        The pause before a restart doubles, up to `LONGEST_PAUSE_SECONDS`. It is short again after a process that lived
-        at least that long.
+        The pause before a restart doubles each time, up to `LONGEST_PAUSE_SECONDS`. After a process that lived at least
+        that long, the pause is `FIRST_PAUSE_SECONDS` again.
         """
         now = asyncio.get_running_loop().time
         pause = FIRST_PAUSE_SECONDS

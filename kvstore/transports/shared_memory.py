@@ -45,7 +45,7 @@ BATCH_BYTES = 16 << 20  # bytes that are copied between two checks of the deadli
 OUTCOMES = (BlockOutcome.MOVED, BlockOutcome.GONE, BlockOutcome.CORRUPT)
 
 HANDOUT_SECONDS = 2.0  # time limit for a client to send its request
-HANDOUTS = 32  # maximum number of connections without a request yet; another connection replaces the oldest one
+HANDOUTS = 32  # maximum number of connections that have sent no request yet; one more replaces the oldest of them
 QUEUE_SECONDS = 1.0  # maximum wait for a connection to a busy node; the client then uses another data path
 OUT_OF_FILES_SECONDS = 0.1  # pause before the next `accept` if the process has no free file descriptor
 

@@ -113,7 +113,7 @@ class DataPlaneServer:
         return f"[{bound[0]}]:{bound[1]}" if ":" in bound[0] else f"{bound[0]}:{bound[1]}"
 
     def cut_stalled(self, now: Nanos) -> None:
-        """Close connections that have stalled in the middle of an exchange, and accept new ones if that was stopped.
+        """Close connections that have stalled in the middle of an exchange; accept again if accepting was stopped.
 
         The node calls this regularly.
         """

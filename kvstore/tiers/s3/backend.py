@@ -100,7 +100,7 @@ class S3Backend:
         )
 
     def holds(self, keys: Sequence[BlockKey], deadline: Nanos) -> list[bool]:
-        """Return which blocks are stored; look up every block, except that a block to be replaced counts as missing."""
+        """Return which blocks are stored. Those that may have to be replaced count as missing; look up all others."""
         there = {key: False for key in keys if self.sightings.is_suspect(key)}
         self._each({key: key for key in keys if key not in there}, self._exists, there, deadline)
         return [there[key] for key in keys]

@@ -250,7 +250,7 @@ def _is_ours(entry: "os.DirEntry[str]") -> bool:
 
 
 def _can_write(path: Path, flags: int) -> bool:
-    """Return whether a page can be written with these flags for `os.open`; True if the disk is full.
+    """Return whether a page can be written to a file opened with these flags; return True too if the disk is full.
 
     Raises:
         OSError: The write failed, and the flags are not the cause.

@@ -81,7 +81,8 @@ def read(file: DiskFile, nonce: bytes, run: Sequence[RecordRead], scratch: Scrat
 class _PendingRecord(Struct, frozen=True):
     """The buffers that receive one record.
 
-    If possible, the payload is read directly into the destination, and the other bytes into scratch memory.
+    If possible, the payload is read directly into the destination (`RecordRead.into`), and the other bytes into scratch
+    memory.
     """
 
     wanted: RecordRead

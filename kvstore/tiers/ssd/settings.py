@@ -77,7 +77,7 @@ class SsdSettings(TierSettings, frozen=True, kw_only=True, tag="ssd"):
     0: no block is copied."""
 
     rescue_share: Annotated[float, Meta(ge=0, le=0.5)] = 0.25
-    """Largest share of a segment that is copied out of it. The copied blocks are in memory until they are
+    """Largest share of a segment's bytes that is copied out of it. The copied blocks are in memory until they are
     written to the next segment."""
 
     def __post_init__(self) -> None:

@@ -80,7 +80,7 @@ class SsdTier:
             settings: The settings of the tier.
             codecs: Returns the codec for a namespace digest; raises `NamespaceUnknown` if the namespace is not open.
             clock: The clock of deadlines.
-            disks: Opens a directory; a real one by default.
+            disks: Opens a directory; by default `open_disk` does it.
             admit_rewrite: Decides whether blocks may be copied out of an evicted segment; called from any thread.
             score: Computes the scores of segments for eviction; by default as `settings.eviction` says.
 

@@ -173,7 +173,7 @@ class Volume:
         """Overwrite the header of a bad block (rule 7 of `record_format`). The caller has pinned the segment.
 
         Raises:
-            OSError: The header may not have been overwritten.
+            OSError: The header has perhaps not been overwritten.
         """
         page = aligned(PAGE_BYTES)
         page[: len(DISCARDED)] = np.frombuffer(DISCARDED, np.uint8)

@@ -28,7 +28,7 @@ class ProbeSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     longest_pause_seconds: Seconds = 30.0
     """The longest pause between two requests to a deployment that does not answer; the first pause is half a second, and
-    each is twice the previous one."""
+    each further pause is twice the previous one."""
 
     at_once: Annotated[int, Meta(ge=1, le=64)] = 8
     """Maximum number of concurrent requests to all deployments together."""

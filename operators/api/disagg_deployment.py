@@ -270,7 +270,11 @@ class Routing(Resource, frozen=True):
 
 
 class RatioBounds(Resource, frozen=True):
-    """Bounds of the ratio of prefill to decode replicas. The operator keeps them at every moment of a change."""
+    """Bounds of the ratio of prefill to decode replicas.
+
+    The operator keeps them also between the steps of a change; in a rollout, a difference of at most `maxSurge` or
+    `maxUnavailable` does not count.
+    """
 
     least: Ratio = "1:999"
     """Minimum ratio of prefill to decode replicas, such as `1:4`."""
@@ -289,7 +293,8 @@ class Balance(Resource, frozen=True):
     """Bounds of the ratio of prefill to decode replicas."""
 
     max_step: Annotated[int, Meta(ge=1, le=1000)] = 1
-    """Maximum number of replicas that one change adds or removes."""
+    """Maximum number of replicas of a role that one step adds or removes, unless the ratio allows only a larger change
+    of prefill and decode replicas together."""
 
 
 class WatchdogSpec(Resource, frozen=True):
@@ -549,7 +554,7 @@ class DisaggDeploymentStatus(Resource, frozen=True):
     """Replicas of each role."""
 
     ratio: Annotated[str, Meta(max_length=16)] = ""
-    """Ratio of prefill to decode replicas that are requested, and that budget and ratio bounds allow."""
+    """Ratio of prefill to decode replicas by the roles' `desired`, such as `1:4`; empty: both numbers are 0."""
 
     gpus: int = 0
     """GPUs of all existing workers together."""

@@ -238,8 +238,8 @@ class ChartClientTls(_Values, frozen=True):
     under the key ca.crt. Empty: these ports have no TLS."""
 
     client_authority: Annotated[str, Meta(pattern=r"^([-._a-zA-Z0-9]{1,253})?$")] = ""
-    """The key in the Secret that holds the authority of clients' certificates (mTLS): `ca.crt`. Empty: clients need no
-    certificate."""
+    """The key in this Secret whose value is the certificate of the authority that signs clients' certificates (mTLS),
+    such as `ca.crt`. Empty: clients need no certificate."""
 
     health: bool = False
     """Use TLS at the port 8080 for health and metrics too; probes and the PodMonitor then use HTTPS. It cannot be combined with
@@ -294,7 +294,7 @@ class Routers(_Values, frozen=True):
 
     secrets: tuple[SecretSetting, ...] = ()
     """Settings whose values are in Secrets: `{setting: tenant_secret, name: fleet, key: tenant-secret}`. A key that ends
-    in `.json` holds JSON, such as `tenants` with their API keys; any other holds a text."""
+    in `.json` holds JSON, such as `tenants` with their API keys; any other key holds a text."""
 
     control_secret: Name = ""
     """Name of a Secret whose key `secret` holds a secret such as the output of `openssl rand -hex 32`. Workers and
@@ -373,8 +373,8 @@ class PlannerValues(_Values, frozen=True):
     """Run a planner, which obeys the ServingPlans of the namespaces that the operator manages (`operator.scope`)."""
 
     replicas: Replicas = 2
-    """Number of replicas. One of them applies plans (a Lease decides which one). The others watch the same demand,
-    and one of them continues the plan if the first one ends."""
+    """Number of replicas. One of them applies plans (a Lease decides which one). The others watch the same demand, and
+    one of them continues the plan if the replica that applies plans ends."""
 
     create_roles: bool = True
     """Create the Roles of the planner. Off: its rights are granted separately."""
@@ -545,8 +545,9 @@ class Issuer(_Values, frozen=True):
 
 class Tls(_Values, frozen=True):
     source: TlsSource = TlsSource.NONE
-    """Source of the certificate that routers show to workers and KV store nodes on other hosts, and of the authority that
-    must have signed theirs. TLS for clients is `routers.tls`, or belongs to the Ingress or the Gateway."""
+    """Source of the certificate that routers show to workers and KV store nodes on other hosts, and of the authority
+    that must have signed the certificates of these workers and nodes. TLS for clients is `routers.tls`, or belongs to
+    the Ingress or the Gateway."""
 
     secret: Name = ""
     """With `source: Secret`: name of a Secret with the keys tls.crt, tls.key and ca.crt."""

@@ -98,7 +98,7 @@ class WorkQueue(Generic[Key]):
     def failed(self, key: Key, now: Nanos, pause: Nanos | None = None) -> None:
         """Record that the reconcile of a key has failed; the key is due again after a pause (rule 2).
 
-        `pause` is the shortest pause that the API server has demanded, or None if it has demanded none.
+        `pause` is the minimum pause that the API server has demanded, or None if it has demanded none.
         """
         failures = self._failures[key] = self._failures.get(key, 0) + 1
         doubled = Nanos(min(LONGEST, SHORTEST << min(failures - 1, MOST_DOUBLINGS)))

@@ -38,7 +38,7 @@ TYPE = f"{GROUP}/type"
 REVISION = f"{GROUP}/revision"
 
 GROUP_LABEL = f"{GROUP}/group"
-"""Label of the StatefulSet and the pods of a worker group; its value is the number of the replica."""
+"""Label of the StatefulSet and the pods of a worker group; its value is the index of the replica, from 0 on."""
 
 DOMAIN = f"{GROUP}/domain"
 """Annotation of the StatefulSet and the pods of a worker group: the domain that was chosen for them, as

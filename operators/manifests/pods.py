@@ -316,7 +316,7 @@ def _mounted(
 
 
 def merged(ours: Any, theirs: Any, key: str = "") -> Any:
-    """Merge a part of the user's pod template over the operator's (rule 4 of `operators.manifests`)."""
+    """Merge a part of the user's pod template over the operator's part (rule 4 of `operators.manifests`)."""
     if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
         return {name: merged(ours.get(name), theirs.get(name), name) for name in dict.fromkeys((*ours, *theirs))}
     if theirs is None:

@@ -277,7 +277,7 @@ def _router(
                 name=each.metadata.name,
                 asked=each.spec.replicas,
                 replicas=each.status.replicas,
-                # The status and the pods come from two watches, so one of the two may be outdated. So the smaller number
+                # The status and the pods come from two watches, so one of the two may be outdated. The smaller number
                 # counts.
                 ready=min(each.status.ready_replicas, len(ready)) if current else 0,
                 updated=each.status.updated_replicas if current else 0,
@@ -363,7 +363,7 @@ def _group_child(
 
 
 def _is_half_scheduled(pods: Sequence[Pod], before: datetime) -> bool:
-    """Return whether some pods of a group have a node, while another pod began to wait for one earlier than `before`."""
+    """Return whether some pods of a group have a node, while another pod began to wait for a node before `before`."""
     unplaced = [pod.unplaced_since for pod in pods if pod.unplaced_since is not None]
     return len(pods) > len(unplaced) > 0 and min(unplaced) < before
 

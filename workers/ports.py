@@ -59,7 +59,7 @@ class EngineFacts(Struct, frozen=True, kw_only=True):
     # The fields of `fleet.core.requests.STATE_FIELDS` whose state the engine rebuilds when it continues an answer.
     continued_fields: tuple[str, ...] = ()
     adapters: tuple[LoraAdapter, ...] = ()  # LoRA adapters that the engine can load
-    adapter_slots: int = 0  # number of LoRA adapters that can be loaded at a time; 0: all of them
+    adapter_slots: int = 0  # number of LoRA adapters that can be loaded at a time; 0: all adapters
     # Names of the parsers of the engine's answers; None: the answers are not parsed.
     parsers: AnswerParsers | None = None
     pooling: PoolingModel | None = None  # description of a pooling model; None: the model generates tokens

@@ -53,8 +53,8 @@ class RegistryEntry(Struct, kw_only=True):
     async def run(self) -> str:
         """Stay registered until cancelled.
 
-        Return earlier if another process has replaced this worker, or if it keeps the worker's id for longer than
-        `name_wait_seconds` (rules 4 and 5); the result says so in words.
+        Return earlier if another process has replaced this worker, or if another process keeps the worker's id for
+        longer than `name_wait_seconds` (rules 4 and 5); the result says so in words.
         """
         pause = FIRST_PAUSE_SECONDS
         reachable: bool | None = None

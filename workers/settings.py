@@ -37,7 +37,7 @@ class VllmSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     are short."""
 
     omp_threads: Annotated[int, Meta(ge=1)] = 1
-    """Threads of one CPU engine; 1, so that a prefill and a decode engine can share two cores."""
+    """Threads of one CPU engine; the default is 1, so that a prefill and a decode engine can share two cores."""
 
     keeps_forms: bool = True
     """True if the engine supports structured output: JSON schemas, regular expressions and grammars. It then loads the

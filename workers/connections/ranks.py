@@ -232,7 +232,7 @@ class GroupFollower:
         self._on_serving: Callable[[], None] | None = None
 
     def when_serving(self, call: Callable[[], None]) -> None:
-        """Set the function that is called once the whole engine runs; if it runs already, the call comes at once."""
+        """Set the function that is called once the whole engine runs; if the engine runs already, it is called at once."""
         self._on_serving = call
         if self.serving:
             call()

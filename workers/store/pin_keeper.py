@@ -72,7 +72,7 @@ class StorePinKeeper:
     async def _supervised(self, work: Callable[[], Awaitable[None]]) -> None:
         try:
             await work()
-        except Exception:  # supervisor: the blocks of a chain that is not pinned may only have to be computed again
+        except Exception:  # supervisor: at worst, the blocks of an unpinned chain have to be computed again
             log.exception("session pin failed")
             self.dropped += 1
 

@@ -35,7 +35,7 @@ class EngineLayout(Struct, frozen=True, kw_only=True):
         return self._swapped(values, (self.layers, self.tensor_parallel, share, self.block_tokens, self.head_bytes))
 
     def values(self, held: bytes | bytearray) -> bytes:
-        """Return the values of the block `held`, which is in the engine's layout; their order is that of `lay_out`."""
+        """Return the values of the block `held`, which is in the engine's layout, in the order that `lay_out` takes."""
         share = self.kv_heads // self.tensor_parallel
         inner = (share, self.block_tokens) if self.kv_layout == "HND" else (self.block_tokens, share)
         return self._swapped(held, (self.tensor_parallel, self.layers, *inner, self.head_bytes))

@@ -67,7 +67,8 @@ class ImagePrompts:
             is_cancelled: Function that returns whether the attempt has been cancelled. It is also called in a thread.
 
         Raises:
-            ImageRefused: An image cannot be decoded, there are too many, or the prompt has another number of placeholders.
+            ImageRefused: An image cannot be decoded, there are too many images, or the prompt does not have one
+                placeholder for each image.
             PreparationCancelled: The attempt has been cancelled.
         """
         if len(start.images) > (most := _most_images(self._llm)):

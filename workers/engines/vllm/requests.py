@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FINISHES = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.CANCELLED}
-"""Our name of each of vLLM's finish reasons. Any other reason means an error of the engine."""
+"""The `Finish` for each of vLLM's finish reasons. Any other reason means an error of the engine."""
 
 GENERATED = "fleet_generated_tokens"
 """Key in vLLM's `SamplingParams.extra_args` for the tokens of an answer that another engine has begun

@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 STAGING_BYTES = 64 << 20  # bytes of the staging area, enough for 500 blocks of a tiny model or 6 of a large one
 # Minimum number of blocks in the staging area; a decode step of 16 requests may complete that many.
 MIN_STAGED_BLOCKS = 16
-# The engine pauses if for this time no step has begun or ended. A write then hardly slows it down.
+# The engine counts as pausing if for this time no step has begun or ended. A write then hardly slows it down.
 PAUSE_SECONDS = 0.02
 LONGEST_WAIT_SECONDS = (
     # Maximum time that a computed block waits for its save; until it is saved, other engines have to compute it again.

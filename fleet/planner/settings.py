@@ -13,7 +13,7 @@ from fleet.hardware.latency.linear import EngineLatency
 from fleet.planner.decisions import PlanBudget, PlanGoals, PlannedPool, check_limits, check_roles
 from fleet.planner.messages import PoolName
 from fleet.planner.rule_settings import IntervalSeconds, PlannerRuleSettings
-from kvstore.net.addresses import check_listen_address, host_port, refuse_plain_key, unix_path
+from kvstore.net.addresses import check_listen_address, host_port, refuse_credentials, refuse_plain_key, unix_path
 from kvstore.security.credentials import Credentials
 from kvstore.security.metrics_access import MetricsAccess, MetricsTls
 
@@ -135,8 +135,9 @@ class MetricsDemandSettings(
     """Maximum time without an answer of a router. After it, the planner keeps all numbers of replicas."""
 
     def __post_init__(self) -> None:
-        if self.key_file and not self.insecure:
-            for index, url in enumerate(self.urls):
+        for index, url in enumerate(self.urls):
+            refuse_credentials(f"urls[{index}]", url, "key_file")
+            if self.key_file and not self.insecure:
                 refuse_plain_key(f"urls[{index}]", url, "key_file", "insecure")
         if self.stale_seconds <= self.every_seconds:
             raise ValueError(
@@ -183,6 +184,7 @@ class PrometheusDemandSettings(
     usual interval of 15 seconds."""
 
     def __post_init__(self) -> None:
+        refuse_credentials("url", self.url, "token_file")
         if not self.url.startswith(("http://", "https://")):
             raise ValueError(f"url: {self.url!r} must be http://host:port or https://host:port")
         if self.token_file and not self.insecure:

@@ -5,7 +5,7 @@ from urllib.parse import urlsplit
 
 from msgspec import Meta, Struct
 
-from kvstore.net.addresses import refuse_plain_key
+from kvstore.net.addresses import refuse_credentials, refuse_plain_key
 
 Seconds = Annotated[float, Meta(ge=0, le=1e6)]
 
@@ -75,12 +75,13 @@ class TracingSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     def __post_init__(self) -> None:
         if not self.endpoint:
             return
+        refuse_credentials("endpoint", self.endpoint, "headers_file")
         parts = urlsplit(self.endpoint)
         try:
             usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
         except ValueError:  # the port is no number
             usable = False
-        if not usable or "@" in parts.netloc or parts.query or parts.fragment:
+        if not usable or parts.query or parts.fragment:
             raise ValueError(f"endpoint: {self.endpoint!r} must be http://host:port or https://host:port")
         if self.protocol == "grpc" and parts.path not in ("", "/"):
             raise ValueError(f"endpoint: {self.endpoint!r} has a path, which gRPC does not use; leave it out")

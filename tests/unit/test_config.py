@@ -86,7 +86,11 @@ def test_a_topology_says_what_differs_from_the_default(tmp_path):
         ),
         (
             "[router]\nopenai_workers = [{worker_id = 'a', model = 'm', url = 'http://:password@host'}]",
-            "router.openai_workers[0]: url: 'http://:password@host' must be http://host:port or https://host:port",
+            "router.openai_workers[0]: url: must hold no user name and no password; use api_key",
+        ),
+        (
+            "[router]\nopenai_workers = [{worker_id = 'a', model = 'm', url = 'http://me:password@host:port'}]",
+            "router.openai_workers[0]: url: must hold no user name and no password; use api_key",
         ),
         ("[router.http]\nidle_timeout_seconds = 0", "router.http.idle_timeout_seconds: Expected `float` > 0.0"),
         (

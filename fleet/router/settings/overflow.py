@@ -5,7 +5,7 @@ from urllib.parse import urlsplit
 
 from msgspec import Meta, Struct
 
-from kvstore.net.addresses import refuse_plain_key
+from kvstore.net.addresses import refuse_credentials, refuse_plain_key
 
 Dollars = Annotated[float, Meta(ge=0, le=1e9)]
 WaitSeconds = Annotated[float, Meta(gt=0, le=86_400)]
@@ -75,13 +75,14 @@ class OverflowSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Maximum pause in seconds within an answer."""
 
     def __post_init__(self) -> None:
+        refuse_credentials("url", self.url, "api_key_file")
         parts = urlsplit(self.url)
         try:
             usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
         except ValueError:  # the port is invalid
             usable = False
         printable = all(" " < character < "\x7f" for character in self.url)
-        if not usable or not printable or parts.query or parts.fragment or "@" in parts.netloc:
+        if not usable or not printable or parts.query or parts.fragment:
             raise ValueError(f"url: {self.url!r} must be http://host:port or https://host:port")
         if self.api_key_file and not self.insecure:
             refuse_plain_key("url", self.url, "api_key_file", "insecure")

@@ -13,7 +13,7 @@ from fleet.router.settings.endpoint_picker import EndpointPickerSettings
 from fleet.router.settings.images import ImageSettings
 from fleet.router.settings.overflow import OverflowSettings
 from fleet.router.tenants import TenantSettings
-from kvstore.net.addresses import check_listen_address, is_plain_hop, refuse_plain_key, unix_path
+from kvstore.net.addresses import check_listen_address, is_plain_hop, refuse_credentials, refuse_plain_key, unix_path
 from kvstore.security.credentials import Credentials
 from kvstore.security.metrics_access import Sha256Hex
 from kvstore.tracing.settings import TracingSettings
@@ -180,13 +180,14 @@ class OpenAiWorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fie
     requests take it out of rotation, and clients' requests find out whether it is back."""
 
     def __post_init__(self) -> None:
+        refuse_credentials("url", self.url, "api_key")
         parts = urlsplit(self.url)
         try:
             usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
             (parts.hostname or "").encode("idna")
         except ValueError:  # the port is invalid, or no resolver would accept the name
             usable = False
-        if not usable or parts.query or parts.fragment or "@" in parts.netloc:
+        if not usable or parts.query or parts.fragment:
             raise ValueError(f"url: {self.url!r} must be http://host:port or https://host:port")
         if any(not " " < character < "\x7f" for character in self.url + self.api_key):
             raise ValueError("url and api_key: only printable ASCII without spaces is allowed")

@@ -1,4 +1,4 @@
-"""Tests of the settings of a planner: a bad address or period is refused with the name of its field."""
+"""Tests of the settings of a planner: a bad address, URL or period is refused with the name of its field."""
 
 import msgspec
 import pytest
@@ -11,6 +11,7 @@ from fleet.planner.settings import (
     EtcdTarget,
     LoadRuleSettings,
     MetricsDemandSettings,
+    PrometheusDemandSettings,
     RouterDemandSettings,
 )
 
@@ -43,3 +44,31 @@ def test_router_may_be_reached_over_a_unix_socket():
 def test_period_that_cannot_work_is_refused_by_field(kind, fields, field):
     with pytest.raises(msgspec.ValidationError, match=field):
         msgspec.convert(fields, kind)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "message"),
+    [
+        (
+            MetricsDemandSettings,
+            {"urls": ["http://r", "http://me:secret@r"]},
+            "urls[1]: must hold no user name and no password; use key_file",
+        ),
+        (
+            PrometheusDemandSettings,
+            {"url": "http://:secret@host:port"},
+            "url: must hold no user name and no password; use token_file",
+        ),
+        (
+            PrometheusDemandSettings,
+            {"url": "http://[:secret@host"},
+            "url: must hold no user name and no password; use token_file",
+        ),
+    ],
+)
+def test_refusal_of_a_url_does_not_show_its_password(kind, fields, message):
+    with pytest.raises(msgspec.ValidationError) as refused:
+        msgspec.convert(fields, kind)
+
+    assert message in str(refused.value)
+    assert "secret" not in str(refused.value)

@@ -28,8 +28,11 @@ def test_short_section_is_enough(tmp_path):
     ("content", "said"),
     [
         (OVERFLOW.replace("https:", "ftp:"), "overflow[...]: url: 'ftp:"),
-        (OVERFLOW.replace("https://", "https://me@"), "overflow[...]: url: 'https://me@"),
-        (OVERFLOW.replace("https://", "https://:password@"), "overflow[...]: url: 'https://:password@"),
+        (
+            OVERFLOW.replace("https://", "https://me@"),
+            "overflow[...]: url: must hold no user name and no password; use api_key_file",
+        ),
+        (OVERFLOW.replace("https://", "https://:password@"), "overflow[...]: url: must hold no user name and no"),
         (OVERFLOW.replace("= 5", "= 0"), "overflow[...].dollars_per_hour"),
         (OVERFLOW.replace("= 5", "= nan"), "overflow[...].dollars_per_hour"),
         (OVERFLOW.replace("= 5", "= inf"), "overflow[...].dollars_per_hour"),

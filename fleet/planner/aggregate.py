@@ -193,10 +193,10 @@ class DemandAggregator:
             queued += process.latest.queued
             oldest = max(oldest, process.latest.oldest_seconds)
             workers |= {each.worker_id: each for each in process.workers}
-        arrivals, self._owed_requests = _settled(
+        arrivals, self._owed_requests = subtract_owed(
             sums["arrivals"], sums["abandoned"] + sums["invalid"] + self._owed_requests
         )
-        tokens, self._owed_tokens = _settled(sums["prompt_tokens"], sums["uncounted_tokens"] + self._owed_tokens)
+        tokens, self._owed_tokens = subtract_owed(sums["prompt_tokens"], sums["uncounted_tokens"] + self._owed_tokens)
         window = DemandWindow(
             began=self._began,
             ended=now,
@@ -252,7 +252,7 @@ class DemandAggregator:
         return alike[0] if len(alike) == 1 else PoolName(str(role))
 
 
-def _settled(counted: int, owed: int) -> tuple[int, int]:
+def subtract_owed(counted: int, owed: int) -> tuple[int, int]:
     """Return `counted` less `owed`, but at least 0, and the part of `owed` that is left for later windows."""
     return max(0, counted - owed), max(0, owed - counted)
 

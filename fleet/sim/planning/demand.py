@@ -6,8 +6,9 @@ Rules:
    time, as a real router reports its demand. A window for the planner is the sum of several records.
 2. A record is delivered `delay` after it was closed. In a gap of the metrics no record is delivered, and windows name the
    router as stale. The records of the gap are delivered after it, so no demand is lost.
-3. A request that its client cancelled, or whose deadline passed, before its answer began counts as abandoned. Windows do not count it as an
-   arrival.
+3. A request that its client cancelled, or whose deadline passed, before its answer began counts as abandoned. Windows count neither
+   it as an arrival nor its prompt. If it arrived in an earlier record than that in which it was abandoned, a later arrival is left out
+   instead, as for a real router (`fleet.planner.aggregate`). A request that ends early after its answer began counts as finished.
 """
 
 from collections import deque
@@ -18,6 +19,7 @@ from fleet.core.duration_counts import EDGES, added, bucket_of
 from fleet.core.errors import Reason
 from fleet.core.ids import RequestId
 from fleet.core.requests import TOKEN_BYTES
+from fleet.planner.aggregate import subtract_owed
 from fleet.planner.demand import DemandWindow, WorkerDemand
 from fleet.planner.messages import PoolName
 from fleet.router.messages import (
@@ -57,6 +59,7 @@ class _Counters:
 
     def __init__(self) -> None:
         self.arrivals = self.refused = self.abandoned = 0
+        self.uncounted_tokens = 0  # prompt tokens of the abandoned requests
         self.prompt_tokens = self.cached_tokens = self.finished = self.answer_tokens = 0
         self.prompt_squares = self.answer_squares = 0.0
         self.ttft, self.tpot, self.queue_wait = ([0] * (len(EDGES) + 1) for _ in range(3))
@@ -92,6 +95,7 @@ class DemandCollector:
         self._counters = _Counters()
         self._began = kernel.instant
         self._records: deque[DemandWindow] = deque()
+        self._owed_requests = self._owed_tokens = 0
         self._delivered = kernel.instant
         self._last = DemandWindow(began=kernel.instant, ended=kernel.instant)
         kernel.after(RECORD, self._close)
@@ -151,9 +155,7 @@ class DemandCollector:
         request = self._live.pop(complete.request_id)
         self._waiting.pop(complete.request_id, None)
         counters = self._counters
-        counters.finished += 1
-        counters.answer_tokens += request.tokens
-        counters.answer_squares += request.tokens**2
+        self._finished(request)
         if request.first_token is not None and request.tokens > 1:
             counters.tpot[bucket_of((now - request.first_token) / SECOND / (request.tokens - 1))] += 1
 
@@ -161,30 +163,45 @@ class DemandCollector:
         if reject.reason in GONE:
             self._abandoned(reject.request_id)
         else:
-            self._live.pop(reject.request_id, None)
+            request = self._live.pop(reject.request_id, None)
             self._waiting.pop(reject.request_id, None)
-            self._counters.refused += 1
+            if request is not None and request.first_token is not None:
+                self._finished(request)
+            else:
+                self._counters.refused += 1
 
     def _abandoned(self, request_id: RequestId) -> None:
         request = self._live.pop(request_id, None)
         self._waiting.pop(request_id, None)
-        if request is not None and request.first_token is None:
+        if request is None:
+            return
+        if request.first_token is None:
             self._counters.abandoned += 1
+            self._counters.uncounted_tokens += request.prompt_tokens
+        else:
+            self._finished(request)
+
+    def _finished(self, request: _LiveRequest) -> None:
+        self._counters.finished += 1
+        self._counters.answer_tokens += request.tokens
+        self._counters.answer_squares += request.tokens**2
 
     # Records and windows.
 
     def _close(self) -> None:
         now, counters = self._kernel.instant, self._counters
+        arrivals, self._owed_requests = subtract_owed(counters.arrivals, counters.abandoned + self._owed_requests)
+        tokens, self._owed_tokens = subtract_owed(counters.prompt_tokens, counters.uncounted_tokens + self._owed_tokens)
         self._records.append(
             DemandWindow(
                 began=self._began,
                 ended=now,
-                arrivals=counters.arrivals,
+                arrivals=arrivals,
                 refused=counters.refused,
                 abandoned=counters.abandoned,
-                prompt_tokens=counters.prompt_tokens,
+                prompt_tokens=tokens,
                 cached_tokens=counters.cached_tokens,
-                prompt_squares=counters.prompt_squares,
+                prompt_squares=counters.prompt_squares * tokens / max(1, counters.prompt_tokens),
                 finished=counters.finished,
                 answer_tokens=counters.answer_tokens,
                 answer_squares=counters.answer_squares,
@@ -250,23 +267,18 @@ class DemandCollector:
 
 
 def summed(records: Sequence[DemandWindow]) -> DemandWindow:
-    """Merge consecutive demand windows into one.
-
-    Counts are added, and abandoned requests do not count as arrivals. The queue and the workers are those of the last
-    window.
-    """
+    """Merge consecutive demand windows into one: counts are added, and the queue and the workers are those of the last window."""
     last = records[-1]
     ttft = tpot = queue_wait = records[0].ttft[:0]
     for each in records:
         ttft, tpot = added(ttft, each.ttft), added(tpot, each.tpot)
         queue_wait = added(queue_wait, each.queue_wait)
-    abandoned = sum(each.abandoned for each in records)
     return DemandWindow(
         began=records[0].began,
         ended=last.ended,
-        arrivals=max(0, sum(each.arrivals for each in records) - abandoned),
+        arrivals=sum(each.arrivals for each in records),
         refused=sum(each.refused for each in records),
-        abandoned=abandoned,
+        abandoned=sum(each.abandoned for each in records),
         prompt_tokens=sum(each.prompt_tokens for each in records),
         cached_tokens=sum(each.cached_tokens for each in records),
         prompt_squares=sum(each.prompt_squares for each in records),

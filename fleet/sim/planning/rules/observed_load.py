@@ -76,13 +76,12 @@ class ObservedLoad:
         return [] if self.last is None else [each for each in self.last.workers if each.pool == pool]
 
     def _note_lengths(self) -> None:
-        # The prompt tokens of simulated windows include those of abandoned requests, so these requests count as sent here.
-        sent = sum(_sent(window) for window in self._windows)
+        arrivals = sum(window.arrivals for window in self._windows)
         finished = sum(window.finished for window in self._windows)
         prompt = sum(window.prompt_tokens for window in self._windows)
-        if not sent or not finished or not prompt:
+        if not arrivals or not finished or not prompt:
             return
-        mean_prompt = prompt / sent
+        mean_prompt = prompt / arrivals
         cached = sum(window.cached_tokens for window in self._windows) / finished
         self._shape = TrafficShape(
             prompt_tokens=mean_prompt,

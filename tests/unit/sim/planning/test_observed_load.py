@@ -7,7 +7,7 @@ from fleet.planner.demand import DemandWindow
 from fleet.sim.planning.rules.observed_load import ObservedLoad
 
 
-def test_abandoned_requests_count_once_in_the_mean_prompt():
+def test_abandoned_requests_do_not_change_the_mean_prompt():
     load = ObservedLoad()
 
     load.add(
@@ -16,7 +16,7 @@ def test_abandoned_requests_count_once_in_the_mean_prompt():
             ended=Nanos(SECOND),
             arrivals=6,
             abandoned=4,
-            prompt_tokens=1000,
+            prompt_tokens=600,
             cached_tokens=300,
             finished=6,
             answer_tokens=60,

@@ -126,6 +126,16 @@ def test_abandoned_requests_are_no_demand(tmp_path):
     assert sum(demand.arrivals for demand in windows) <= result.outcome.requests - abandoned
 
 
+def test_mean_prompt_of_a_window_leaves_out_abandoned_requests(tmp_path):
+    def mean_prompt(changes):
+        rule = Scripted({0: 1})
+        a_replay(tmp_path, {"planner.warm_up_seconds": 0, **changes}).run("scripted", rule)
+        windows = [demand for _, demand, _ in rule.told]
+        return sum(demand.prompt_tokens for demand in windows) / sum(demand.arrivals for demand in windows)
+
+    assert mean_prompt({"clients.deadline_seconds": 10}) == pytest.approx(mean_prompt({}), rel=0.1)
+
+
 def test_same_seed_gives_the_same_figures(tmp_path):
     first, second = (a_replay(tmp_path).run("static", static(3)).outcome for _ in range(2))
     other = a_replay(tmp_path, {"seed": 2}).run("static", static(3)).outcome

@@ -1075,7 +1075,8 @@ def _truncated(request: GenerateRequest, card: ModelCard, tokens: TokenBytes) ->
     kept = request.truncate_prompt
     assert kept is not None
     if kept == -1:
-        kept = card.max_model_len - (1 if request.fill_context else max(1, request.sampling.max_tokens))
+        answer = 1 if request.fill_context else max(1, request.sampling.max_tokens)
+        kept = card.max_model_len - (answer if request.pooling is None else 0)
     if kept < 1:
         raise invalid("truncate_prompt", f"{kept} leaves nothing of the prompt")
     return tokens[-kept * TOKEN_BYTES :]

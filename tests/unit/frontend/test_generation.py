@@ -27,6 +27,9 @@ from fleet.core.requests import (
     GenerateEvent,
     GenerateRequest,
     Logprobs,
+    Pooling,
+    PoolingModel,
+    PoolingTask,
     Sampling,
     TextPrompt,
     TokenBytes,
@@ -461,6 +464,17 @@ async def test_prompt_is_truncated_to_its_last_tokens(generations):
 
     assert [arrived.tokens for arrived in router.submitted] == [prompt[-28:], prompt[-336:], prompt[-396:]]
     assert refused.value.field == "truncate_prompt"
+
+
+async def test_prompt_of_a_vector_is_truncated_to_the_whole_context(generations):
+    router = FakeRouter([5], cards=[a_model_card(max_model_len=100, pooling=PoolingModel(task=PoolingTask.EMBED))])
+    request = a_request(
+        prompt=TokenPrompt(prompt := a_prompt(120)), truncate_prompt=-1, pooling=Pooling(task=PoolingTask.EMBED)
+    )
+
+    await collect(generations(router).generate(request))
+
+    assert [arrived.tokens for arrived in router.submitted] == [prompt[-400:]]
 
 
 @pytest.mark.parametrize("ending", ["finished", "cancelled", "lost", "refused"])

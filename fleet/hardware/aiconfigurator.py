@@ -96,17 +96,17 @@ def read_sample(wheel: Path) -> Sample:
                 )
                 for name, config in CONFIGS.values()
             }
+            measurements = distinct(measured for row in rows if (measured := _measurement(row)) is not None)
+            unknown = {
+                (GPUS[row["system"]], row["backend"], float(row["silicon_ttft_ms"]), float(row["silicon_tpot_ms"]))
+                for row in rows
+                if _measurement(row) is None
+            } - {(each.gpu, each.backend, each.ttft_ms, each.tpot_ms) for each in measurements}
     except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
         raise ConfigurationRefused(
             f"{wheel}: is not an aiconfigurator-core wheel that can be read ({error}); get one with "
             "`pip download aiconfigurator-core==0.12.0 --no-deps`"
         ) from error
-    measurements = distinct(measured for row in rows if (measured := _measurement(row)) is not None)
-    unknown = {
-        (GPUS[row["system"]], row["backend"], float(row["silicon_ttft_ms"]), float(row["silicon_tpot_ms"]))
-        for row in rows
-        if _measurement(row) is None
-    } - {(each.gpu, each.backend, each.ttft_ms, each.tpot_ms) for each in measurements}
     return Sample(rows=len(rows), measurements=tuple(measurements), models=models, left_out=len(unknown))
 
 

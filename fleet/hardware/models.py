@@ -23,8 +23,15 @@ from msgspec import Struct
 from fleet.core.errors import ConfigurationRefused
 from fleet.hardware.gpus import SCALES, Number
 
-FULL = ("full_attention", "attention", "indexed_attention", "deepseek_sparse_attention")
-"""Kinds of layers that cache each token. The last two attend to at most `index_topk` tokens (`ModelSizes.most_attended`)."""
+FULL = (
+    "full_attention",
+    "attention",
+    "indexed_attention",
+    "deepseek_sparse_attention",
+    "qwen_sparse_attention",
+)
+"""Kinds of layers that cache each token. Layers of the last three kinds attend to few of these tokens: to at most `index_topk`
+(`ModelSizes.most_attended`), if the config has this field."""
 
 LINEAR = ("linear_attention", "mamba", "recurrent")
 WINDOWED = ("sliding_attention", "chunked_attention")

@@ -133,6 +133,11 @@ def test_disaggregated_rows_without_workers_are_left_out(wheel):
     assert (sample.rows, sample.left_out) == (2, 1)
 
 
+def test_unknown_gpu_in_a_wheel_is_refused_by_name(wheel):
+    with pytest.raises(ConfigurationRefused, match=r"wheel that can be read .*'h900_sxm'"):
+        read_sample(wheel(a_row(), a_row(system="h900_sxm")))
+
+
 def test_what_is_no_wheel_is_refused_by_name(tmp_path):
     (tmp_path / "x.whl").write_text("nothing of the kind")
 

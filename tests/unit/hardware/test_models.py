@@ -55,7 +55,9 @@ def test_text_part_of_multimodal_model_is_read():
     assert read_model({"text_config": LLAMA_70B, "vision_config": {}}).parameters == a_model().parameters
 
 
-@pytest.mark.parametrize("kind", ["attention", "indexed_attention", "deepseek_sparse_attention"])
+@pytest.mark.parametrize(
+    "kind", ["attention", "indexed_attention", "deepseek_sparse_attention", "qwen_sparse_attention"]
+)
 def test_layer_kinds_that_cache_all_tokens_count_as_full(kind):
     assert a_model(layer_types=[kind] * 80).kv_bytes_per_token == a_model().kv_bytes_per_token
 

@@ -304,7 +304,7 @@ class PlannerLoop:
         if self._seen is None and self._clock.now() < self._began + round(STARTING_SECONDS * SECOND):
             self._waiting_for = cause
             return
-        if self._trouble is None:
+        if self._trouble is None or self._trouble.message != cause:
             log.warning("pools not observed", extra={"cause": cause})
         self._trouble = PlanCondition(type=PlanConditionType.CONNECTOR_FAILED, field="target", message=cause)
 

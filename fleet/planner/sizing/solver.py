@@ -365,7 +365,7 @@ def _minimise(
     solver.run()
     status = solver.getModelStatus()
     if status == highspy.HighsModelStatus.kTimeLimit:
-        raise SolverTimeout(f"the solver found no solution for {count} pools within {TIME_LIMIT_SECONDS:g} s")
+        raise SolverTimeout(f"the solver found no optimal solution for {count} pools within {TIME_LIMIT_SECONDS:g} s")
     if status != highspy.HighsModelStatus.kOptimal:
         return None
     values = solver.getSolution().col_value

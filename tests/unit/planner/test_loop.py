@@ -379,6 +379,18 @@ def test_unreachable_orchestrator_is_a_condition():
     assert asked <= 4
 
 
+def test_each_cause_of_an_absent_orchestrator_is_logged_once(caplog):
+    world = World()
+
+    def fail(cause):
+        return lambda: setattr(world.pools, "fail", ConnectorUnreachable(cause))
+
+    played(world, (3, fail("the address is unknown")), (3, fail("the key is wrong")), (3, nothing))
+
+    causes = [each.cause for each in caplog.records if each.message == "pools not observed"]
+    assert causes == ["the address is unknown", "the key is wrong"]
+
+
 def test_orchestrator_that_still_starts_is_waited_for_and_named():
     world = World()
     world.pools.fail = ConnectorUnreachable("no orchestrator has written a report there")

@@ -3,7 +3,8 @@
 Flow: identify the tenant, resolve the model, validate, render and tokenize, apply the rate limit, salt, submit to the
 router's server, turn tokens into text, look for stop strings, count the tokens for the metrics and the tenant. Rules:
 
-1. Nothing is submitted before everything that the client wrote has been checked.
+1. Nothing is submitted before everything that the client wrote has been checked. Only the router knows which fields the engines of its
+   workers support; it rejects a request that no worker supports (`fleet.router.placement.wait_or_reject`).
 2. A request ends once: by `Finished`, by an exception, or because the caller closed the iterator of `generate`. In each case the
    router learns immediately that the client no longer waits, and releases the reservations of the request. If the worker has
    not finished, the router then sends it `Cancel`, and the worker cancels the request in its engine (`workers.machine`, rule 4).

@@ -52,10 +52,10 @@ log = logging.getLogger(__name__)
 
 
 class RequestListener(Protocol):
-    """Port: receives the events of one request. It is called while the router processes an event, so it must not block."""
+    """Port: receives the commands of the router's machine for one request. It is called while the machine processes an event, so it must not block."""
 
     def put(self, item: Emit | StartedOver | Complete | RequestRejected) -> None:
-        """Receive an event of the machine for this request. Nothing follows a `Complete` or a `RequestRejected`."""
+        """Receive a command of the machine, or the rejection of the request. Nothing follows a `Complete` or a `RequestRejected`."""
         ...
 
 
@@ -121,7 +121,7 @@ class RequestStream:
         return item
 
     def put(self, item: Emit | StartedOver | Complete | RequestRejected) -> None:
-        """Receive an event from the server."""
+        """Receive a command of the machine for this request, or its rejection."""
         if type(item) is Emit:
             self.kv, self.cached_tokens = item.kv, item.cached_tokens
             self._waiting.append(item.progress)

@@ -50,7 +50,7 @@ class NixlNode:
 
     @property
     def offer(self) -> NixlOffer | None:
-        """The offer for clients; None while there is no agent."""
+        """The data that a client gets in the handshake to read this node's memory by NIXL; None while there is no agent."""
         return self._offer
 
     @property

@@ -1,4 +1,7 @@
-"""DisaggDeployment: the roles of one served model, and how they work together."""
+"""DisaggDeployment: the roles of one served model, and how they work together.
+
+Its CRD is generated from these types; `operators.api` has the rules for them and the other kinds.
+"""
 
 from enum import StrEnum
 from typing import Annotated

@@ -16,11 +16,12 @@ Rules:
    `u` of all prompts has to wait. The waiting times have an exponential tail of rate 2 (1 - u) / s (Kingman's
    heavy-traffic limit, 1962; the mean is that of Pollaczek and Khinchine's formula). Waiting prompts are computed in
    full steps, which several prompts share, so `s` is the part of one prompt in the time of a full step. All prompts of
-   one step end together. So a prompt also waits for later prompts that its step has room for; their number is at most
-   half of the number of waiting prompts that arrived before it. A prompt waits at least until the running step has
-   ended.
-5. If `replicas` is 1, requests are assumed to be spread over engines at random. Otherwise, a router that knows the load
-   of all engines distributes the requests. A prompt then waits only if all engines are busy (Sakasegawa's approximation
+   one step end together. So a prompt also waits for later prompts that its step has room for. The model
+   assumes that these are at most half as many as the waiting prompts that arrived before it. A prompt waits at least
+   until the running step has ended.
+5. `replicas` is the number of engines over which a router that knows their load balances the requests. If it is 1, the
+   requests come to the engine at random, as if they were spread over several engines at random. Otherwise, the router
+   distributes them. A prompt then waits only if all engines are busy (Sakasegawa's approximation
    of Erlang's C formula, 1977), and waiting times shrink with the number of engines (Allen and Cunneen's formula). The
    number of requests on one engine varies less than with random spreading, but the share `IMBALANCE` of that variance
    is assumed to remain.

@@ -16,6 +16,8 @@ Rules:
 5. The time of a step covers all pipeline stages. If several batches run in different stages at the same time, the
    caller has to model this.
 6. The formulas do not branch on values, so they also work on the arrays that the fit of the coefficients uses.
+
+The simulated engine may use a simpler model with measured coefficients instead (`fleet.hardware.latency.linear`).
 """
 
 from math import log2

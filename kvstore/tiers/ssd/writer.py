@@ -1,4 +1,7 @@
-"""SSD writer: divides new blocks into batches, which are encoded and written in parallel."""
+"""SSD writer: divides new blocks into batches, which are encoded and written in parallel.
+
+What a write leaves behind after a crash or a power cut is described in `kvstore.tiers.ssd.tier`, rule 6.
+"""
 
 from collections.abc import Sequence
 from functools import partial

@@ -180,7 +180,8 @@ def _one_move(
 ) -> dict[str, ScaledRole] | None:
     """Return the roles after one more allowed step or joint change (rule 6), or None if neither is allowed.
 
-    `before` holds the roles before the first step of this call, because `max_step` limits all changes of the call. If
+    `before` holds the roles before the first of the steps that one call of `next_changes` makes, because `max_step` limits
+    the sum of these steps. If
     `orphans` is true, the step may leave replicas of another role without a partner of their revision (rule 5).
     """
     held_by_ratio = False

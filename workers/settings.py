@@ -309,7 +309,8 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     generation: Annotated[str, Meta(max_length=128)] = ""
     """The version of the deployment. A prefill and a decode worker form a pair only within one generation, so that
-    during a rolling update new workers never read blocks of old ones, nor the other way round."""
+    during a rolling update new workers take over no requests from old prefill workers, nor the other way round. It does
+    not limit which blocks a worker loads from the store."""
 
     adapters: dict[ModelName, str] = {}
     """Folders of the LoRA adapters that the worker may load on demand, by name; clients ask for them as for models.

@@ -5,13 +5,14 @@
 The file `systems/silicon_sample.csv` in the wheel has 5,221 rows from several collections of measurements. Some
 collections contradict others. This module corrects the rows in this way:
 
-1. In two collections ("2026-04-06" and "db-dump"), the stated number of ranks is the product of the true number and
-   the number of expert-parallel ranks. The collection "2026-03-25" has the same measurements with the true numbers. So
-   in aggregated rows of the two collections with expert parallelism, this module divides the product by the number of
-   expert-parallel ranks.
+1. In two collections ("2026-04-06" and "db-dump"), the stated tensor-parallel or data-parallel degree is multiplied by
+   the expert-parallel degree. The collection "2026-03-25" has the same measurements with the true degrees.
+   So in aggregated rows of the two collections with expert parallelism, this module divides the product of the two
+   stated degrees by the expert-parallel degree, which gives the number of GPUs.
 2. In these two collections, some aggregated rows of vLLM with expert parallelism are wrongly marked as data-parallel
-   attention: they state as many data-parallel as tensor-parallel ranks. So the batch size in these rows is too small. This
-   module reads such rows as tensor-parallel attention.
+   attention: they state as many data-parallel as tensor-parallel ranks. This module reads such
+   rows as tensor-parallel attention. The batch size in these rows is that of one supposed data-parallel rank, and so too
+   small; it stays uncorrected, and is used only where rule 3 needs it.
 3. The concurrency is taken from the column `silicon_data_source`, or computed from the batch size if that column does
    not contain it.
 4. DeepSeek-R1 and DeepSeek-V3 count as one model, and so do checkpoints of one model in different precisions.

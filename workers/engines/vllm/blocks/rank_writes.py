@@ -345,7 +345,9 @@ class FollowerRank:
     def close(self) -> None:
         """Close the channels, so that threads that wait for orders end."""
         for lane in self._lanes:
-            with suppress(OSError):  # the socket raises this if the leader has closed the channel already
+            with suppress(
+                OSError
+            ):  # on some systems the socket raises this if the leader has closed the channel already
                 lane.shutdown(socket.SHUT_RDWR)
             lane.close()
 

@@ -24,7 +24,7 @@ router's server, turn tokens into text, look for stop strings, count the tokens 
 """
 
 import asyncio
-import secrets
+import random
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import (
     AbstractAsyncContextManager,
@@ -844,8 +844,9 @@ class Generation:
 
     def _with_token(self, delta: Delta, request_id: RequestId, claims: ResumeClaims) -> Delta:
         """Add a resume token with the fingerprint of the worker, which is known once the first tokens have come."""
-        fingerprint = self._router.fingerprint(request_id) or claims.fingerprint
-        return structs.replace(delta, resume_token=self._issued(structs.replace(claims, fingerprint=fingerprint)))
+        assert self._resume_tokens is not None
+        token = self._resume_tokens.issue(claims, self._router.fingerprint(request_id))
+        return structs.replace(delta, resume_token=token)
 
     async def _checked(self, request: GenerateRequest) -> tuple[ModelCard, TextCodec, TokenBytes, Sampling]:
         """Return the model card, the codec, the prompt tokens and the engine's sampling parameters of a request.
@@ -979,7 +980,7 @@ class Generation:
 
 def _digest(card: ModelCard, tokens: TokenBytes, images: Sequence[bytes]) -> bytes:
     """Return the digest of a model, a prompt and its images. A resume token contains it, and is accepted only for the same digest."""
-    return prompt_digest(card.name, tokens + b"".join(images))
+    return prompt_digest(card.name, tokens + b"".join(images) if images else tokens)
 
 
 class ModelTarget(Struct, frozen=True):
@@ -1164,5 +1165,5 @@ def _new_stream() -> int:
     It is not 0, because 0 means no answer key. It leaves room in 64 bits, because the router adds the number of failed
     attempts to it (`LiveRequest.answer_key`).
     """
-    # The number need not be hard to guess, because resume tokens are signed.
-    return 1 + secrets.randbits(63)
+    # The number need not be hard to guess, because resume tokens are signed. So no system call is made for it.
+    return 1 + random.getrandbits(63)

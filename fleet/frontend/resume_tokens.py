@@ -86,12 +86,14 @@ class _SignedContent(Struct, frozen=True, array_like=True):
 
 def prompt_digest(model: ModelName, tokens: TokenBytes) -> bytes:
     """Return the 12-byte digest of a model's name and a prompt."""
-    return blake2b(tokens, digest_size=12, key=_digest_key(model)).digest()
+    keyed = _keyed_digest(model).copy()
+    keyed.update(tokens)
+    return keyed.digest()
 
 
 @lru_cache(maxsize=256)  # one entry for each served model
-def _digest_key(model: ModelName) -> bytes:
-    return sha256(model.encode()).digest()
+def _keyed_digest(model: ModelName) -> blake2b:
+    return blake2b(digest_size=12, key=sha256(model.encode()).digest())
 
 
 class ResumeTokens:
@@ -115,8 +117,8 @@ class ResumeTokens:
         """Return the current time for `ResumeClaims.issued`, in Unix seconds."""
         return int(self._unix_seconds())
 
-    def issue(self, claims: ResumeClaims) -> str:
-        """Return a signed token with these claims."""
+    def issue(self, claims: ResumeClaims, fingerprint: str = "") -> str:
+        """Return a signed token with these claims. If `fingerprint` is not empty, it replaces the fingerprint of the claims."""
         content = _encode(
             _SignedContent(
                 _packed(claims.request_id),
@@ -124,7 +126,7 @@ class ResumeTokens:
                 claims.resumes,
                 claims.prompt,
                 claims.stream,
-                _packed(claims.fingerprint),
+                _packed(fingerprint or claims.fingerprint),
             )
         )
         return _encoded(content + self._mac(content, claims.tenant))

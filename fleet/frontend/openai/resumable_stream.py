@@ -15,7 +15,7 @@ Rules:
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from msgspec import Struct
 
@@ -26,6 +26,7 @@ LAST_EVENT_ID = b"last-event-id"
 MAX_EVENT_ID_CHARACTERS = 8192
 _EVENT_ID = re.compile(r"([A-Za-z0-9_-]+)\.([0-9]{1,9})(?:\.([0-9]{1,2})|\.([0-9]{1,9})\.([0-9]{1,9})\.([0-9]{1,9}))?")
 _EVENT_END = b"\n\n"
+_EVENT_STARTS = tuple(b"%d\ndata: " % position for position in range(4096))
 
 NAMES: Mapping[str, str] = {"resume.token": "last-event-id", "resume.token_ids": "last-event-id"}
 """Names for error messages: the values of these fields come from a header, so messages name the header."""
@@ -66,8 +67,19 @@ def read_last_event_id(headers: Mapping[bytes, bytes]) -> LastEventId | None:
     return LastEventId(resume, seen=SeenEvents(*map(int, counts)))
 
 
+def event_start(beginning: bytes, position: int) -> bytes:
+    """Return what stands before the data of an event with tokens: its id, and ``data: ``.
+
+    Args:
+        beginning: The line with the id, up to the position (`EventIds.beginning`).
+        position: Number of tokens of the answer up to this event.
+    """
+    # This is called for each token. Most positions are looked up, because formatting them takes twice as long.
+    return beginning + (_EVENT_STARTS[position] if position < len(_EVENT_STARTS) else b"%d\ndata: " % position)
+
+
 class EventIds:
-    """Adds ids to the events of one answer."""
+    """Adds ids to the events of one answer that are not events with tokens."""
 
     def __init__(self, seen: LastEventId | None) -> None:
         """Start after the last event that the client has. `seen` is None if the answer is new.
@@ -77,28 +89,26 @@ class EventIds:
         """
         if seen is not None and seen.seen is not None:
             raise invalid(LAST_EVENT_ID.decode(), "is the id of an event of another API")
-        self._beginning = b""  # the line with an id, up to the position
-        self._position = 0 if seen is None else seen.resume.position
+        self.beginning = b""
+        """The line with an id, up to the position; empty before `begin`."""
+
         self._last_events = 0 if seen is None else seen.last_events
 
     def begin(self, resume_token: str) -> None:
         """Use this resume token in the ids of the next events."""
-        self._beginning = b"id: %b." % resume_token.encode()
+        self.beginning = b"id: %b." % resume_token.encode()
 
-    def advance(self, token_ids: Sequence[int]) -> bytes:
-        """Count the tokens of the next part of the answer, and return the beginning of its event: its id, and ``data: ``."""
-        self._position += len(token_ids)
-        return b"%b%d\ndata: " % (self._beginning, self._position)
+    def numbered(self, event: bytes, position: int) -> bytes:
+        """Return the event with its id before it. `position` is the number of tokens up to this event."""
+        return b"%b%d\n%b" % (self.beginning, position, event)
 
-    def numbered(self, event: bytes) -> bytes:
-        """Return the event with its id before it."""
-        return b"%b%d\n%b" % (self._beginning, self._position, event)
-
-    def numbered_last(self, events: bytes) -> bytes:
-        """Return the events that end the answer, with ids, except the events that the client already has."""
-        each = [event + _EVENT_END for event in events.split(_EVENT_END) if event]
+    def numbered_last(self, events: bytes, position: int) -> bytes:
+        """Return the events that end an answer of `position` tokens, with ids, except the events that the client already has."""
+        start = b"%b%d." % (self.beginning, position)
         return b"".join(
-            b"%b%d.%d\n%b" % (self._beginning, self._position, number, event)
-            for number, event in enumerate(each, 1)
-            if number > self._last_events
+            [
+                b"%b%d\n%b\n\n" % (start, number, event)
+                for number, event in enumerate(events.removesuffix(_EVENT_END).split(_EVENT_END), 1)
+                if event and number > self._last_events
+            ]
         )

@@ -48,7 +48,7 @@ from fleet.frontend.openai.requests import (
     read_completion,
     unused_id,
 )
-from fleet.frontend.openai.resumable_stream import EventIds
+from fleet.frontend.openai.resumable_stream import EventIds, event_start
 from fleet.frontend.openai.translated.models import model_info, models_page
 from fleet.frontend.openai.translated.service import TranslatedFrontend
 from fleet.frontend.openai.vectors import VectorFrontend
@@ -439,6 +439,7 @@ class HttpFrontend(HttpServer):
     ) -> None:
         """Stream like `_stream`, and give each event an id (`fleet.frontend.openai.resumable_stream`)."""
         ids, headers = EventIds(parsed.seen), STREAM_HEADERS
+        position = 0 if parsed.seen is None else parsed.seen.resume.position
         async with aclosing(self._generation.generate(parsed.request, _authorization(exchange), offer)) as events:
             formatter: AnswerFormatter | None = None
             # The event of a delta without tokens, such as the part of a parsed answer that comes after its last token. It has
@@ -466,10 +467,11 @@ class HttpFrontend(HttpServer):
                             rest += formatter.chunk(item)
                             continue
                         if rest:
-                            exchange.send(ids.numbered(rest), content_type=EVENT_STREAM, headers=headers)
+                            exchange.send(ids.numbered(rest, position), content_type=EVENT_STREAM, headers=headers)
                             rest = b""
                         has_tokens = True
-                        if event := formatter.chunk(item, ids.advance(item.token_ids)):
+                        position += len(item.token_ids)
+                        if event := formatter.chunk(item, event_start(ids.beginning, position)):
                             exchange.send(event, content_type=EVENT_STREAM, headers=headers)
                             await exchange.drained()
                     case Finished():
@@ -480,8 +482,8 @@ class HttpFrontend(HttpServer):
                         if not rest and not item.text and (begin := formatter.begin()):
                             # A resumed stream does not repeat the event with the role. So this event is not numbered as one of
                             # the last events: their numbers must be the same after a resumption.
-                            exchange.send(ids.numbered(begin), content_type=EVENT_STREAM, headers=headers)
-                        chunks = ids.numbered_last(rest + formatter.last_chunks(item, ()))
+                            exchange.send(ids.numbered(begin, position), content_type=EVENT_STREAM, headers=headers)
+                        chunks = ids.numbered_last(rest + formatter.last_chunks(item, ()), position)
                         exchange.end_events(chunks, headers)
 
     async def _collect(

@@ -55,7 +55,7 @@ test: $(INSTALLED) $(KUBE)
 
 # Each process has API servers of its own, except where a real one is named.
 kube-test: $(KUBE)
-	@$(BIN)/pytest -n $(if $(FLEET_TEST_KUBE_API),0,3) --no-loadscope-reorder tests/kube $(TESTS)
+	@$(BIN)/pytest -n $(if $(FLEET_TEST_KUBE_API),0,2) --no-loadscope-reorder tests/kube $(TESTS)
 
 check: $(KUBE)
 	@$(BIN)/ruff check $(CODE)

@@ -67,18 +67,15 @@ def is_plain_hop(url: str) -> bool:
 def refuse_credentials(field: str, url: str, instead: str) -> None:
     """Raise ValueError if the URL may contain a user name or a password. The message does not show the URL.
 
+    An ``@`` anywhere in the URL is refused, because in an invalid URL the parts cannot be told apart.
+
     Args:
         field: The settings field of the URL, for the message.
-        url: A URL that may be invalid. If it cannot be split into parts, an ``@`` anywhere in it is refused.
-        instead: The settings field in which a credential belongs, for the message; empty: there is none.
+        url: A URL that may be invalid.
+        instead: The settings field in which a credential belongs, for the message.
     """
-    try:
-        where = urlsplit(url).netloc
-    except ValueError:
-        where = url
-    if "@" in where:
-        hint = f"; use {instead}" if instead else ""
-        raise ValueError(f"{field}: must hold no user name and no password{hint}")
+    if "@" in url:
+        raise ValueError(f"{field}: must hold no user name and no password; use {instead}")
 
 
 def refuse_plain_key(field: str, url: str, key_field: str, permission: str) -> None:

@@ -61,6 +61,16 @@ def test_period_that_cannot_work_is_refused_by_field(kind, fields, field):
         ),
         (
             PrometheusDemandSettings,
+            {"url": "me:secret@host:9090"},
+            "url: must hold no user name and no password; use token_file",
+        ),
+        (
+            PrometheusDemandSettings,
+            {"url": "http://me:sec/secret@host"},
+            "url: must hold no user name and no password; use token_file",
+        ),
+        (
+            PrometheusDemandSettings,
             {"url": "http://[:secret@host"},
             "url: must hold no user name and no password; use token_file",
         ),

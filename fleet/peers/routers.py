@@ -21,8 +21,9 @@ Rules:
    (`fleet.gateway.selection`) is forwarded in the same way. Routers that do not answer within `ANSWER_SECONDS` are left
    out.
 7. Changed thresholds are sent to all routers, also to those reached later; the latest change wins.
-8. Session bindings are sent within `SEND_SECONDS`. A router that is reached later gets the most recent bindings. So
-   routers whose connection was broken have them in common as soon as they are connected again.
+8. New and changed session bindings are sent within `SEND_SECONDS`. Those that a request only renewed are sent with the
+   reservations. A router that is reached later gets the most recent bindings. So routers whose connection was broken
+   have them in common as soon as they are connected again.
 9. Peer prompts (prompts that a worker is about to compute and has not reported) are sent like session bindings. Prompts
    for workers without KV events are sent too, if their block keys are made with a secret that other routers have. Each
    message holds the fingerprint of the secret, and routers with another secret ignore these prompts. Older
@@ -366,7 +367,8 @@ class PeerRouters:
         if self._is_urgent:
             return
         changes = self._prompts.changes + self._usage_changes
-        if changes > self._few_changes or self._prompts.has_prompts or self._sessions.has_news:
+        has_prompts = self._prompts.has_prompts(assumed=bool(self._private))
+        if changes > self._few_changes or has_prompts or self._sessions.has_moved:
             self._tell_within(SEND_SECONDS)
             self._is_urgent = self._timer is not None
         elif self._timer is None and changes:

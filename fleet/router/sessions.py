@@ -59,6 +59,9 @@ class SessionTable:
         self._bindings: OrderedDict[SessionKey, tuple[WorkerId, Nanos, int]] = OrderedDict()
         # The bindings to announce, by session. Values: the worker (None: the binding has ended) and the stamp.
         self._news: dict[SessionKey, tuple[WorkerId | None, int]] = {}
+        self.has_moved = False
+        """True if this router has bound a session to another worker, or for the first time, or has ended a binding, since the last call of `news`."""
+
         self.dropped: list[SessionKey] = []
         """The sessions whose bindings have ended by age or by the limit (rules 1 and 2) since the last call of `take_dropped`."""
         self._ahead = 0  # nanoseconds by which the common clock is ahead of this router's own clock
@@ -79,12 +82,17 @@ class SessionTable:
         return worker_id
 
     def bind(self, key: SessionKey, worker_id: WorkerId, now: Nanos) -> None:
-        stamp = self._note(key, worker_id, now) if self._telling else 0
+        stamp = 0
+        if self._telling:
+            stamp = self._note(key, worker_id, now)
+            known = self._bindings.get(key)
+            self.has_moved = self.has_moved or known is None or known[0] != worker_id
         self._bind(key, worker_id, now, stamp)
 
     def forget(self, key: SessionKey, now: Nanos) -> None:
         if self._telling:
             self._note(key, None, now)
+            self.has_moved = True
         self._bindings.pop(key, None)
 
     def advance_clock(self, clock: int, now: Nanos) -> None:
@@ -110,14 +118,9 @@ class SessionTable:
         dropped, self.dropped = self.dropped, []
         return dropped
 
-    @property
-    def has_news(self) -> bool:
-        """True if `news` would return bindings."""
-        return bool(self._news)
-
     def news(self) -> list[SessionBinding]:
         """Return the bindings that this router has made or ended since the last call, for its peers."""
-        news, self._news = self._news, {}
+        news, self._news, self.has_moved = self._news, {}, False
         return [SessionBinding(key=key, worker_id=worker_id, stamp=stamp) for key, (worker_id, stamp) in news.items()]
 
     def latest(self) -> list[SessionBinding]:

@@ -72,10 +72,9 @@ class PromptAnnouncements:
         self.changes = 0
         """Number of changes of reservations since the last call of `news`."""
 
-    @property
-    def has_prompts(self) -> bool:
-        """True if `news` would return prompts to announce."""
-        return bool(self._unannounced or self._sent)
+    def has_prompts(self, *, assumed: bool) -> bool:
+        """Return whether `news` would return prompts of rule 1, or, if `assumed` is true, prompts of rule 3."""
+        return bool(self._unannounced or (assumed and self._sent))
 
     def placed(self, worker_id: WorkerId, keys: Keys) -> int | None:
         """Record a prompt that a worker has to compute.

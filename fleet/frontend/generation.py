@@ -24,7 +24,7 @@ router's server, turn tokens into text, look for stop strings, count the tokens 
 """
 
 import asyncio
-import random
+import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import (
     AbstractAsyncContextManager,
@@ -1071,6 +1071,8 @@ def _ids(tokens: TokenBytes) -> tuple[int, ...]:
 def _truncated(request: GenerateRequest, card: ModelCard, tokens: TokenBytes) -> TokenBytes:
     """Return the last tokens of the prompt: as many as `truncate_prompt` says or, for -1, as fit together with the answer.
 
+    A vector needs no room in the context.
+
     Raises:
         RequestRejected: INVALID_ARGUMENT; no token would be left.
     """
@@ -1165,5 +1167,5 @@ def _new_stream() -> int:
     It is not 0, because 0 means no answer key. It leaves room in 64 bits, because the router adds the number of failed
     attempts to it (`LiveRequest.answer_key`).
     """
-    # The number need not be hard to guess, because resume tokens are signed. So no system call is made for it.
-    return 1 + random.getrandbits(63)
+    # The number must be hard to guess where resume tokens are signed with a key that is no secret (`fleet.frontend.resume_tokens`, rule 4).
+    return 1 + secrets.randbits(63)

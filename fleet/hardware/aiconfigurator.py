@@ -99,7 +99,7 @@ def read_sample(wheel: Path) -> Sample:
             }
             measurements = distinct(measured for row in rows if (measured := _measurement(row)) is not None)
             unknown = {
-                (GPUS[row["system"]], row["backend"], float(row["silicon_ttft_ms"]), float(row["silicon_tpot_ms"]))
+                (_gpu(row), row["backend"], float(row["silicon_ttft_ms"]), float(row["silicon_tpot_ms"]))
                 for row in rows
                 if _measurement(row) is None
             } - {(each.gpu, each.backend, each.ttft_ms, each.tpot_ms) for each in measurements}
@@ -109,6 +109,14 @@ def read_sample(wheel: Path) -> Sample:
             "`pip download aiconfigurator-core==0.12.0 --no-deps`"
         ) from error
     return Sample(rows=len(rows), measurements=tuple(measurements), models=models, left_out=len(unknown))
+
+
+def _gpu(row: Mapping[str, str]) -> str:
+    if (gpu := GPUS.get(row["system"])) is None:
+        raise ConfigurationRefused(
+            f"the wheel has measurements of a GPU type that is unknown here: {row['system']!r:.50}"
+        )
+    return gpu
 
 
 def _measurement(row: Mapping[str, str]) -> Measurement | None:
@@ -121,7 +129,7 @@ def _measurement(row: Mapping[str, str]) -> Measurement | None:
     prefill, decode = sides[0], sides[-1]
     groups = decode.workers * decode.parallelism.dp
     return Measurement(
-        gpu=GPUS[row["system"]],
+        gpu=_gpu(row),
         backend=row["backend"],
         version=row["backend_version"],
         model=name,

@@ -29,7 +29,7 @@ ENGINES = (
 )
 
 IMAGE_STEPS = "tests/kube/images/test_steps.py"
-"""Tests that install a hundred packages each. They are the longest tests of `make kube-test`."""
+"""Tests that install a hundred packages each, which they keep in memory: up to 4 GB. They are the longest tests of `make kube-test`."""
 
 ON_BOTH_LOOPS = {
     "test_http_connections.py",

@@ -74,7 +74,9 @@ class LoadRule:
         reason = DecisionReason.LOAD_UP if grown else DecisionReason.LOAD_DOWN if shrunk else DecisionReason.WITHIN_BAND
         changes = ", ".join(f"{name} {wanted[name]} to {replicas[name]}" for name in (*grown, *shrunk))
         is_limited = any(each.type is PlanConditionType.BUDGET_EXHAUSTED for each in conditions)
-        unchanged = "no pool can grow within the budget" if is_limited else "every pool has what it needs"
+        unchanged = (
+            "the budget has no room for the replicas that are needed" if is_limited else "every pool has what it needs"
+        )
         message = f"{changes}: {self._target:g} requests a replica" if changes else unchanged
         return PlanDecision(
             at=now,

@@ -6,7 +6,8 @@ Rules:
    time, as a real router reports its demand. A window for the planner is the sum of several records.
 2. A record is delivered `delay` after it was closed. In a gap of the metrics no record is delivered, and windows name the
    router as stale. The records of the gap are delivered after it, so no demand is lost.
-3. A request that its client cancelled, or whose deadline passed, before its answer began counts as abandoned. Windows count neither
+3. A request that its client cancelled, or whose deadline passed, before its answer began counts as abandoned. (A real router counts a
+   passed deadline as refused. In simulations the deadline stands for a client that leaves.) Windows count neither
    it as an arrival nor its prompt. If it arrived in an earlier record than that in which it was abandoned, a later arrival is left out
    instead, as for a real router (`fleet.planner.aggregate`). A request that ends early after its answer began counts as finished.
 """

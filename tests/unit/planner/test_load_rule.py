@@ -179,6 +179,6 @@ def test_growth_waits_until_replicas_of_another_pool_drained(budget):
 
     assert before.replicas == {DECODE: 1, PREFILL: 2}
     assert meanwhile.replicas == {DECODE: 1, PREFILL: 2}
-    assert meanwhile.message == "no pool can grow within the budget"
+    assert meanwhile.message == "the budget has no room for the replicas that are needed"
     assert after.replicas == {DECODE: 4, PREFILL: 2}
     assert [each.type for each in before.conditions] == [PlanConditionType.BUDGET_EXHAUSTED] * 2

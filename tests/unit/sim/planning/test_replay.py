@@ -126,6 +126,14 @@ def test_abandoned_requests_are_no_demand(tmp_path):
     assert sum(demand.arrivals for demand in windows) <= result.outcome.requests - abandoned
 
 
+def test_requests_that_end_within_their_answer_are_finished(tmp_path):
+    rule = Scripted({0: 1})
+    result = a_replay(tmp_path, {"clients.deadline_seconds": 10, "planner.warm_up_seconds": 0}).run("scripted", rule)
+
+    ends = [demand.finished + demand.abandoned + demand.refused for _, demand, _ in rule.told]
+    assert sum(ends) >= 0.98 * result.outcome.requests, "of most requests the deadline passes during their answer"
+
+
 def test_mean_prompt_of_a_window_leaves_out_abandoned_requests(tmp_path):
     def mean_prompt(changes):
         rule = Scripted({0: 1})

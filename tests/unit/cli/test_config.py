@@ -27,7 +27,9 @@ def test_list_gives_meaning_unit_and_default(capsys):
     lines = printed(capsys, "router").out.splitlines()
 
     at = lines.index("max_queue_seconds  default: 10.0  [seconds]")
-    assert lines[at + 1].startswith("    A request is rejected at once if it would wait longer for its first token;")
+    assert lines[at + 1].startswith(
+        "    A request is rejected at once if it would wait longer than this for its first token"
+    )
     assert "tenants.NAME.requests_per_minute  default: 0.0  [per minute]" in lines
 
 

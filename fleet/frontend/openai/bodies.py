@@ -383,9 +383,8 @@ def header_hints(headers: Mapping[bytes, bytes], options: FleetOptions | None) -
     given = options or _DEFAULT_OPTIONS
     values: dict[str, object] = {}
     names: dict[str, str] = {}
-    for name in [each for each in HINT_HEADERS if each in headers]:
-        hint = HINT_HEADERS[name]
-        if not (value := headers[name]) or hint.field in values:
+    for name, hint in HINT_HEADERS.items():
+        if name not in headers or not (value := headers[name]) or hint.field in values:
             continue
         if getattr(given, hint.field) == getattr(_DEFAULT_OPTIONS, hint.field):
             values[hint.field], names[hint.field] = _hint_value(name, hint, value), name.decode()

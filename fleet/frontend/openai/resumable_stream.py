@@ -26,7 +26,6 @@ LAST_EVENT_ID = b"last-event-id"
 MAX_EVENT_ID_CHARACTERS = 8192
 _EVENT_ID = re.compile(r"([A-Za-z0-9_-]+)\.([0-9]{1,9})(?:\.([0-9]{1,2})|\.([0-9]{1,9})\.([0-9]{1,9})\.([0-9]{1,9}))?")
 _EVENT_END = b"\n\n"
-_EVENT_STARTS = tuple(b"%d\ndata: " % position for position in range(4096))
 
 NAMES: Mapping[str, str] = {"resume.token": "last-event-id", "resume.token_ids": "last-event-id"}
 """Names for error messages: the values of these fields come from a header, so messages name the header."""
@@ -67,19 +66,8 @@ def read_last_event_id(headers: Mapping[bytes, bytes]) -> LastEventId | None:
     return LastEventId(resume, seen=SeenEvents(*map(int, counts)))
 
 
-def event_start(beginning: bytes, position: int) -> bytes:
-    """Return what stands before the data of an event with tokens: its id, and ``data: ``.
-
-    Args:
-        beginning: The line with the id, up to the position (`EventIds.beginning`).
-        position: Number of tokens of the answer up to this event.
-    """
-    # This is called for each token. Most positions are looked up, because formatting them takes twice as long.
-    return beginning + (_EVENT_STARTS[position] if position < len(_EVENT_STARTS) else b"%d\ndata: " % position)
-
-
 class EventIds:
-    """Adds ids to the events of one answer that are not events with tokens."""
+    """Adds ids to the events of one answer. The caller itself adds the ids of events with tokens, because a call for each token would cost time."""
 
     def __init__(self, seen: LastEventId | None) -> None:
         """Start after the last event that the client has. `seen` is None if the answer is new.

@@ -48,7 +48,7 @@ from fleet.frontend.openai.requests import (
     read_completion,
     unused_id,
 )
-from fleet.frontend.openai.resumable_stream import EventIds, event_start
+from fleet.frontend.openai.resumable_stream import EventIds
 from fleet.frontend.openai.translated.models import model_info, models_page
 from fleet.frontend.openai.translated.service import TranslatedFrontend
 from fleet.frontend.openai.vectors import VectorFrontend
@@ -471,7 +471,7 @@ class HttpFrontend(HttpServer):
                             rest = b""
                         has_tokens = True
                         position += len(item.token_ids)
-                        if event := formatter.chunk(item, event_start(ids.beginning, position)):
+                        if event := formatter.chunk(item, b"%b%d\ndata: " % (ids.beginning, position)):
                             exchange.send(event, content_type=EVENT_STREAM, headers=headers)
                             await exchange.drained()
                     case Finished():

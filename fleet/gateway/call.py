@@ -13,7 +13,8 @@ from fleet.core.errors import Reason, RequestRejected, invalid
 from fleet.core.ids import RequestId
 from fleet.core.roles import Placement
 from fleet.frontend.openai.bodies import OPENAI_FIELD_NAMES
-from fleet.frontend.openai.relayed_paths import CHAT, COMPLETIONS, EMBEDDINGS
+from fleet.frontend.openai.relay import ERROR_FORMS
+from fleet.frontend.openai.relayed_paths import CHAT, COMPLETIONS, EMBEDDINGS, MESSAGES, RESPONSES
 from fleet.frontend.openai.requests import authorization_of
 from fleet.gateway.endpoints import PickerEndpoints
 from fleet.gateway.ext_proc import (
@@ -30,12 +31,13 @@ from fleet.gateway.prompts import PromptReaderApi
 from fleet.gateway.selected_requests import SelectedRequest
 from fleet.gateway.selection import MAX_REPORTED, SelectionService
 from fleet.net.grpc.calls import Context, parse_message, send_message
+from fleet.net.http.errors import OPENAI_ERRORS, ErrorForm
 from fleet.net.status_codes import rename_field
 from fleet.router.messages import Arrived
 from fleet.router.settings.endpoint_picker import EndpointPickerSettings
 from fleet.v1 import ext_proc_pb2 as pb
 
-PLACED = (CHAT, COMPLETIONS, EMBEDDINGS)
+PLACED = (CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES, MESSAGES)
 """Paths of requests that the picker reads and places by their prompts."""
 
 
@@ -97,6 +99,11 @@ class PickerCall:
         self._booking: SelectedRequest | None = None
         self._counter: AnswerCounter | None = None
 
+    @property
+    def _errors(self) -> ErrorForm:
+        """The form of error answers, which depends on the path; before the request's head has come, that of completions."""
+        return ERROR_FORMS.get(self._path, OPENAI_ERRORS)
+
     async def run(self, messages: AsyncIterator[bytes], context: Context) -> None:
         """Handle the messages of the gateway until it ends the call or the request is rejected.
 
@@ -108,7 +115,7 @@ class PickerCall:
             try:
                 content = await self._next(coming)
             except TimeoutError:
-                await send_message(context, refusal(self._late()))
+                await send_message(context, refusal(self._late(), self._errors))
                 return
             if content is None:
                 return
@@ -168,7 +175,7 @@ class PickerCall:
         except RequestRejected as refused:
             self._refused = True
             self._let_go()
-            return [refusal(refused)]
+            return [refusal(refused, self._errors)]
 
     # Request
 
@@ -349,7 +356,7 @@ def _api_path(path: str) -> str:
 
 TAIL_BYTES = 512  # bytes kept of an answer that is not streamed, to find a usage that is cut between two pieces
 
-_COMPLETION_TOKENS = re.compile(rb'"completion_tokens"\s*:\s*([0-9]{1,9})(?![0-9])')
+_COMPLETION_TOKENS = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*([0-9]{1,9})(?![0-9])')
 _EVENT = b"data: {"
 
 

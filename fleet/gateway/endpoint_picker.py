@@ -8,14 +8,14 @@ Rules:
    `fleet.v1.Selection` does. Then it returns the headers with the endpoint, and the unchanged body, to the gateway. It
    picks only endpoints that the gateway allows.
 2. The picker itself answers a request that cannot be placed: with status 503 if no worker is ready, with 429 and a
-   retry hint if all workers are busy, and with the OpenAI API's error if the request is invalid.
+   retry hint if all workers are busy, and with an error in the form of its API if the request is invalid.
 3. A reservation ends when the answer ends, when the gateway ends the call, or when the gateway sends nothing for the
    duration of the lease. While the answer passes through the picker, the picker counts its tokens roughly, so that the
    router knows the load.
 4. The gateway may send a request to another endpoint than the picked one. If the gateway names another endpoint with
    the answer, the reservation moves to that endpoint.
-5. A request without a body, or for a path other than completions, chats and embeddings, goes to the endpoint with the
-   fewest requests and reserves nothing.
+5. A request without a body, or for a path other than completions, chats, embeddings, responses and messages, goes to the
+   endpoint with the fewest requests and reserves nothing.
 6. Several pickers do not always know each other's reservations, so gateways should call only one picker, the leader.
    The other pickers are not ready, and reject requests with 503 while they know of a leader. A picker that knows of no
    leader picks endpoints although it is not ready: it may not know the whole load, but a worse choice is better than an

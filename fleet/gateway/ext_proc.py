@@ -11,7 +11,7 @@ from functools import lru_cache
 from google.protobuf.struct_pb2 import Struct as Fields
 
 from fleet.core.errors import RequestRejected
-from fleet.net.http.errors import error_body
+from fleet.net.http.errors import ErrorForm
 from fleet.net.status_codes import REASON_STATUSES
 from fleet.router.settings.endpoint_picker import endpoint_in
 from fleet.v1 import ext_proc_pb2 as pb
@@ -151,15 +151,15 @@ def _streamed(body: bytes, *, ends: bool) -> pb.BodyResponse:
     return pb.BodyResponse(response=pb.CommonResponse(body_mutation=pb.BodyMutation(streamed_response=streamed)))
 
 
-def refusal(refused: RequestRejected) -> pb.ProcessingResponse:
-    """Build the answer to a rejected request, in the form of the OpenAI API."""
+def refusal(refused: RequestRejected, form: ErrorForm) -> pb.ProcessingResponse:
+    """Build the answer to a rejected request, in the form of its API."""
     headers = {"content-type": "application/json"}
     if refused.retry_after_ms:
         headers["retry-after"] = f"{-(-refused.retry_after_ms // 1000)}"
     answer = pb.ImmediateResponse(
         status=pb.HttpStatus(code=REASON_STATUSES[refused.reason].http),
         headers=pb.HeaderMutation(set_headers=_set(headers)),
-        body=error_body(refused),
+        body=form.body(refused),
         details=f"fleet_{refused.reason}",
     )
     return pb.ProcessingResponse(immediate_response=answer)

@@ -8,11 +8,17 @@ from fleet.core.errors import RequestRejected, invalid
 from fleet.core.ids import RequestId
 from fleet.frontend.generation import Generation
 from fleet.frontend.openai.relay import Relay
-from fleet.frontend.openai.relayed_paths import CHAT, EMBEDDINGS
+from fleet.frontend.openai.relayed_paths import CHAT, EMBEDDINGS, MESSAGES, RESPONSES
 from fleet.frontend.openai.requests import read_chat, read_completion
+from fleet.frontend.openai.translated.api import TranslatedApi, rename_translated_field, without_needless_budget
+from fleet.frontend.openai.translated.messages import MESSAGES_API
+from fleet.frontend.openai.translated.responses import RESPONSES_API
 from fleet.net.status_codes import rename_field
 from fleet.router.messages import Arrived
 from fleet.router.tenants import Tenants
+
+
+_TRANSLATED_APIS = {RESPONSES: RESPONSES_API, MESSAGES: MESSAGES_API}
 
 
 class PromptReaderApi(Protocol):
@@ -33,7 +39,7 @@ class PromptReaderApi(Protocol):
         """Check a request, charge its tenant for the prompt, and return what placement needs to know of the request.
 
         Args:
-            path: The path of the OpenAI API for completions, chat or embeddings.
+            path: The path of completions, chats, embeddings, the Responses API or the Messages API.
             body: The complete body.
             authorization: The client's key as ``Bearer KEY``; empty if it has sent none.
 
@@ -67,12 +73,27 @@ class ApiPromptReader:
                 return arrived
         if path == EMBEDDINGS:
             raise invalid("model", "no model here gives embeddings")
+        if (api := _TRANSLATED_APIS.get(path)) is not None:
+            return await self._translated_arrival(api, body, request_id, authorization)
         read = read_chat if path == CHAT else read_completion
         asked = await self._generation.read_body(read, body, request_id, self._clock.now())
         try:
             return await self._generation.arrival(asked.request, authorization)
         except RequestRejected as refused:
             raise rename_field(refused, asked.names) from refused
+
+    async def _translated_arrival(
+        self, api: TranslatedApi, body: bytes, request_id: RequestId, authorization: str
+    ) -> Arrived:
+        try:
+            asked = await self._generation.read_body(api.read, body, request_id, self._clock.now())
+        except RequestRejected as refused:
+            raise rename_field(refused, api.names) from refused
+        asked = without_needless_budget(asked, self._generation.limits_reasoning)
+        try:
+            return await self._generation.arrival(asked.chat.request, authorization)
+        except RequestRejected as refused:
+            raise rename_translated_field(refused, asked, api) from refused
 
     def answered(self, tenant: str, tokens: int) -> None:
         self._tenants.used(tenant, tokens, self._clock.now())

@@ -83,6 +83,21 @@ async def test_chat_is_placed_like_one_served_by_the_router(model_dir):
         assert (await world.request().ask(body, CHAT)).endpoints == ["10.0.0.1:8000"]
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/responses", {"instructions": "Be brief.", "input": "hello"}),
+        ("/v1/messages", {"system": "Be brief.", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 8}),
+    ],
+)
+async def test_requests_of_translated_apis_are_placed_by_their_prompts(model_dir, path, body):
+    async with a_picker_setup(model_dir, D1, D2, picker={"fallbacks": 0}) as world:
+        sent = json.dumps({"model": "tiny", **body}).encode()
+        picked = await world.request().ask(sent, path)
+        assert picked.body == sent
+        assert sum(world.booked().values()) == 1, "a request of an unknown path would reserve nothing"
+
+
 async def test_concurrent_requests_see_each_others_reservations(model_dir):
     async with a_picker_setup(model_dir, D1, D2) as world:
         requests = [world.request() for _ in range(4)]

@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import json
 import random
 
 import grpc
@@ -127,7 +128,25 @@ async def test_invalid_request_gets_an_openai_error(model_dir, body, status, par
         await world.idle()
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses"])
+@pytest.mark.parametrize(
+    ("path", "body", "told"),
+    [
+        ("/v1/messages", {"max_tokens": 8, "messages": []}, ("invalid_request_error", "messages")),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "a"}]}, ("invalid_request_error", "max_tokens")),
+        ("/v1/responses", {"input": "a", "max_output_tokens": -1}, ("invalid_request_error", "max_output_tokens")),
+    ],
+)
+async def test_invalid_translated_request_gets_its_own_error_form(model_dir, path, body, told):
+    async with a_picker_setup(model_dir, D1) as world:
+        picked = await world.request().ask(json.dumps({"model": "tiny", **body}).encode(), path)
+        answer = json.loads(picked.body)
+        assert picked.status == 400
+        assert (answer["error"]["type"], answer["error"].get("param") or answer["error"]["message"].split(":")[0]) == told
+        assert ("type" in answer) == (path == "/v1/messages"), "only the Messages API has a type beside the error"
+        await world.idle()
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/rerank"])
 @pytest.mark.parametrize("sent", [{}, {"authorization": "Bearer wrong"}, {"x_api_key": "wrong"}])
 async def test_unknown_key_is_refused_at_the_headers(model_dir, path, sent):
     async with a_picker_setup(model_dir, D1, tenants=TENANTS) as world:
@@ -139,7 +158,7 @@ async def test_unknown_key_is_refused_at_the_headers(model_dir, path, sent):
         await world.idle()
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/rerank"])
 @pytest.mark.parametrize("sent", [{"authorization": "Bearer secret"}, {"x_api_key": "secret"}])
 async def test_known_key_in_either_header_is_taken(model_dir, path, sent):
     async with a_picker_setup(model_dir, D1, tenants=TENANTS) as world:

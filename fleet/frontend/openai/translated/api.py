@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Struct, structs
 
 from fleet.core.clock import Nanos
+from fleet.core.errors import RequestRejected
 from fleet.core.ids import ModelName, RequestId
 from fleet.core.requests import Delta, Finished
 from fleet.frontend.images.files import ImageFile, remote_images
@@ -18,6 +19,7 @@ from fleet.frontend.openai.requests import OpenAiRequest, read_chat
 from fleet.frontend.openai.translated.answer_events import AnswerEvents
 from fleet.net.http.errors import ErrorForm
 from fleet.net.http.exchange import sse_event
+from fleet.net.status_codes import rename_field
 
 Json = dict[str, Any]
 Headers = Mapping[bytes, bytes]
@@ -100,6 +102,34 @@ def read_translated_chat(
     if read.request.late_token:  # translated answers begin with events before the text, whose ids need a token
         read = structs.replace(read, request=structs.replace(read.request, late_token=False))
     return read
+
+
+def without_needless_budget(
+    asked: TranslatedRequest, limits_reasoning: Callable[[ModelName], bool]
+) -> TranslatedRequest:
+    """Return a request without an optional limit of the reasoning, unless each worker of the model can obey the limit.
+
+    A request with a limit goes only to workers that can obey it. So the limit would exclude all other workers.
+
+    Args:
+        asked: The request.
+        limits_reasoning: Returns whether each worker of a model can obey such a limit.
+    """
+    request = asked.chat.request
+    if not asked.has_optional_budget or request.sampling.thinking_tokens is None or limits_reasoning(request.model):
+        return asked
+    unlimited = structs.replace(request, sampling=structs.replace(request.sampling, thinking_tokens=None))
+    return structs.replace(asked, chat=structs.replace(asked.chat, request=unlimited))
+
+
+def rename_translated_field(refused: RequestRejected, asked: TranslatedRequest, api: TranslatedApi) -> RequestRejected:
+    """Return the rejection of a request that was read, with the field's name in its API."""
+    names = asked.chat.names
+    if refused.field.startswith("chat.messages["):
+        # The messages of the chat have other indices than the messages of the request, because the system prompt and results of
+        # tools become messages. So the error names the whole list.
+        names = {**names, refused.field: names["chat.messages"]}
+    return rename_field(rename_field(refused, names), api.names)
 
 
 def named_event(event: Json) -> bytes:

@@ -20,7 +20,14 @@ from fleet.frontend.openai.bodies import HINT_HEADER_NAMES
 from fleet.frontend.openai.relayed_paths import COUNT_TOKENS, MESSAGES, RESPONSES
 from fleet.frontend.openai.requests import authorization_of, new_request_id, unused_id
 from fleet.frontend.openai.translated.answer_events import AnswerEvents
-from fleet.frontend.openai.translated.api import AnswerStart, AnswerWriter, TranslatedApi, TranslatedRequest
+from fleet.frontend.openai.translated.api import (
+    AnswerStart,
+    AnswerWriter,
+    TranslatedApi,
+    TranslatedRequest,
+    rename_translated_field,
+    without_needless_budget,
+)
 from fleet.frontend.openai.translated.messages import COUNT_TOKENS_API, MESSAGES_API
 from fleet.frontend.openai.translated.responses import RESPONSES_API
 from fleet.frontend.openai.translated.tokens import read_detokenize, read_tokenize, tokens_object
@@ -81,7 +88,7 @@ class TranslatedFrontend:
     async def _serve(self, exchange: Exchange, api: TranslatedApi) -> None:
         headers = exchange.request.headers
         request_id = new_request_id(headers, self._generation.serves)
-        names: Mapping[str, str] = {}
+        asked: TranslatedRequest | None = None
         events: AnswerEvents | None = None
         try:
             if self._is_draining():
@@ -92,9 +99,7 @@ class TranslatedFrontend:
             unused = unused_id(asked.chat.request, request_id, self._generation.serves)
             if unused is not asked.chat.request:
                 asked = structs.replace(asked, chat=structs.replace(asked.chat, request=unused))
-            if asked.has_optional_budget and asked.chat.request.sampling.thinking_tokens is not None:
-                asked = self._without_needless_budget(asked)
-            names = asked.chat.names
+            asked = without_needless_budget(asked, self._generation.limits_reasoning)
             if (tracing := self._generation.tracing) is not None:
                 traced = structs.replace(asked.chat.request, trace=tracing.read(headers))
                 asked = structs.replace(asked, chat=structs.replace(asked.chat, request=traced))
@@ -104,24 +109,11 @@ class TranslatedFrontend:
             else:
                 await self._collect(exchange, asked)
         except RequestRejected as refused:
-            if refused.field.startswith("chat.messages["):
-                # The messages of the chat have other indices than the messages of the request, because the system prompt and results of
-                # tools become messages. So the error names the whole list.
-                names = {**names, refused.field: names["chat.messages"]}
-            renamed = rename_field(rename_field(refused, names), api.names)
+            renamed = rename_field(refused, api.names)
+            if asked is not None:
+                renamed = rename_translated_field(refused, asked, api)
             sent = None if events is None else events.sent
             send_rejection(exchange, renamed, *exchange.id_headers(request_id), form=api.errors, events=sent)
-
-    def _without_needless_budget(self, asked: TranslatedRequest) -> TranslatedRequest:
-        """Return a request without its limit of the reasoning, unless each worker of the model can obey the limit.
-
-        A request with a limit goes only to workers that can obey it. So the limit would exclude all other workers.
-        """
-        request = asked.chat.request
-        if self._generation.limits_reasoning(request.model):
-            return asked
-        unlimited = structs.replace(request, sampling=structs.replace(request.sampling, thinking_tokens=None))
-        return structs.replace(asked, chat=structs.replace(asked.chat, request=unlimited))
 
     async def _stream(self, exchange: Exchange, asked: TranslatedRequest, written: AnswerEvents) -> None:
         request = asked.chat.request

@@ -167,6 +167,10 @@ class NodeConnection:
                 self._judge(error, started)
                 if not self._outdated:
                     return None
+            except ValueError:  # a call on a closed channel raises this
+                if self.closed.is_set():
+                    return None
+                raise
             else:
                 self._breaker.succeeded()
                 if session.memory:
@@ -317,6 +321,10 @@ class NodeConnection:
         except (StoreUnreachable, LayoutMismatch, InvalidArgument) as error:
             self._failed(started, str(error))
             return None
+        except ValueError:  # a call on a closed channel raises this
+            if self.closed.is_set():
+                return None
+            raise
         former, self._session = self._session, session
         self._outdated = False
         assert former is not None, "only an existing session can be outdated"

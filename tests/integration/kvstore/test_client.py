@@ -584,6 +584,16 @@ def test_closing_a_client_ends_its_calls_without_an_error(client):
     client.release(5)
 
 
+def test_call_whose_connection_is_closed_meanwhile_gives_none(client):
+    stub = client.connection.stub
+
+    def act(_session, seconds):
+        client.close()
+        return stub.Stats(pb.StatsRequest(), timeout=seconds)
+
+    assert client.connection.call(act) is None
+
+
 def test_threads_on_an_overflowing_store_get_no_wrong_bytes(client, node):
     least, over = time.monotonic() + 1.5, time.monotonic() + 60
     chains = [a_chain(6, f"c{number}") for number in range(8)]

@@ -11,7 +11,7 @@ Rules:
 3. On the control plane, the proof of a call covers its method, the digest of the request's bytes, the time, the caller,
    and a number that counts the caller's calls. The node's proof covers the same. A proof is therefore valid for one
    request, is accepted once (`kvstore.security.call_replays`), and is refused when the clocks differ by more than
-   `SKEW_SECONDS`.
+   `SKEW_SECONDS`, or when the caller's clock had not reached the second in which the node opened its port.
 4. These proofs only keep out callers without the secret. The bytes are neither encrypted nor protected against changes.
    An attacker who can change bytes on the wire can take over a connection. A network where that can happen needs TLS,
    and IPsec or WireGuard for the data plane.

@@ -8,6 +8,8 @@ Rules:
 3. At most `CALLERS` callers are remembered. When that many are known, the calls of another caller are refused, because
    forgetting a caller would allow replays of its calls. Only callers with the secret are remembered, so callers
    without it cannot fill the memory.
+4. The memory begins empty when a port opens. So a call is refused if the caller made its proof before that second,
+   because an earlier process may have accepted it.
 """
 
 from kvstore.security.authentication import SKEW_SECONDS
@@ -39,7 +41,14 @@ class _CallerWindow:
 class CallReplays:
     """Records the accepted calls of all callers."""
 
-    def __init__(self, callers: int = CALLERS):
+    def __init__(self, opened: int, callers: int = CALLERS):
+        """Remember no call yet.
+
+        Args:
+            opened: The time at which the port opens, in seconds since 1970 by the clock that `refusal` gets.
+            callers: Maximum number of remembered callers.
+        """
+        self._opened = opened
         self._limit = callers
         self._callers: dict[bytes, _CallerWindow] = {}
         self._swept_at = 0
@@ -49,6 +58,10 @@ class CallReplays:
 
     def refusal(self, name: bytes, number: int, unix_seconds: int, now: int) -> str:
         """Record a call whose proof is valid. Return why the call is refused; an empty string means that it is accepted."""
+        self._opened = min(self._opened, now)  # a clock that was set back must not refuse all calls
+        if unix_seconds < self._opened:
+            # The text does not change while a caller tries again, so that its log can leave out repetitions.
+            return f"this call was made before this port opened, by the caller's clock: set the clocks, or call again when the port has been open for {now - unix_seconds} s"
         expires = unix_seconds + SKEW_SECONDS
         caller = self._callers.get(name)
         if caller is None:

@@ -11,6 +11,7 @@ from google.protobuf.struct_pb2 import Struct
 from kvstore.security.authentication import SKEW_SECONDS, AuthenticationKey, CallProof, Purpose
 from kvstore.security.call_proofs import (
     PROOF_KEY,
+    Calendar,
     ProofAioUnaryInterceptor,
     ProofServerInterceptor,
     ProofStreamInterceptor,
@@ -54,8 +55,8 @@ async def _echo(request, context):
 
 
 @asynccontextmanager
-async def a_server() -> AsyncIterator[tuple[CountingStore, str]]:
-    server = grpc.aio.server(interceptors=[ProofServerInterceptor(KEY)])
+async def a_server(now: Calendar = unix_seconds) -> AsyncIterator[tuple[CountingStore, str]]:
+    server = grpc.aio.server(interceptors=[ProofServerInterceptor(KEY, now)])
     servicer = CountingStore()
     pb_grpc.add_BlockStoreServicer_to_server(servicer, server)
     echo = grpc.unary_unary_rpc_method_handler(_echo, Struct.FromString, Struct.SerializeToString)
@@ -96,6 +97,21 @@ async def test_captured_proof_is_rejected_a_second_time():
         assert "accepted once" in await rejection(channel, MATCH, BODY, proof)
 
         assert server.served == 1
+
+
+async def test_captured_proof_is_rejected_after_a_restart():
+    proof, second = a_proof(), unix_seconds()
+    async with a_server() as (server, address), grpc.aio.insecure_channel(address) as channel:
+        await send(channel, MATCH, BODY, proof)
+        assert server.served == 1
+    async with (
+        a_server(now=lambda: second + 20) as (server, address),
+        grpc.aio.insecure_channel(address) as channel,
+    ):
+        assert "before this port opened" in await rejection(channel, MATCH, BODY, proof)
+
+        assert server.served == 0
+        await send(channel, MATCH, BODY, a_proof(number=1, ago=-20))
 
 
 async def test_captured_proof_is_rejected_with_another_body():

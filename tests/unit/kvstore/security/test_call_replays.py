@@ -1,4 +1,4 @@
-"""Replay protection: each call is accepted once, remembered while its proof is valid, and refused when the memory is full."""
+"""Replay protection: each call is accepted once, remembered while its proof is valid, and refused when the memory is full or began later."""
 
 import random
 
@@ -12,14 +12,14 @@ NOW = 1_000_000
 
 
 def test_call_is_accepted_once():
-    replays = CallReplays()
+    replays = CallReplays(NOW)
     assert replays.refusal(b"a", 7, NOW, NOW) == ""
     assert "accepted once" in replays.refusal(b"a", 7, NOW, NOW)
     assert replays.refusal(b"b", 7, NOW, NOW) == ""
 
 
 def test_call_is_remembered_as_long_as_its_proof_is_valid():
-    replays = CallReplays(callers=1)
+    replays = CallReplays(NOW, callers=1)
     ahead = NOW + SKEW_SECONDS  # time of a clock that is ahead as far as allowed
     assert replays.refusal(b"a", 0, ahead, NOW) == ""
 
@@ -31,7 +31,7 @@ def test_call_is_remembered_as_long_as_its_proof_is_valid():
 
 
 def test_full_memory_refuses_new_callers_and_forgets_none():
-    replays = CallReplays(callers=3)
+    replays = CallReplays(NOW, callers=3)
     for name in (b"a", b"b", b"c"):
         assert replays.refusal(name, 0, NOW, NOW) == ""
 
@@ -42,15 +42,28 @@ def test_full_memory_refuses_new_callers_and_forgets_none():
     assert "accepted once" in replays.refusal(b"a", 0, NOW, NOW)
 
 
+def test_call_of_before_the_port_opened_is_refused():
+    replays = CallReplays(NOW)
+    assert "has been open for 7 s" in replays.refusal(b"a", 0, NOW - 2, NOW + 5)
+    assert replays.refusal(b"a", 0, NOW - 1, NOW + 6)
+    assert replays.refusal(b"a", 1, NOW, NOW + 5) == ""
+
+
+def test_clock_that_was_set_back_refuses_no_calls():
+    replays = CallReplays(NOW)
+    assert replays.refusal(b"a", 0, NOW - 100, NOW - 100) == ""
+    assert replays.refusal(b"a", 1, NOW - 99, NOW) == ""
+
+
 def test_number_far_ahead_costs_no_memory():
-    replays = CallReplays()
+    replays = CallReplays(NOW)
     assert replays.refusal(b"a", 0, NOW, NOW) == ""
     assert replays.refusal(b"a", (1 << 64) - 1, NOW, NOW) == ""
     assert "overtaken" in replays.refusal(b"a", 0, NOW, NOW)
 
 
 def test_callers_with_expired_proofs_are_forgotten():
-    replays = CallReplays()
+    replays = CallReplays(NOW)
     for second in range(20 * SKEW_SECONDS):
         assert replays.refusal(second.to_bytes(16), 0, NOW + second, NOW + second) == ""
     assert len(replays) <= 3 * SKEW_SECONDS
@@ -58,7 +71,7 @@ def test_callers_with_expired_proofs_are_forgotten():
 
 @given(st.lists(st.integers(0, 4 * WINDOW), max_size=200), st.integers())
 def test_no_call_order_accepts_a_call_twice(numbers, seed):
-    replays, accepted = CallReplays(), []
+    replays, accepted = CallReplays(NOW), []
     random.Random(seed).shuffle(numbers)
     for number in numbers:
         refused = replays.refusal(b"a", number, NOW, NOW)

@@ -17,7 +17,8 @@ Rules:
    drain's deadline has passed. It counts towards the capacity until the engine reports its end, because it uses blocks
    until then.
 5. A router has one stream. When it connects again, the older stream is closed, because the router has lost its attempts
-   anyway.
+   anyway. If the streams of one router id replace each other more than `REPLACEMENTS` times within
+   `REPLACEMENT_WINDOW`, probably two routers have this id, and the machine asks for a warning.
 6. The worker holds at most `capacity` attempts, running and waiting together. The next one is refused with
    QUEUE_FULL.
 7. After attempts have ended, other workers may still need their blocks. A drain therefore waits, until its deadline,
@@ -68,6 +69,7 @@ from workers.messages import (
     StreamId,
     Submit,
     Tell,
+    WarnOfSharedRouterId,
     WorkerCommand,
     WorkerEvent,
     WorkerTicked,
@@ -80,6 +82,11 @@ FETCHED_WITHIN = Nanos(5 * SECOND)
 """Time for which a drain keeps a store that ends with this process, after the last handoff through that store. Routers pass
 a handoff on within milliseconds, so decode workers usually begin to fetch its blocks within this time. If a decode attempt
 waits longer in a queue, its worker computes the blocks."""
+
+REPLACEMENTS = 3
+REPLACEMENT_WINDOW = Nanos(10 * SECOND)
+"""Limit of the replacements of a router's streams (rule 5). A router that is cut tries again within two seconds by default,
+so two routers with one id exceed it soon. One router replaces its stream only after the network failed."""
 
 KEPT_ANSWERS_BYTES = 1 << 20
 """When the tokens of a message with kept answers reach this number of bytes, the machine sends it and begins another one."""
@@ -178,6 +185,8 @@ class WorkerMachine:
         self._store_goes = store_goes
         self._kept = kept or AnswerKeeper(0, 0)
         self._streams: dict[StreamId, str] = {}
+        # Instants and router ids of the replaced streams that `REPLACEMENT_WINDOW` still covers.
+        self._replacements: list[tuple[Nanos, str]] = []
         self._attempts: dict[RequestId, WorkerAttempt] = {}  # all attempts that have not ended, by engine id
         # Attempts whose router still gets messages about them (`PendingReport.ALL`), by stream and the router's request id.
         self._unreported: dict[tuple[StreamId, RequestId], WorkerAttempt] = {}
@@ -206,7 +215,7 @@ class WorkerMachine:
                 self._lent = event.lent
                 return [*self._expire(now), *self._leave_if_empty(now)]
             case RouterConnected():
-                return self._connect(event.stream, event.router_id)
+                return self._connect(event.stream, event.router_id, now)
             case RouterGone():
                 return [*self._disconnect(event.stream), *self._leave_if_empty(now)]
             case DrainRequested():
@@ -251,17 +260,26 @@ class WorkerMachine:
 
     # Events about routers.
 
-    def _connect(self, stream: StreamId, router_id: str) -> list[WorkerCommand]:
+    def _connect(self, stream: StreamId, router_id: str, now: Nanos) -> list[WorkerCommand]:
         assert stream not in self._streams, stream
         older = [known for known, name in self._streams.items() if name == router_id]
         commands: list[WorkerCommand] = []
         for known in older:
             commands += self._disconnect(known)
             commands.append(CutStream(stream=known))
+            commands += self._note_replacement(router_id, now)
         self._streams[stream] = router_id
         if self.phase in (LifePhase.DRAINING, LifePhase.GONE):
             commands.append(Tell(stream=stream, message=Draining()))
         return commands
+
+    def _note_replacement(self, router_id: str, now: Nanos) -> Iterator[WarnOfSharedRouterId]:
+        recent = [each for each in self._replacements if now - each[0] < REPLACEMENT_WINDOW]
+        self._replacements = [*recent, (now, router_id)]
+        others = [each for each in self._replacements if each[1] != router_id]
+        if len(self._replacements) - len(others) > REPLACEMENTS:
+            self._replacements = others  # the next warning needs as many replacements again
+            yield WarnOfSharedRouterId(router_id=router_id)
 
     def _disconnect(self, stream: StreamId) -> Iterator[WorkerCommand]:
         if self._streams.pop(stream, None) is None:

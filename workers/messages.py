@@ -120,6 +120,12 @@ class CutStream(Struct, frozen=True, kw_only=True):
     stream: StreamId
 
 
+class WarnOfSharedRouterId(Struct, frozen=True, kw_only=True):
+    """Log that probably two routers have the same `router_id`, because their streams replace each other."""
+
+    router_id: str
+
+
 class Evacuate(Struct, frozen=True, kw_only=True):
     """Copy warm blocks to where other workers can read them, and send `EvacuationEnded` by the deadline."""
 
@@ -139,4 +145,4 @@ class Abandon(Struct, frozen=True, kw_only=True):
     lost: int  # number of attempts that ended in this way; their routers have to run them on other workers
 
 
-WorkerCommand = Submit | CancelInEngine | Tell | CutStream | Evacuate | Drained | Abandon
+WorkerCommand = Submit | CancelInEngine | Tell | CutStream | WarnOfSharedRouterId | Evacuate | Drained | Abandon

@@ -17,6 +17,7 @@ import msgspec
 
 from fleet.core.clock import MILLISECOND, SECOND, Clock, Nanos
 from fleet.core.ids import Incarnation
+from fleet.core.repeats import LogDeduplicator
 from fleet.core.work import KeepTrace, LoadReport, Progress, Rejected, TokenizerDigests, WorkerDescription
 from kvstore.protocol.versions import own_protocols
 from workers.answer_keeper import AnswerKeeper
@@ -39,6 +40,7 @@ from workers.messages import (
     StreamId,
     Submit,
     Tell,
+    WarnOfSharedRouterId,
     WorkerCommand,
     WorkerEvent,
     WorkerTicked,
@@ -150,6 +152,7 @@ class WorkerServer:
         self._cache = CacheView()
         self._sessions: dict[StreamId, RouterSession] = {}
         self._streams = count()
+        self._shared_ids = LogDeduplicator()
         self._cancelled_by_drain: int | None = None
         self._evacuate_by: Nanos | None = None
         self._evacuation_asked = asyncio.Event()
@@ -393,6 +396,8 @@ class WorkerServer:
                 case CutStream(stream=stream):
                     if (cut := self._sessions.pop(stream, None)) is not None:
                         cut.cut("the router connected again")
+                case WarnOfSharedRouterId(router_id=router_id):
+                    self._warn_of_shared_id(router_id)
                 case Evacuate(deadline=deadline):
                     self._evacuate_by = deadline
                     self._evacuation_asked.set()
@@ -404,6 +409,11 @@ class WorkerServer:
                     self._abandon(lost)
                 case unknown:
                     assert_never(unknown)
+
+    def _warn_of_shared_id(self, router_id: str) -> None:
+        cause = "probably two routers have this id, and each cuts the other's stream and requests: set another router_id in one of them"
+        if self._shared_ids.is_new(router_id, cause, self._clock.now()):
+            log.warning("router connects again and again", extra={"router": router_id, "cause": cause})
 
     def _abandon(self, lost: int) -> None:
         """End all streams first, so that their requests continue elsewhere, and then kill the engine."""

@@ -41,6 +41,8 @@ Rules:
     those of the other router. Without a common version, the connection ends, and both routers log what to upgrade
     (`kvstore.protocol.versions`).
 14. The peers are the routers that the settings list, and all routers behind a name (`fleet.peers.named_routers`).
+15. Each router needs a `router_id` of its own, because a worker keeps one stream for each id. A peer with the id of this
+    router is an error in the log.
 """
 
 import asyncio
@@ -528,8 +530,14 @@ class PeerRouters:
             async with asyncio.timeout(seconds - FIRST_PAUSE_SECONDS):
                 await reached.wait()
 
-    def reached_by_peer(self) -> None:
-        """Note that a peer router has connected to this one, so that it can probably be dialled."""
+    def reached_by_peer(self, router_id: str) -> None:
+        """Note that a peer router has connected to this one, so that it can probably be dialled.
+
+        Log an error if the peer has the id of this router, because workers then cut the streams of both (rule 15).
+        """
+        if router_id == self.router_id:
+            cause = "workers cut the streams of routers with the same id: set another router_id in one of them, and leave a router out of its own replicas"
+            log.error("peer router has the id of this router", extra={"router": router_id, "cause": cause})
         self._reached.set()
         self._reached = asyncio.Event()
 
@@ -689,7 +697,7 @@ class _IncomingPeer:
                 self._router_id = message.hello.router_id
                 if not self._agrees_with(message.hello):
                     return
-                self._replicas.reached_by_peer()
+                self._replicas.reached_by_peer(self._router_id)
                 # Name of the connection, under which the peer's reservations are kept. It is unique, because the peer may dial again
                 # before the earlier connection has ended.
                 self._replica = f"{self._router_id}@{id(self)}"

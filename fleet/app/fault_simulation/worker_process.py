@@ -84,6 +84,7 @@ from workers.messages import (
     StreamId,
     Submit,
     Tell,
+    WarnOfSharedRouterId,
     WorkerCommand,
     WorkerEvent,
     WorkerTicked,
@@ -306,6 +307,8 @@ class WorkerProcess(VirtualProcess):
                 cut = self._sessions.pop(command.stream, None)
                 if cut is not None:
                     cut[0].cut("the router has connected again")
+            case WarnOfSharedRouterId():
+                """Do nothing, because the simulation has no log."""
             case Drained():
                 self._points.reach(FaultPoint.DRAIN_GAVE_UP if command.cancelled else FaultPoint.DRAINED)
                 for finished, _ in list(self._sessions.values()):

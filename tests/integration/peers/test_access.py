@@ -239,6 +239,24 @@ async def test_routers_connect_by_secret_or_certificates(files, told):
         await until(lambda: "PeerReserved" in router.events)
 
 
+async def test_peer_with_the_id_of_this_router_is_in_the_log(caplog):
+    address = f"127.0.0.1:{a_free_port()}"
+    trusted = Credentials(insecure=True)
+    with a_short_folder() as folder:
+        async with a_router(0, address, (), trusted), a_router(0, f"unix:{folder}/r", (address,), trusted):
+            await until(
+                lambda: "set another router_id" in logged_causes(caplog, "peer router has the id of this router")
+            )
+
+
+async def test_peer_with_an_id_of_its_own_causes_no_error(caplog):
+    address = f"127.0.0.1:{a_free_port()}"
+    trusted = Credentials(insecure=True)
+    async with a_router(0, address, (), trusted) as router, a_caller(address, trusted):
+        await until(lambda: "PeerReserved" in router.events)
+    assert not logged_causes(caplog, "peer router has the id of this router")
+
+
 @asynccontextmanager
 async def a_caller(address, credentials):
     with a_short_folder() as folder:

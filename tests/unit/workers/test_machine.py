@@ -1,5 +1,8 @@
 """Rules 1 to 9 of `workers.machine`."""
 
+from collections.abc import Iterable
+from itertools import count
+
 import msgspec
 import pytest
 from hypothesis import settings as hypothesis_settings
@@ -54,6 +57,8 @@ from workers.messages import (
     StreamId,
     Submit,
     Tell,
+    WarnOfSharedRouterId,
+    WorkerCommand,
     WorkerTicked,
 )
 from workers.ports import EngineFacts
@@ -509,6 +514,34 @@ def test_a_router_that_connects_again_replaces_its_older_stream():
     assert submit.start.request_id != "r1#1", "the engine still ends the first one"
 
 
+def warnings(machine: WorkerMachine, seconds: Iterable[int]) -> list[WarnOfSharedRouterId]:
+    """Connect a router again at these times after the start, and return the warnings."""
+    commands: list[WorkerCommand] = []
+    for stream, after in zip(count(1), seconds, strict=False):
+        again = RouterConnected(stream=StreamId(stream), router_id="router")
+        commands += machine.handle(again, Nanos(START + after * SECOND))
+    return [each for each in commands if isinstance(each, WarnOfSharedRouterId)]
+
+
+def test_routers_with_one_id_cause_a_warning():
+    warning = WarnOfSharedRouterId(router_id="router")
+    assert warnings(a_machine(), [2, 4, 6]) == []
+    assert warnings(a_machine(), [2, 4, 6, 8]) == [warning]
+    assert warnings(a_machine(), [2, 4, 6, 8, 10, 12, 14, 16]) == [warning, warning]
+
+
+def test_router_that_replaces_its_stream_rarely_causes_no_warning():
+    assert warnings(a_machine(), range(0, 100, 4)) == []
+
+
+def test_router_whose_streams_ended_before_causes_no_warning():
+    machine = a_machine()
+    for each in range(10):
+        machine.handle(RouterGone(stream=StreamId(each)), START)
+        connected = RouterConnected(stream=StreamId(each + 1), router_id="router")
+        assert machine.handle(connected, START) == []
+
+
 def test_work_past_its_deadline_is_cancelled_and_refused():
     machine = a_machine()
     machine.handle(asked(a_start(timeout_ms=100)), START)
@@ -590,6 +623,8 @@ class AnyInterleaving(RuleBasedStateMachine):
                     pass
                 case CutStream(stream=stream):
                     self.lose(stream)
+                case WarnOfSharedRouterId(router_id=router_id):
+                    assert router_id in self.streams.values()
                 case Evacuate():
                     assert not self.evacuating, "one at a time"
                     self.evacuating = True

@@ -350,6 +350,15 @@ async def test_a_router_that_connects_twice_keeps_the_newer_stream():
             await newer.until(lambda: newer.progress(start.request_id))
 
 
+async def test_routers_with_one_id_are_in_the_log_once(caplog):
+    async with a_worker() as worker, AsyncExitStack() as routers:
+        for _ in range(20):
+            await routers.enter_async_context(worker.router("same"))
+        (warning,) = [each for each in caplog.records if each.getMessage() == "router connects again and again"]
+        assert warning.router == "same"
+        assert "set another router_id" in warning.cause
+
+
 async def test_load_is_reported_on_change_and_as_a_heartbeat():
     async with a_worker() as worker, worker.router() as router:
         await router.until(lambda: len(router.all(LoadReport)) >= 4)  # nothing changes, but the heartbeat comes

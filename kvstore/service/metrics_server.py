@@ -4,11 +4,13 @@ Each connection has a thread, and there are at most `CONNECTIONS`. When one more
 of the address with the most connections is closed (`kvstore.net.unproven_connections`), so a scrape is always served.
 The port serves only metrics, and requires a key according to its guard (`kvstore.security.metrics_access`). With
 certificates it speaks TLS 1.2 and 1.3; a handshake runs in the thread of its connection, so a client that never
-finishes it hinders nobody.
+finishes it hinders nobody. A handshake, a whole request and each write of the answer have `STEP_SECONDS` each, however
+slowly the bytes arrive.
 """
 
 import asyncio
 import contextlib
+import io
 import socket
 import ssl
 import threading
@@ -20,13 +22,15 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
+from kvstore.clock import SECOND
 from kvstore.net.unproven_connections import UnprovenConnections
 from kvstore.security.certificates import CertificateFiles, RenewedContext
 from kvstore.security.metrics_access import CHALLENGE, MetricsGuard, MetricsTls
+from kvstore.system_clock import MonotonicClock
 
 CONNECTIONS = 16
 LOOP_SECONDS = 5.0  # time limit for the event loop to collect the metrics
-SILENT_SECONDS = 5.0  # the connection of a client that sends or reads nothing for this long is closed
+STEP_SECONDS = 5.0  # time limit for a TLS handshake, for a whole request, and for each write of the answer
 
 
 class LoopCollector:
@@ -128,8 +132,36 @@ def _guarded(application: Any, guard: MetricsGuard) -> Any:
     return answer
 
 
+class _RequestReader(io.RawIOBase):
+    """Reads one request from a connection, which has to arrive within `STEP_SECONDS`."""
+
+    def __init__(self, connection: socket.socket):
+        self._connection = connection
+        self._clock = MonotonicClock()
+        self._deadline = self._clock.now() + STEP_SECONDS * SECOND
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, into: Any) -> int:
+        """Receive bytes of the request; raise TimeoutError if the time is over."""
+        left_seconds = (self._deadline - self._clock.now()) / SECOND
+        if left_seconds <= 0:
+            raise TimeoutError(f"the request did not arrive within {STEP_SECONDS:g} s")
+        self._connection.settimeout(left_seconds)
+        try:
+            return self._connection.recv_into(into)
+        finally:
+            self._connection.settimeout(STEP_SECONDS)
+
+
 class _MetricsHandler(WSGIRequestHandler):
-    timeout = SILENT_SECONDS
+    timeout = STEP_SECONDS
+
+    def setup(self) -> None:
+        super().setup()
+        self.rfile.close()
+        self.rfile = io.BufferedReader(_RequestReader(self.connection))
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - name given by the library
         """Log nothing about requests."""
@@ -150,7 +182,7 @@ class _MetricsHttpServer(WSGIServer):
         accepted, address = super().get_request()
         if self.context is None:
             return accepted, address
-        accepted.settimeout(SILENT_SECONDS)  # time limit for each read and write of the TLS handshake
+        accepted.settimeout(STEP_SECONDS)  # time limit for the TLS handshake
         return self.context.current.wrap_socket(accepted, server_side=True, do_handshake_on_connect=False), address
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -175,7 +207,7 @@ class _MetricsHttpServer(WSGIServer):
                 request.do_handshake()
             self.finish_request(request, client_address)
         except OSError:
-            pass  # the client has closed the connection, or was silent for too long
+            pass  # the client has closed the connection, or was too slow
         finally:
             with self._guard:
                 # Closed under the lock, so that no other thread shuts down a new socket with the same descriptor.

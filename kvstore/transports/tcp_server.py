@@ -12,7 +12,7 @@ Rules:
 5. A connection is unproven until it has proven the secret, or if the node has no secret, until it has named an open
    namespace. There are `MAX_UNPROVEN` places for unproven connections only. If all are taken, a new connection replaces
    the oldest one (`kvstore.net.unproven_connections`). Unproven connections never take one of the `CONNECTIONS` places
-   of proven connections.
+   of proven connections, and each has `STALLED` from its start to become a proven one, however many bytes it moves.
 """
 
 import asyncio
@@ -45,7 +45,8 @@ from kvstore.transports.tcp_frames import (
 )
 
 STALLED = Nanos(10 * SECOND)
-"""A connection is closed if it has moved no byte for this long in the middle of an exchange."""
+"""A connection is closed if it has moved no byte for this long in the middle of an exchange. It is also closed if it is
+unproven for this long."""
 
 CONNECTIONS = 512
 """Maximum number of proven connections at a time. A client keeps at most four."""
@@ -113,7 +114,9 @@ class DataPlaneServer:
         return f"[{bound[0]}]:{bound[1]}" if ":" in bound[0] else f"{bound[0]}:{bound[1]}"
 
     def cut_stalled(self, now: Nanos) -> None:
-        """Close connections that have stalled in the middle of an exchange; accept again if accepting was stopped.
+        """Close connections that have stalled in the middle of an exchange or are unproven for too long (rule 5).
+
+        Accept connections again if accepting was stopped.
 
         The node calls this regularly.
         """
@@ -164,6 +167,7 @@ class DataPlaneServer:
         if len(self.connections) - len(self._unproven) >= CONNECTIONS:
             return False
         self._unproven.discard(connection)
+        connection.proven = True
         return True
 
     def forget(self, connection: "DataPlaneConnection") -> None:
@@ -185,7 +189,8 @@ class DataPlaneConnection:
         self._scratch: bytearray | None = None
         self._low_water = 1
         self.busy = True  # True in the middle of an exchange
-        self.moved_at = plane.clock.now()
+        self.proven = False
+        self.moved_at = plane.clock.now()  # when it moved its latest byte, or when it began if it is unproven
 
     def proceed(self) -> None:
         """Run as far as possible without waiting. An error ends only this connection."""
@@ -376,7 +381,8 @@ class DataPlaneConnection:
             if not count:
                 raise ConnectionError("the client has left")
             self._turn += count
-            self.moved_at = self._plane.clock.now()
+            if self.proven:
+                self.moved_at = self._plane.clock.now()
             return count
 
 

@@ -8,12 +8,15 @@ from urllib.request import urlopen
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from prometheus_client import CollectorRegistry
 
 from kvstore.messages import DataPath
 from kvstore.net.socket_guard import MAX_CONNECTIONS
 from kvstore.security.authentication import AuthenticationKey, Purpose
 from kvstore.security.credentials import Credentials
-from kvstore.service import server
+from kvstore.security.metrics_access import MetricsAccess, MetricsGuard
+from kvstore.service import metrics_server, server
+from kvstore.service.metrics_server import MetricsServer
 from kvstore.service.server import open_node
 from kvstore.system_clock import MonotonicClock
 from kvstore.transports.tcp import TcpTransport
@@ -29,7 +32,12 @@ from tests.support.kvstore.builders import (
     node_settings,
 )
 from tests.support.servers.processes import a_free_port
-from tests.support.servers.silent_connections import IdleHttp2Connections, ended_count, silent_connections
+from tests.support.servers.silent_connections import (
+    IdleHttp2Connections,
+    ended_count,
+    is_ended_while_sending,
+    silent_connections,
+)
 from tests.support.waiting import SECONDS, eventually, until
 
 pytestmark = pytest.mark.integration
@@ -84,6 +92,18 @@ def test_silent_connections_do_not_block_metrics():
         assert a_metric(node, "kvstore_expired_total") == 0
         assert ended_count(silent) >= 100
         assert a_metric(node, "kvstore_expired_total") == 0
+
+
+def test_metrics_request_that_arrives_too_slowly_is_cut(monkeypatch):
+    monkeypatch.setattr(metrics_server, "STEP_SECONDS", 0.5)
+    server = MetricsServer.open("127.0.0.1", 0, CollectorRegistry(), MetricsGuard.of(MetricsAccess(), "127.0.0.1:0"))
+    try:
+        with socket.create_connection(("127.0.0.1", server.port)) as slow:
+            assert is_ended_while_sending(slow, b"GET /metrics HTTP/1.1\r\nX: " + bytes(range(97, 123)) * 10)
+        with urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=SECONDS) as response:
+            assert response.status == 200
+    finally:
+        server.close()
 
 
 async def test_silent_connections_to_the_control_plane_are_cut(monkeypatch):

@@ -36,6 +36,21 @@ def ended_count(connections: list[socket.socket]) -> int:
     return count
 
 
+def is_ended_while_sending(connection: socket.socket, data: bytes, pause_seconds: float = 0.05) -> bool:
+    """Send one byte at a time; return whether the server ends the connection meanwhile."""
+    connection.settimeout(pause_seconds)
+    for byte in data:
+        try:
+            connection.send(bytes((byte,)))
+            if not connection.recv(1 << 16):
+                return True
+        except TimeoutError:
+            continue
+        except ConnectionError:
+            return True
+    return False
+
+
 class IdleHttp2Connections:
     """Keeps HTTP/2 connections open without calls. It acknowledges settings and pings, so no timeout ends them."""
 

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from kvstore.buffers import crc32c, pieces
-from kvstore.clock import Nanos
+from kvstore.clock import Clock, Nanos
 from kvstore.eviction.lru import LruEviction
 from kvstore.messages import BlockOutcome, Claim, Slot
 from kvstore.pool.machine import BlockMachine
@@ -35,7 +35,7 @@ from kvstore.transports.tcp_frames import (
     DataPlaneStatus,
 )
 from kvstore.transports.tcp_server import STALLED, DataPlaneServer
-from tests.support.kvstore.builders import BLOCK_BYTES, LEASE, a_block, a_chain, a_namespace, deadline_in
+from tests.support.kvstore.builders import BLOCK_BYTES, LEASE, ManualClock, a_block, a_chain, a_namespace, deadline_in
 from tests.support.stopwatch import at_most
 from tests.support.waiting import eventually, until
 
@@ -47,14 +47,14 @@ CLOCK = MonotonicClock()
 class TcpDataPlane:
     """A data plane with one namespace on the test's event loop."""
 
-    def __init__(self, block_bytes: int = BLOCK_BYTES, secret: bytes = b""):
+    def __init__(self, block_bytes: int = BLOCK_BYTES, secret: bytes = b"", clock: Clock = CLOCK):
         self.namespace = a_namespace(block_bytes=block_bytes)
         self.block_bytes = block_bytes
         self.machine = BlockMachine(8 * block_bytes, LruEviction(), epoch=1)
         self.machine.open(self.namespace, Nanos(0))
         self.tier = SharedMemoryTier(8 * block_bytes)
         self.plane = DataPlaneServer(
-            self.machine, self.tier, CLOCK, AuthenticationKey(secret, Purpose.DATA) if secret else None
+            self.machine, self.tier, clock, AuthenticationKey(secret, Purpose.DATA) if secret else None
         )
         self.writers: list[asyncio.StreamWriter] = []
 
@@ -262,6 +262,44 @@ async def test_client_that_stops_midway_is_cut(plane):
     assert await is_closed(reader)
     idle_writer.write(a_request(Slot(0, 1)))
     assert await reply(idle_reader) == [DataPlaneStatus.GONE]
+
+
+async def test_slow_handshake_is_cut_although_bytes_arrive():
+    clock = ManualClock()
+    plane = TcpDataPlane(secret=b"the secret of this deployment", clock=clock)
+    await plane.start()
+    reader, writer = await plane.connect()
+    await until(lambda: plane.plane.connections)
+    clock.move(STALLED - 1)
+    writer.write(an_opening(plane.namespace.digest))
+    assert await challenge(reader) is DataPlaneStatus.AUTHENTICATE
+    plane.plane.cut_stalled(clock.now())
+    assert plane.plane.connections
+
+    clock.move(1)
+    plane.plane.cut_stalled(clock.now())
+
+    assert await is_closed(reader)
+    await plane.close()
+
+
+async def test_slow_request_of_a_proven_client_is_served():
+    clock = ManualClock()
+    plane = TcpDataPlane(clock=clock)
+    await plane.start()
+    reader, writer = await plane.dial()
+    await until(lambda: not any(connection.busy for connection in plane.plane.connections))
+    request = a_request(Slot(0, 1))
+    clock.move(STALLED)
+    writer.write(request[:1])
+    await until(lambda: all(connection.busy for connection in plane.plane.connections))
+
+    clock.move(STALLED - 1)
+    plane.plane.cut_stalled(clock.now())
+
+    writer.write(request[1:])
+    assert await reply(reader) == [DataPlaneStatus.GONE]
+    await plane.close()
 
 
 async def test_client_that_does_not_read_holds_nobody_up():

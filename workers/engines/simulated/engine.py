@@ -361,18 +361,19 @@ class SimulatedEngine:
         """Put the prompt's blocks where the decode worker can fetch them, then end the prefill."""
         start = sequence.start
         assert start.kv_path is not None, "the worker refuses prefill work without a path"
+        if start.kv_path is KvPath.STORE:
+            await self._publish(sequence, {name: bytes(content) for name, content in sequence.blocks.items()})
+        if self.batch.sequences.get(start.request_id) is not sequence:
+            return  # the request was cancelled before this task began, or while the blocks were published
         match start.kv_path:
             case KvPath.STORE:
                 params = b"{}"
-                await self._publish(sequence, {name: bytes(content) for name, content in sequence.blocks.items()})
             case KvPath.DIRECT:
                 self.batch.name(sequence)
                 lease = self.lending.lend(sequence.blocks) if sequence.blocks else ""
                 params = msgspec.json.encode(DirectParams(address=self.lending.address, lease=lease))
             case _:
                 assert_never(start.kv_path)
-        if self.batch.sequences.get(start.request_id) is not sequence:
-            return  # the request was cancelled meanwhile
         self.batch.remove(start.request_id)
         handoff = Handoff(
             kv_path=start.kv_path,

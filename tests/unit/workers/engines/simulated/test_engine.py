@@ -8,7 +8,7 @@ import pytest
 from fleet.core.errors import ConfigurationRefused
 from fleet.core.ids import ModelName, WorkerId
 from fleet.core.requests import Finish, Sampling
-from fleet.core.roles import KvPath
+from fleet.core.roles import KvPath, Phase
 from tests.support.waiting import until_answered
 from tests.support.workers.engine_driver import an_attempt, driven_engines, fresh_prompt
 from workers.engines.simulated.launch import open_engine
@@ -75,6 +75,27 @@ async def test_engine_starts_without_an_unreachable_store(monkeypatch, kv_paths,
         assert engine.facts.kv_paths == left
         tokens, _ = await one.do(an_attempt(fresh_prompt(100), 5))
         assert len(tokens) == 5
+
+
+@pytest.mark.parametrize("path", list(KvPath))
+async def test_engine_survives_cancellation_before_the_handoff(monkeypatch, path):
+    async with open_engine(settings()) as engine, driven_engines(engine) as (one,):
+        prefill = an_attempt(fresh_prompt(100), phase=Phase.PREFILL, kv_path=path)
+        perform = engine.batch.perform
+
+        def perform_then_cancel(plan):
+            """Cancel when the prompt was computed, before the task of the handoff begins."""
+            yield from perform(plan)
+            engine.cancel(prefill.request_id)
+
+        monkeypatch.setattr(engine.batch, "perform", perform_then_cancel)
+        _, end = await one.do(prefill)
+        assert end.finish is Finish.CANCELLED
+
+        tokens, _ = await one.do(an_attempt(fresh_prompt(100), 5))
+        assert len(tokens) == 5
+        assert engine.lent == 0
+        engine.check()
 
 
 async def test_callers_exception_passes_unchanged():

@@ -40,7 +40,9 @@ class SsdSettings(TierSettings, frozen=True, kw_only=True, tag="ssd"):
 
     directories: tuple[str, ...]
     """One directory for each SSD; blocks are spread over them. Missing directories are made. One process at a time can use
-    a directory. Other files in it are left alone, and count towards `capacity_bytes`."""
+    a directory, which the file ``lock`` in it ensures: do not delete a directory while a node uses it, because a second node
+    could then use a new one of the same name. Files named ``segment-`` and six digits belong to the tier. Other files,
+    folders and links are left alone, and count towards `capacity_bytes`."""
 
     capacity_bytes: Annotated[int, Meta(ge=MIB)] = 8 * GIB
     """Maximum disk space of all directories together, as ``du`` reports it, divided equally among them."""

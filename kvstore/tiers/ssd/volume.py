@@ -13,6 +13,7 @@ Rules:
 """
 
 import itertools
+import logging
 import secrets
 import threading
 from collections.abc import Callable, Sequence
@@ -25,7 +26,7 @@ from kvstore.buffers import ByteArray, crc32c
 from kvstore.circuit_breaker import CircuitBreaker
 from kvstore.clock import Clock, Nanos, seconds
 from kvstore.pool.extents import PAGE_BYTES
-from kvstore.tiers.ssd.disk import Disk, aligned
+from kvstore.tiers.ssd.disk import Disk, DiskFile, aligned
 from kvstore.tiers.ssd.disk_threads import BATCH_RECORDS, Scratch
 from kvstore.tiers.ssd.index import RecordLocation
 from kvstore.tiers.ssd.record_writes import SsdWrite, compose
@@ -49,6 +50,8 @@ from kvstore.tiers.ssd.state import FailureLog, SsdState
 RESUME_SHARE = 8
 """After a restart, records are appended to the newest segment if at least 1/RESUME_SHARE of it is free, and if it has the
 size that the settings want."""
+
+log = logging.getLogger(__name__)
 
 AdmitRewrite = Callable[[int], bool]
 """A function that decides whether a number of bytes may be copied out of an evicted segment (`SsdSettings.rescue_hits`)."""
@@ -334,10 +337,8 @@ class Volume:
         size_bytes = self._settings.segment_bytes
         if self._bytes + footprint(size_bytes) > self._limit_bytes:
             return None
-        names = (f"segment-{number:06}" for number in itertools.count())
-        name = next(name for name in names if name not in self._names)
         try:
-            file = self.disk.create(name, size_bytes)
+            name, file = self._create(size_bytes)
         except OSError as error:
             self._growth_failures.failed(error)
             if not self.segments:
@@ -351,6 +352,25 @@ class Volume:
             self._state.index.enroll(segment)
             self.segments.append(segment)
         return segment
+
+    def _create(self, size_bytes: int) -> tuple[str, DiskFile]:
+        """Create a segment's file under the first name that is free; return the name and the file.
+
+        Entries of others with such a name, for example folders or links, are left alone.
+
+        Raises:
+            OSError: The file could not be made.
+        """
+        while True:
+            name = next(name for name in map("segment-{:06}".format, itertools.count()) if name not in self._names)
+            try:
+                return name, self.disk.create(name, size_bytes)
+            except FileExistsError:
+                log.warning(
+                    "SSD tier: name of a segment taken by a foreign entry, using another name",
+                    extra={"folder": self.disk.folder, "entry": name},
+                )
+                self._names.add(name)
 
     def _choose(self) -> Segment | None:
         """Choose the SEALED segment to evict; return None if there is none.

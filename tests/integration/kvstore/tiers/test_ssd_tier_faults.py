@@ -210,6 +210,28 @@ def test_unreadable_file_at_start_is_left_out(tmp_path, faults, caplog):
     again.close()
 
 
+# Entries of others
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/dev/null")])
+def test_tier_grows_past_a_foreign_entry_and_names_it(tmp_path, caplog, make):
+    foreign = tmp_path / "segment-000001"
+    make(foreign)
+    tier = a_tier(tmp_path)
+    keys = keys_of(3 * PER_SEGMENT)
+
+    assert put(tier, keys) == [True] * len(keys)
+
+    assert get(tier, keys) == [MOVED] * len(keys)
+    assert [record.entry for record in caplog.records if "foreign entry" in record.getMessage()] == ["segment-000001"]
+    tier.check()
+    tier.close()
+    assert not foreign.is_file(), "it was left alone"
+    again = a_tier(tmp_path)
+    assert get(again, keys) == [MOVED] * len(keys)
+    again.close()
+
+
 # Slow and hanging disks
 
 

@@ -1,14 +1,16 @@
 """Opening of the SSD tier: locks the directories, and finds out which blocks their segments contain."""
 
+import errno
 import logging
 import resource
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 
 from kvstore.clock import Clock, seconds
 from kvstore.errors import StoreNotStarted, reason
-from kvstore.tiers.ssd.disk import DirectoryInUse, Disk, DiskFile, DiskSpace
+from kvstore.tiers.ssd.disk import LOCK, DirectoryInUse, Disk, DiskFile, DiskSpace
 from kvstore.tiers.ssd.segments.eviction import Score
 from kvstore.tiers.ssd.segments.recovery import RecoveredSegment, UnreadableSegment, recover
 from kvstore.tiers.ssd.segments.segment import Segment
@@ -28,6 +30,8 @@ def open_volumes(
 ) -> list[Volume]:
     """Open one volume for each directory, and add the blocks that are found in the directories to the index.
 
+    A directory whose disk has failed is left out (`_has_failed`).
+
     Raises:
         StoreNotStarted: A setting cannot be used here; the message begins with its name. Nothing is left open.
     """
@@ -37,6 +41,8 @@ def open_volumes(
         volumes = []
         for number, folder in enumerate(settings.directories):
             disk = _take(disks, f"directories[{number}]", folder)
+            if disk is None:
+                continue
             stack.callback(disk.close)
             volume = Volume(disk, settings, state, clock, score, admit_rewrite)
             if volume.can_hold < MIN_SEGMENTS:
@@ -51,7 +57,11 @@ def open_volumes(
         stack.pop_all()
     log.info(
         "SSD tier opened",
-        extra={"blocks": len(state.index), "seconds": seconds(clock.now() - began), "folders": settings.directories},
+        extra={
+            "blocks": len(state.index),
+            "seconds": seconds(clock.now() - began),
+            "folders": [volume.disk.folder for volume in volumes],
+        },
     )
     return volumes
 
@@ -98,13 +108,30 @@ def _warn_of_little_room(settings: SsdSettings, volumes: Sequence[Volume]) -> No
             )
 
 
-def _take(disks: Disks, field: str, folder: str) -> Disk:
+def _take(disks: Disks, field: str, folder: str) -> Disk | None:
+    """Open a directory; return None if its disk has failed. Raise StoreNotStarted if the setting is wrong."""
     try:
         return disks(folder)
     except DirectoryInUse:
         raise StoreNotStarted(f"{field}: {folder} is in use by another process; give each process its own") from None
     except (OSError, ValueError) as error:  # ValueError: the path contains a zero byte
-        raise StoreNotStarted(f"{field}: {folder!r} cannot be used: {reason(error)}") from error
+        if isinstance(error, OSError) and _has_failed(folder, error):
+            log.error(  # noqa: TRY400 - the traceback says no more than the reason
+                "SSD tier: disk failed, going on without it until the next start",
+                extra={"folder": folder, "error": reason(error)},
+            )
+            return None
+        raise StoreNotStarted(
+            f"{field}: {folder!r} cannot be used: {reason(error)}; make it writable for this process, or name another one"
+        ) from error
+
+
+def _has_failed(folder: str, error: OSError) -> bool:
+    """Return whether the disk is the cause of an error, and not the setting.
+
+    Linux makes a file system read-only after an error. A read-only directory that no store has used is a wrong setting.
+    """
+    return error.errno == errno.EIO or (error.errno == errno.EROFS and Path(folder, LOCK).exists())
 
 
 def _recover(

@@ -99,7 +99,7 @@ class SsdWriter:
         began = self._clock.now()
         volume = self._next_volume(began)
         if volume is None:
-            call.errors.append(OSError("no directory can be written to, will try again later"))
+            call.errors.append(OSError("no directory can be written to now"))
         elif fitting:
             try:
                 volume.write(fitting, scratch, deadline)

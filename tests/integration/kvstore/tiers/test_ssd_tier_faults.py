@@ -436,12 +436,49 @@ def test_device_filled_by_others_keeps_nothing_and_says_so(small_disk):
     tier.close()
 
 
-@needs_root
-def test_a_read_only_directory_is_rejected_at_the_start(small_disk):
-    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], capture_output=True, check=True)
+def remount(folder: Path, how: str) -> None:
+    subprocess.run(["mount", "-o", f"remount,{how}", str(folder)], capture_output=True, check=True)
 
-    with pytest.raises(StoreNotStarted, match=r"directories\[0\]: .*Read-only"):
+
+@needs_root
+def test_unused_read_only_directory_is_refused_at_the_start(small_disk):
+    remount(small_disk, "ro")
+
+    with pytest.raises(StoreNotStarted, match=r"directories\[0\]: .*Read-only file system; make it writable"):
         a_tier(small_disk / "kv")
+
+
+@needs_root
+def test_tier_starts_without_a_disk_that_became_read_only(small_disk, tmp_path, caplog):
+    a_tier(small_disk / "kv", capacity_bytes=1 << 20).close()
+    remount(small_disk, "ro")
+    keys = keys_of(4)
+
+    alone = a_tier(small_disk / "kv", capacity_bytes=1 << 20)
+    assert get(alone, keys) == [GONE] * 4
+    with pytest.raises(TierFailed, match="no directory can be written to"):
+        put(alone, keys)
+    alone.close()
+    tier = a_tier(small_disk / "kv", tmp_path / "healthy")
+    assert put(tier, keys) == [True] * 4
+    assert get(tier, keys) == [MOVED] * 4
+    tier.check()
+    tier.close()
+
+    assert warnings(caplog) == ["SSD tier: disk failed, going on without it until the next start"] * 2
+    remount(small_disk, "rw")
+    again = a_tier(small_disk / "kv", capacity_bytes=1 << 20)
+    assert put(again, keys) == [True] * 4
+    again.close()
+
+
+def test_tier_starts_without_a_disk_with_input_errors(tmp_path):
+    def disks(folder):
+        raise OSError(errno.EIO, "injected")
+
+    tier = SsdTier.open(ssd_settings(tmp_path), codecs=lambda digest: PlainCodec(), clock=MonotonicClock(), disks=disks)
+    assert get(tier, keys_of(2)) == [GONE] * 2
+    tier.close()
 
 
 @needs_root

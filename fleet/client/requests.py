@@ -1,6 +1,6 @@
 """Request options: defines the options of a client's requests, and converts them to protobuf messages."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, TypedDict
 
 import msgspec
@@ -8,7 +8,7 @@ import numpy as np
 from msgspec import structs
 
 from fleet.client.errors import InvalidRequest
-from fleet.core.errors import Reason
+from fleet.core.errors import Reason, did_you_mean
 from fleet.core.ids import ModelName, RequestId
 from fleet.core.requests import (
     AnswerParsing,
@@ -96,12 +96,25 @@ def tune_request(thresholds: Mapping[str, float]) -> control_pb2.TuneRequest:
     return message
 
 
+def refuse_unknown(given: Iterable[str], known: Collection[str]) -> None:
+    """Refuse names of options that do not exist, because Python does not check the names of `Unpack`.
+
+    Raises:
+        InvalidRequest: A name is not in `known`; the message proposes the most similar one.
+    """
+    for name in given:
+        if name not in known:
+            message = f"{name}: there is no such option{did_you_mean(name, known)}"
+            raise InvalidRequest(message, Reason.INVALID_ARGUMENT, field=name)
+
+
 def build_message(prompt: PromptLike, options: Options, pooling: Pooling | None = None) -> pb.GenerateRequest:
     """Build the message of a request; `pooling` demands a vector instead of generated tokens.
 
     Raises:
-        InvalidRequest: A value does not fit its field; nothing was sent.
+        InvalidRequest: An option does not exist, or a value does not fit its field; nothing was sent.
     """
+    refuse_unknown(options, Options.__annotations__)
     stop = options.get("stop", ())
     request = GenerateRequest(
         id=RequestId(options.get("request_id", "")),

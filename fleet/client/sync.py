@@ -124,8 +124,8 @@ class Client:
             options: The options in `fleet.client.requests.Options`.
 
         Raises:
-            InvalidRequest: A value does not fit its field; nothing was sent. If the router rejects the request,
-                iterating over the stream raises the error.
+            InvalidRequest: An option does not exist, or a value does not fit its field; nothing was sent. If the router
+                rejects the request, iterating over the stream raises the error.
         """
         return Stream(self._routers, self._metadata, self._resumption(build_message(prompt, options), options))
 
@@ -160,7 +160,7 @@ class Client:
             options: The options in `fleet.client.vectors.VectorOptions`.
 
         Raises:
-            InvalidRequest: A value does not fit its field, or the model has another task.
+            InvalidRequest: An option does not exist, a value does not fit its field, or the model has another task.
             FleetError: A request failed, and the others were cancelled.
         """
         return self._vectors(
@@ -179,7 +179,7 @@ class Client:
         The arguments are those of `embed`, without `dimensions`. If `activation` is False, the numbers are logits.
 
         Raises:
-            InvalidRequest: A value does not fit its field, or the model has another task.
+            InvalidRequest: An option does not exist, a value does not fit its field, or the model has another task.
             FleetError: A request failed, and the others were cancelled.
         """
         return self._vectors(texts, Pooling(task=PoolingTask.CLASSIFY, activation=activation), options)

@@ -7,10 +7,10 @@ import numpy as np
 from msgspec import Struct
 
 from fleet.client.errors import InvalidRequest, ServerError
-from fleet.client.requests import Options, build_message
+from fleet.client.requests import Options, build_message, refuse_unknown
 from fleet.client.results import StreamedAnswer
 from fleet.core.errors import Reason
-from fleet.core.requests import Pooling
+from fleet.core.requests import Pooling, PoolingTask
 from fleet.v1 import inference_pb2 as pb
 
 AT_ONCE = 64
@@ -45,8 +45,11 @@ def build_vector_messages(
     """Yield the message for each text.
 
     Raises:
-        InvalidRequest: `texts` is not a list of texts or lists of token ids, or a value does not fit its field.
+        InvalidRequest: `texts` is not a list of texts or lists of token ids, an option does not exist, or a value does not
+            fit its field.
     """
+    dimensions = ("dimensions",) if pooling.task is PoolingTask.EMBED else ()
+    refuse_unknown(options, (*VectorOptions.__annotations__, "activation", *dimensions))
     if not _is_list(texts) or not all(isinstance(text, str) or _is_token_ids(text) for text in texts):
         message = "texts: must be a list of texts, or of lists of token ids"
         raise InvalidRequest(message, Reason.INVALID_ARGUMENT, field="text")

@@ -8,12 +8,12 @@ Rules:
    signature covers the tenant. It is not accepted for another tenant, for another prompt, or after its lifetime. It does
    not contain the tokens of the answer. Workers keep these tokens, or the client sends them. It is safe that clients send
    them, because a client could also write them into a prompt.
-3. A resumption is free, because the first router has charged the tenant for the request and its prompt. But only
-   `MAX_FREE_RESUMES` resumptions of one request are free. And at each router, only the first resumption with a token of the
-   same stream is free. (The rest of an answer after a failed attempt counts as another stream.) All other resumptions are
-   charged like new requests whose prompts end with the known tokens of the answer, because otherwise clients could have
-   prompts computed for free. The known tokens of a free resumption are not charged, although a client may have invented
-   them.
+3. A resumption is free, because the first router has charged the tenant for the request and its prompt. But a token that
+   comes from `MAX_FREE_RESUMES` resumptions, one after the other, is not free any more. Each router gives an answer at most
+   `MAX_FREE_RESUMES` free resumptions, and only the first one with a token of the same stream. (The rest of an answer after
+   a failed attempt counts as another stream.) All other resumptions are charged like new requests whose prompts end with
+   the known tokens of the answer, because otherwise clients could have prompts computed for free. The known tokens of a
+   free resumption are not charged, although a client may have invented them.
 4. Without a common secret, tokens are signed with a key that is no secret. Tokens are then issued only if clients need
    no API keys, because routers without API keys run only in closed networks.
 """
@@ -41,13 +41,14 @@ NO_RESUME_TOKENS = (
     " prompt_secret or tenant_secret on all routers"
 )
 MAX_FREE_RESUMES = 8
-# Maximum number of remembered streams of which a resume token was used; each takes about 150 bytes.
-MAX_REMEMBERED_USES = 65_536
+# Maximum number of remembered answers that were resumed for free; each takes 300 to 900 bytes.
+MAX_REMEMBERED_ANSWERS = 32_768
 MAX_TOKEN_CHARACTERS = 4096
 _MAC_BYTES = 16
 _HEXADECIMAL = re.compile(r"[0-9a-f]*")
 _encode = msgspec.msgpack.Encoder().encode
 _PURPOSE = b"fleet resume token 2"
+_Answer = tuple[str, RequestId, int]
 
 
 class ResumeClaims(Struct, frozen=True):
@@ -62,6 +63,14 @@ class ResumeClaims(Struct, frozen=True):
     # answer is a stream of its own, and so is the rest of an answer after a failed attempt (`LiveRequest.answer_key`).
     stream: int
     fingerprint: str = ""  # fingerprint of the worker that began the answer; empty if not known yet
+
+    @property
+    def answer(self) -> _Answer:
+        """The key of the answer, which all its streams share.
+
+        Two answers have the same key only if their client gives two requests the same id within a second.
+        """
+        return self.tenant, self.request_id, self.issued
 
     @property
     def next_id(self) -> RequestId:
@@ -111,7 +120,8 @@ class ResumeTokens:
         self._keyed = blake2b(digest_size=_MAC_BYTES, key=hmac.digest(secret, _PURPOSE, "sha256"))
         self._lifetime_seconds = lifetime_seconds
         self._unix_seconds = unix_seconds
-        self._used: OrderedDict[int, None] = OrderedDict()  # the streams of which a token was used
+        # the streams of which a token was used for free, for each answer
+        self._used: OrderedDict[_Answer, tuple[int, ...]] = OrderedDict()
 
     def now(self) -> int:
         """Return the current time for `ResumeClaims.issued`, in Unix seconds."""
@@ -174,12 +184,15 @@ class ResumeTokens:
 
     def is_free(self, claims: ResumeClaims) -> bool:
         """Return whether a request with a valid token of this content is free of charge (rule 3)."""
-        return claims.resumes < MAX_FREE_RESUMES and claims.stream not in self._used
+        used = self._used.get(claims.answer, ())
+        return max(claims.resumes, len(used)) < MAX_FREE_RESUMES and claims.stream not in used
 
     def use(self, claims: ResumeClaims) -> None:
         """Remember that a token of this content was used, because a request with it was admitted."""
-        self._used[claims.stream] = None
-        if len(self._used) > MAX_REMEMBERED_USES:
+        if not self.is_free(claims):
+            return
+        self._used[claims.answer] = (*self._used.get(claims.answer, ()), claims.stream)
+        if len(self._used) > MAX_REMEMBERED_ANSWERS:
             self._used.popitem(last=False)
 
     def _mac(self, content: bytes, tenant: str) -> bytes:

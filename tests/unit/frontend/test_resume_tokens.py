@@ -88,13 +88,26 @@ def test_second_use_of_a_stream_and_many_resumes_are_charged():
     assert not tokens.is_free(structs.replace(CLAIMS, resumes=MAX_FREE_RESUMES))
 
 
-def test_remembered_uses_are_bounded(monkeypatch):
-    monkeypatch.setattr(resume_tokens, "MAX_REMEMBERED_USES", 2)
+def test_answer_is_resumed_for_free_eight_times_at_a_router():
+    """Two routers give each other's streams new ones, so the chain to each stream is short."""
     tokens = a_router()
-    streams = [structs.replace(CLAIMS, stream=stream) for stream in range(3)]
+    streams = [structs.replace(CLAIMS, resumes=stream % 3, stream=stream) for stream in range(2 * MAX_FREE_RESUMES)]
+    free = 0
     for claims in streams:
+        free += tokens.is_free(claims)
         tokens.use(claims)
-    assert [claims.stream for claims in streams if tokens.is_free(claims)] == [0]
+    assert free == MAX_FREE_RESUMES
+    for other in ({"tenant": "other"}, {"request_id": RequestId("other")}, {"issued": CLAIMS.issued + 1}):
+        assert tokens.is_free(structs.replace(CLAIMS, **other)), "it is of another answer"
+
+
+def test_remembered_answers_are_bounded(monkeypatch):
+    monkeypatch.setattr(resume_tokens, "MAX_REMEMBERED_ANSWERS", 2)
+    tokens = a_router()
+    answers = [structs.replace(CLAIMS, request_id=RequestId(name)) for name in "abc"]
+    for claims in answers:
+        tokens.use(claims)
+    assert [claims.request_id for claims in answers if tokens.is_free(claims)] == ["a"]
 
 
 @pytest.mark.parametrize("moved", [b"a", b"ac", b"acme"])

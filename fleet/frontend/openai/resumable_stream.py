@@ -5,7 +5,8 @@ Rules:
 1. Only streams of requests that ask for it have ids (`fleet.resumable`, or the header `x-fleet-resumable`).
 2. The id of an event has two parts, or three: the resume token, the number of tokens up to this event, and, for the last
    events of an answer, the number of this event among them. So a resumed stream goes on with exactly the events that an
-   undisturbed stream would have sent.
+   undisturbed stream would have sent. If other fields of the request let the answer go on although the client has last
+   events, the request is refused, because the client would get tokens after these events, and no others at the new end.
 3. To go on, the client sends the same request with the id of the last event that it has. The answer keeps its `id` and
    `created`.
 4. A stream can only be resumed if its events depend on nothing but the text and the tokens after an id. So requests for
@@ -19,7 +20,7 @@ from collections.abc import Mapping
 
 from msgspec import Struct
 
-from fleet.core.errors import invalid
+from fleet.core.errors import RequestRejected, invalid
 from fleet.core.requests import Resume
 
 LAST_EVENT_ID = b"last-event-id"
@@ -66,6 +67,15 @@ def read_last_event_id(headers: Mapping[bytes, bytes]) -> LastEventId | None:
     return LastEventId(resume, seen=SeenEvents(*map(int, counts)))
 
 
+def goes_on_after_end() -> RequestRejected:
+    """Return the error for an answer that goes on, although the client has events of its end."""
+    return invalid(
+        LAST_EVENT_ID.decode(),
+        "is of the end of the answer, but with these fields the answer goes on; send the fields of the first request, or the id of"
+        " an event before the end",
+    )
+
+
 class EventIds:
     """Adds ids to the events of one answer. The caller itself adds the ids of events with tokens, because a call for each token would cost time."""
 
@@ -85,6 +95,15 @@ class EventIds:
     def begin(self, resume_token: str) -> None:
         """Use this resume token in the ids of the next events."""
         self.beginning = b"id: %b." % resume_token.encode()
+
+    def check_goes_on(self) -> None:
+        """Check that the client has none of the last events, because the answer has more tokens.
+
+        Raises:
+            RequestRejected: INVALID_ARGUMENT; the client has some of them.
+        """
+        if self._last_events:
+            raise goes_on_after_end()
 
     def numbered(self, event: bytes, position: int) -> bytes:
         """Return the event with its id before it. `position` is the number of tokens up to this event."""

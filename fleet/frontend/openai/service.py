@@ -466,6 +466,8 @@ class HttpFrontend(HttpServer):
                         if not item.token_ids:
                             rest += formatter.chunk(item)
                             continue
+                        if not has_tokens:
+                            ids.check_goes_on()
                         if rest:
                             exchange.send(ids.numbered(rest, position), content_type=EVENT_STREAM, headers=headers)
                             rest = b""

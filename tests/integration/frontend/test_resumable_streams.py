@@ -144,6 +144,35 @@ async def test_random_answer_goes_on_after_the_kept_tokens(frontends):
     assert frontends.router.submitted[-1].answered == tuple(answer[: int(whole[3][0].rpartition(".")[2])])
 
 
+@pytest.mark.parametrize("are_kept", [True, False])
+@pytest.mark.parametrize(
+    ("path", "body", "limit", "num_ends"),
+    [
+        (CHAT[0], body_of(CHAT[1], stream_options={"include_usage": True}), "max_tokens", 3),
+        (COMPLETION[0], body_of(COMPLETION[1]), "max_tokens", 2),
+        (*RESPONSE, "max_output_tokens", 4),
+        (*MESSAGE, "max_tokens", 3),
+    ],
+    ids=["chats", "completions", "responses", "messages"],
+)
+async def test_end_events_of_an_answer_that_goes_on_are_refused(frontends, path, body, limit, num_ends, are_kept):
+    """Otherwise the client gets more text, and no second end. Without the kept tokens, they are generated again."""
+    frontends.will_answer("Sun and moon", then=(EOS,))
+    _, longer, _ = await stream(frontends.url, path, {**body, limit: 100})
+    _, whole, _ = await stream(frontends.url, path, {**body, limit: 4})
+    end = len(whole) - num_ends
+
+    for cut, (number, _) in enumerate(whole, 1):
+        if not are_kept:
+            frontends.router.kept.clear()
+        status, rest, content = await stream(frontends.url, path, {**body, limit: 100}, {"last-event-id": number})
+        if cut <= end:
+            assert (status, len(rest)) == (200, len(longer) - cut), cut
+        else:
+            assert status == 400, cut
+            assert b"last-event-id: is of the end of the answer, but" in content
+
+
 async def test_resumed_stream_keeps_id_and_has_its_own_in_the_header(frontends):
     frontends.will_answer(TEXT, then=(EOS,))
     path, body = CHAT
@@ -294,13 +323,16 @@ async def test_event_id_of_another_api_is_refused(frontends):
 
 @TRANSLATED
 async def test_forged_counts_of_translated_events_get_no_foreign_text(frontends, path, body):
-    """A client may claim to have more than it has; then it gets less. Counts without end are refused."""
+    """A client may claim to have more text than it has; then it gets less. Counts of events beyond the id are refused."""
     frontends.will_answer(TEXT, then=(EOS,))
     _, whole, _ = await stream(frontends.url, path, body)
-    token, position, *_ = whole[4][0].split(".")
+    token, position, events, *_ = whole[4][0].split(".")
 
-    status, rest, _ = await stream(frontends.url, path, body, {"last-event-id": f"{token}.{position}.999999.999999.0"})
-    assert (status, rest) == (204, [])
+    _, rest, _ = await stream(frontends.url, path, body, {"last-event-id": f"{token}.{position}.{events}.999999.0"})
+    got = [data for _, data in rest]
+    assert (texts(got), kinds(got)) == ("", kinds(data for _, data in whole[5:]))
+    status, _, _ = await stream(frontends.url, path, body, {"last-event-id": f"{token}.{position}.999999.999999.0"})
+    assert status == 400
     status, _, _ = await stream(frontends.url, path, body, {"last-event-id": f"{token}.{position}.{'9' * 10}.0.0"})
     assert status == 400
     status, _, _ = await stream(frontends.url, path, body, {"last-event-id": f"{token}.999.1.1.1"})

@@ -8,11 +8,13 @@ Rules:
    numbers of what the client has, including this event: events between pieces, characters, and pieces.
 3. A resumed answer is written again from its beginning (`Resume.from_start`). As many events and characters as the id names are left
    out. So the client gets exactly what it lacks, even if its stream was cut between two events of one step.
+4. Events that are left over when tokens follow those of the id are events of the answer's end. Other fields of the request
+   let the answer go on, so the request is refused.
 """
 
 from fleet.core.errors import invalid
 from fleet.core.requests import Admitted, Delta
-from fleet.frontend.openai.resumable_stream import LAST_EVENT_ID, LastEventId, SeenEvents
+from fleet.frontend.openai.resumable_stream import LAST_EVENT_ID, LastEventId, SeenEvents, goes_on_after_end
 
 
 class AnswerEvents:
@@ -32,13 +34,20 @@ class AnswerEvents:
         seen = SeenEvents() if last is None or last.seen is None else last.seen
         self._events, self._characters, self._pieces = seen.events, seen.characters, seen.pieces
         self._events_to_skip, self._characters_to_skip = seen.events, seen.characters
+        self._seen_position = 0 if last is None else last.resume.position
         self._token = ""
         self._position = 0
 
     def follow(self, part: Admitted | Delta) -> None:
-        """Count the tokens of the next part of the answer, and note a new resume token."""
+        """Count the tokens of the next part of the answer, and note a new resume token.
+
+        Raises:
+            RequestRejected: INVALID_ARGUMENT; the answer goes on, although the client has events of its end (rule 4).
+        """
         self._token = part.resume_token or self._token
         if isinstance(part, Delta):
+            if self._events_to_skip and part.token_ids and self._position >= self._seen_position:
+                raise goes_on_after_end()
             self._position += len(part.token_ids)
 
     def is_new(self) -> bool:

@@ -25,7 +25,9 @@ from fleet.core.requests import Resume
 
 LAST_EVENT_ID = b"last-event-id"
 MAX_EVENT_ID_CHARACTERS = 8192
-_EVENT_ID = re.compile(r"([A-Za-z0-9_-]+)\.([0-9]{1,9})(?:\.([0-9]{1,2})|\.([0-9]{1,9})\.([0-9]{1,9})\.([0-9]{1,9}))?")
+_EVENT_ID = re.compile(
+    r"([A-Za-z0-9_-]+)\.([0-9]{1,9})(?:\.([0-9]{1,2})|\.([0-9]{1,9})\.([0-9]{1,9})\.([0-9]{1,9})(?:\.([a-z]))?)?"
+)
 _EVENT_END = b"\n\n"
 
 NAMES: Mapping[str, str] = {"resume.token": "last-event-id", "resume.token_ids": "last-event-id"}
@@ -38,6 +40,7 @@ class SeenEvents(Struct, frozen=True):
     events: int = 0  # number of events that are not pieces of text
     characters: int = 0  # number of characters in all pieces of text
     pieces: int = 0  # number of pieces of text
+    api: str = ""  # letter of the API; empty in ids of routers that give none
 
 
 class LastEventId(Struct, frozen=True):
@@ -60,11 +63,20 @@ def read_last_event_id(headers: Mapping[bytes, bytes]) -> LastEventId | None:
     found = _EVENT_ID.fullmatch(value.decode("latin-1")) if len(value) <= MAX_EVENT_ID_CHARACTERS else None
     if found is None:
         raise invalid("last-event-id", "is not the id of an event of a resumable stream")
-    token, position, last_events, *counts = found.groups()
+    token, position, last_events, *counts, api = found.groups()
     if counts[0] is None:
         return LastEventId(Resume(token=token, position=int(position)), int(last_events or 0))
     resume = Resume(token=token, position=int(position), from_start=True)
-    return LastEventId(resume, seen=SeenEvents(*map(int, counts)))
+    events, characters, pieces = map(int, counts)
+    return LastEventId(resume, seen=SeenEvents(events, characters, pieces, api or ""))
+
+
+def of_another_api() -> RequestRejected:
+    """Return the error for the id of an event of another API."""
+    return invalid(
+        LAST_EVENT_ID.decode(),
+        "is the id of an event of another API; send it to the API that gave it",
+    )
 
 
 def goes_on_after_end() -> RequestRejected:
@@ -86,7 +98,7 @@ class EventIds:
             RequestRejected: INVALID_ARGUMENT; the id is of an event of a translated API.
         """
         if seen is not None and seen.seen is not None:
-            raise invalid(LAST_EVENT_ID.decode(), "is the id of an event of another API")
+            raise of_another_api()
         self.beginning = b""
         """The line with an id, up to the position; empty before `begin`."""
 

@@ -1,5 +1,6 @@
 """Tests of streams with event ids over HTTP, in front of a router whose answers the test writes."""
 
+import itertools
 import json
 import shutil
 
@@ -308,17 +309,29 @@ async def test_translated_stream_without_the_header_has_no_ids(frontends, path, 
 
 
 async def test_event_id_of_another_api_is_refused(frontends):
-    """Both APIs are asked with the same prompt, so only the form of the id tells them apart."""
+    """All APIs are asked with the same prompt, so only the form of the id tells them apart."""
     frontends.will_answer(TEXT, then=(EOS,))
+    bodies = {CHAT[0]: body_of(CHAT[1]), **dict((RESPONSE, MESSAGE))}
     ids = {}
-    for path, body in ((CHAT[0], body_of(CHAT[1])), RESPONSE):
+    for path, body in bodies.items():
         _, events, _ = await stream(frontends.url, path, body)
         ids[path] = events[2][0]
     submitted = len(frontends.router.submitted)
-    for path, body, other in ((CHAT[0], body_of(CHAT[1]), RESPONSE[0]), (*RESPONSE, CHAT[0])):
-        status, _, content = await stream(frontends.url, path, body, {"last-event-id": ids[other]})
-        assert (status, error_of(content)["param"]) == (400, "last-event-id")
+    for path, other in itertools.permutations(bodies, 2):
+        status, _, content = await stream(frontends.url, path, bodies[path], {"last-event-id": ids[other]})
+        assert status == 400, (path, other)
+        assert b"last-event-id: is the id of an event of another API" in content
     assert len(frontends.router.submitted) == submitted
+
+
+@TRANSLATED
+async def test_event_id_without_a_letter_of_its_api_is_accepted(frontends, path, body):
+    """Routers of earlier versions give such ids, and a stream that they began goes on at a newer router."""
+    frontends.will_answer(TEXT, then=(EOS,))
+    _, whole, _ = await stream(frontends.url, path, body)
+    status, rest, _ = await stream(frontends.url, path, body, {"last-event-id": whole[4][0].rpartition(".")[0]})
+    assert status == 200
+    assert [data for _, data in rest] == [data for _, data in whole[5:]]
 
 
 @TRANSLATED

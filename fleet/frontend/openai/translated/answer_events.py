@@ -5,36 +5,38 @@ Rules:
 1. An answer is a sequence of pieces of text (of reasoning, texts and tool calls) and of events between them. The events between
    them follow from the answer alone. How the text is cut into pieces depends on the steps of the engine.
 2. So the id of an event contains the resume token and the number of tokens up to the event. It also contains three
-   numbers of what the client has, including this event: events between pieces, characters, and pieces.
+   numbers of what the client has, including this event: events between pieces, characters, and pieces. Its end is the
+   letter of the API, because both translated APIs may make the same prompt of a text, but not the same events of an answer.
 3. A resumed answer is written again from its beginning (`Resume.from_start`). As many events and characters as the id names are left
    out. So the client gets exactly what it lacks, even if its stream was cut between two events of one step.
 4. Events that are left over when tokens follow those of the id are events of the answer's end. Other fields of the request
    let the answer go on, so the request is refused.
 """
 
-from fleet.core.errors import invalid
 from fleet.core.requests import Admitted, Delta
-from fleet.frontend.openai.resumable_stream import LAST_EVENT_ID, LastEventId, SeenEvents, goes_on_after_end
+from fleet.frontend.openai.resumable_stream import LastEventId, SeenEvents, goes_on_after_end, of_another_api
 
 
 class AnswerEvents:
     """The events of one answer. Without resume tokens the events get no ids."""
 
-    def __init__(self, last: LastEventId | None = None) -> None:
+    def __init__(self, last: LastEventId | None = None, *, api: str = "") -> None:
         """Start before the first event.
 
         Args:
             last: What the client of a resumed answer has; None if the answer is new.
+            api: Letter of the API in the ids; not needed for an answer without resume tokens.
 
         Raises:
             RequestRejected: INVALID_ARGUMENT; the id is of an event of another API.
         """
-        if last is not None and last.seen is None:
-            raise invalid(LAST_EVENT_ID.decode(), "is the id of an event of another API")
+        if last is not None and (last.seen is None or last.seen.api not in ("", api)):
+            raise of_another_api()
         seen = SeenEvents() if last is None or last.seen is None else last.seen
         self._events, self._characters, self._pieces = seen.events, seen.characters, seen.pieces
         self._events_to_skip, self._characters_to_skip = seen.events, seen.characters
         self._seen_position = 0 if last is None else last.resume.position
+        self._api = api.encode()
         self._token = ""
         self._position = 0
 
@@ -77,4 +79,4 @@ class AnswerEvents:
         if not self._token:
             return b""
         counts = (self._position, self._events, self._characters, self._pieces)
-        return b"id: %b.%d.%d.%d.%d\n" % (self._token.encode(), *counts)
+        return b"id: %b.%d.%d.%d.%d.%b\n" % (self._token.encode(), *counts, self._api)

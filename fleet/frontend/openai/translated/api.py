@@ -67,6 +67,8 @@ class TranslatedApi(Struct, frozen=True, kw_only=True):
     errors: ErrorForm
     names: Mapping[str, str]
     """For error messages: the names of fields in this API by their names in chats, for fields whose names differ."""
+    letter: str = ""
+    """The letter of this API in the ids of events; empty if it has no streams."""
 
 
 class ReadTranslated(Protocol):

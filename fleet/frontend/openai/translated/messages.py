@@ -210,7 +210,7 @@ NAMES = {
     "response_format.json_schema.schema": "output_config.format.schema",
 }
 MESSAGES_NAMES = {"stop": "stop_sequences", "thinking_token_budget": "thinking.budget_tokens", **NAMES}
-MESSAGES_API = TranslatedApi(read=read_messages, errors=ANTHROPIC_ERRORS, names=MESSAGES_NAMES)
+MESSAGES_API = TranslatedApi(read=read_messages, errors=ANTHROPIC_ERRORS, names=MESSAGES_NAMES, letter="m")
 COUNT_TOKENS_API = TranslatedApi(read=read_count_tokens, errors=ANTHROPIC_ERRORS, names=NAMES)
 
 

@@ -223,6 +223,7 @@ def read_responses(
 RESPONSES_API = TranslatedApi(
     read=read_responses,
     errors=RESPONSES_ERRORS,
+    letter="r",
     names={
         "max_completion_tokens": "max_output_tokens",
         "messages": "input",

@@ -104,7 +104,7 @@ class TranslatedFrontend:
                 traced = structs.replace(asked.chat.request, trace=tracing.read(headers))
                 asked = structs.replace(asked, chat=structs.replace(asked.chat, request=traced))
             if asked.chat.stream:
-                events = AnswerEvents(asked.chat.seen)
+                events = AnswerEvents(asked.chat.seen, api=api.letter)
                 await self._stream(exchange, asked, events)
             else:
                 await self._collect(exchange, asked)

@@ -54,6 +54,9 @@ def send_rejection(
         headers += (("retry-after", str(seconds)),)
     if refused.reason is Reason.UNAUTHENTICATED:
         headers += (("www-authenticate", "Bearer"),)  # an answer with status 401 must have it (RFC 9110, 15.5.2)
+    if refused.reason is Reason.DEADLINE_PASSED:
+        # The clients of OpenAI and Anthropic obey this header. Without it they retry each status from 500 on, with the same deadline.
+        headers += (("x-should-retry", "false"),)
     exchange.respond(REASON_STATUSES[refused.reason].http, form.body(refused), headers=headers)
 
 

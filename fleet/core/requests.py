@@ -277,6 +277,8 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     sampling: Sampling = Sampling()
     # True: the answer may fill the rest of the model's context, and `sampling.max_tokens` is ignored.
     fill_context: bool = False
+    # True: an answer of `sampling.max_tokens` that does not fit into the context ends with the context. False: the request is refused.
+    ends_with_context: bool = False
     stop: tuple[str, ...] = ()
     include_stop_string: bool = False  # True: the answer includes the stop string that ends it
     show_special_tokens: bool = False

@@ -174,7 +174,7 @@ def validate_length(request: GenerateRequest, card: ModelCard, prompt_tokens: in
         raise too_long(
             field, f"the prompt is too long: it has {prompt_tokens} tokens, {limit}, and the answer needs some of them"
         )
-    if request.fill_context:
+    if request.fill_context or request.ends_with_context:
         if request.sampling.min_tokens > room:
             raise too_long(
                 "sampling.min_tokens",

@@ -1032,10 +1032,11 @@ def _engine_sampling(request: GenerateRequest, codec: TextCodec, *, room: int) -
     `room` is the number of tokens that the model has left after the prompt.
     """
     sampling = request.sampling
+    most = room if request.fill_context else sampling.max_tokens or 1
     ends = sampling.stop_token_ids if sampling.ignore_eos else (*sampling.stop_token_ids, *codec.eos_token_ids)
     return structs.replace(
         sampling,
-        max_tokens=room if request.fill_context else sampling.max_tokens or 1,
+        max_tokens=min(most, room),
         stop_token_ids=tuple(dict.fromkeys(ends)),
         bad_tokens=_bad_tokens(request.bad_words, codec) if request.bad_words else sampling.bad_tokens,
     )

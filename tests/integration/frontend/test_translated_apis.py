@@ -519,6 +519,35 @@ async def test_stop_reasons_tell_why_a_message_ended(frontends, messages, stream
     assert stopped.content[0].text == "the quick "
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_long_max_tokens_end_a_message_with_the_context(frontends, messages, stream):
+    prompt = len(token_ids(await prompt_tokens(frontends, messages)))
+    frontends.router.cards = (a_model_card(max_model_len=prompt + 5),)
+    asked = {"model": "tiny", "max_tokens": 32_000, "messages": USER}
+    if stream:
+        async with messages.stream(**asked) as events:
+            message = await events.get_final_message()
+    else:
+        message = await messages.create(**asked)
+
+    assert (message.stop_reason, message.stop_sequence) == ("model_context_window_exceeded", None)
+    assert message.usage.output_tokens == 5
+
+
+async def test_message_without_room_for_an_answer_is_refused(frontends, messages):
+    prompt = len(token_ids(await prompt_tokens(frontends, messages)))
+    frontends.router.cards = (a_model_card(max_model_len=prompt),)
+    with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
+        await messages.create(model="tiny", max_tokens=32_000, messages=USER)
+
+
+async def prompt_tokens(frontends, messages) -> bytes:
+    """Return the tokens of the prompt of `USER`."""
+    frontends.will_answer(TEXT)
+    await messages.create(model="tiny", max_tokens=9, messages=USER)
+    return frontends.router.submitted[-1].tokens
+
+
 async def test_message_with_tool_use_streams_like_the_whole(parsing):
     parsing.will_answer(ANSWER, then=[EOS])
     async with an_anthropic_client(parsing) as client:

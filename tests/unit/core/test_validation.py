@@ -287,6 +287,16 @@ def test_max_tokens_is_ignored_with_fill_context():
     assert (refused.value.field, refused.value.cause) == ("sampling.min_tokens", "context_length_exceeded")
 
 
+def test_min_tokens_must_fit_where_the_context_ends_the_answer():
+    card = a_model_card(max_model_len=100)
+    validate(a_request(ends_with_context=True, sampling=Sampling(max_tokens=16)), card, 99)
+
+    with pytest.raises(RequestRejected, match="at most 1") as refused:
+        validate(a_request(ends_with_context=True, sampling=Sampling(max_tokens=16, min_tokens=2)), card, 99)
+
+    assert refused.value.field == "sampling.min_tokens"
+
+
 def test_lengths_are_not_checked_before_the_prompt_is_tokenised():
     validate(a_request(sampling=Sampling(max_tokens=10_000)), a_model_card(max_model_len=100), None)
 

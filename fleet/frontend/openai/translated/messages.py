@@ -10,13 +10,16 @@ Rules:
 4. A client can turn thinking off. If it turns thinking on, the model thinks as it would anyway, and the engine ends the
    thinking after `budget_tokens`, if every worker of the model can do that. Otherwise the budget has no effect and is not
    refused: in Anthropic's API, too, it is a target and no strict limit, and many clients always send it.
+5. `max_tokens` may exceed the rest of the model's context, because agents send one number for all prompts. An answer that fills
+   the context then ends with the reason `model_context_window_exceeded`.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from fleet.core.clock import Nanos
 from fleet.core.errors import invalid
@@ -186,7 +189,9 @@ def read_messages(
         headers,
         images,
     )
-    return TranslatedRequest(chat=chat, writer=AnthropicWriter, has_optional_budget=True)
+    chat = structs.replace(chat, request=structs.replace(chat.request, ends_with_context=True))
+    writer = partial(AnthropicWriter, max_tokens=body.max_tokens)
+    return TranslatedRequest(chat=chat, writer=writer, has_optional_budget=True)
 
 
 def read_count_tokens(
@@ -382,8 +387,10 @@ _DELTAS = {
 class AnthropicWriter:
     """Writes an answer in the form of the Messages API. Implements `AnswerWriter`."""
 
-    def __init__(self, start: AnswerStart) -> None:
+    def __init__(self, start: AnswerStart, max_tokens: int = 0) -> None:
+        """Create an empty answer; `max_tokens` is the limit that the client has sent."""
         self._start = start
+        self._max_tokens = max_tokens
         self._sent = start.events
         self._blocks = AnswerBlocks()
         self._began = False
@@ -393,14 +400,14 @@ class AnthropicWriter:
 
     def last_chunks(self, finished: Finished) -> bytes:
         ends = self._events(self._blocks.finish(finished.text))
-        reason: Json = {"type": "message_delta", "delta": _stop(finished), "usage": _usage(finished.usage)}
+        reason: Json = {"type": "message_delta", "delta": self._stop(finished), "usage": _usage(finished.usage)}
         return ends + self._event(reason) + self._event({"type": "message_stop"})
 
     def whole(self, finished: Finished) -> bytes:
         for _ in self._blocks.finish(finished.text):
             pass
         content = [_whole_block(block) for block in self._blocks.blocks]
-        return msgspec.json.encode(self._message(content, _usage(finished.usage)) | _stop(finished))
+        return msgspec.json.encode(self._message(content, _usage(finished.usage)) | self._stop(finished))
 
     def _events(self, changes: Iterable[BlockChange]) -> bytes:
         return b"".join([self._changed(change) for change in changes])
@@ -428,6 +435,16 @@ class AnthropicWriter:
     def _event(self, event: Json) -> bytes:
         """Return an event that is no piece of text; empty if the client has it."""
         return self._sent.id_line() + named_event(event) if self._sent.is_new() else b""
+
+    def _stop(self, finished: Finished) -> Json:
+        """Return why the answer ended. Fewer tokens than `max_tokens` mean that the model's context ended it (rule 5)."""
+        match finished.finish:
+            case Finish.STOP if finished.stop_string:
+                return {"stop_reason": "stop_sequence", "stop_sequence": finished.stop_string}
+            case Finish.LENGTH if finished.usage.completion_tokens < self._max_tokens:
+                return {"stop_reason": "model_context_window_exceeded", "stop_sequence": None}
+            case finish:
+                return {"stop_reason": _STOP_REASONS.get(finish, "end_turn"), "stop_sequence": None}
 
     def _message(self, content: list[Json], usage: Json) -> Json:
         return {
@@ -468,12 +485,6 @@ def _whole_block(block: AnswerBlock) -> Json:
                 return empty | {"input": msgspec.json.decode(block.content, type=dict[str, Any])}
             except msgspec.DecodeError:
                 return empty
-
-
-def _stop(finished: Finished) -> Json:
-    if finished.finish is Finish.STOP and finished.stop_string:
-        return {"stop_reason": "stop_sequence", "stop_sequence": finished.stop_string}
-    return {"stop_reason": _STOP_REASONS.get(finished.finish, "end_turn"), "stop_sequence": None}
 
 
 def _usage(usage: Usage) -> Json:

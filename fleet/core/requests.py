@@ -376,6 +376,7 @@ class Usage(Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    reasoning_tokens: int = 0  # number of completion tokens that belong to the reasoning
 
 
 class RemainingLimit(Struct, frozen=True, kw_only=True):

@@ -747,6 +747,8 @@ class Generation:
         usage = measured.usage
         assert usage is not None
         measured.ended(finish)
+        if not isinstance(answer, AnswerText):
+            usage = structs.replace(usage, reasoning_tokens=answer.reasoning_tokens)
         if resumed is not None:
             usage = structs.replace(
                 usage, prompt_tokens=prompt_tokens + image_tokens, completion_tokens=answer.num_tokens

@@ -376,11 +376,15 @@ def _call_delta(call: CallDelta) -> Json:
 
 def usage_object(usage: Usage) -> Json:
     """Return the object ``usage``."""
+    details: Json = {}
+    if usage.reasoning_tokens:
+        details["completion_tokens_details"] = {"reasoning_tokens": usage.reasoning_tokens}
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        **details,
     }
 
 

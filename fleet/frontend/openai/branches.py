@@ -385,6 +385,7 @@ class BranchedAnswers:
             prompt_tokens=sum(each.prompt_tokens for each in ends),
             completion_tokens=sum(each.completion_tokens for each in ends),
             cached_tokens=sum(each.cached_tokens for each in ends),
+            reasoning_tokens=sum(each.reasoning_tokens for each in ends),
         )
 
     def _prompt_logprobs(self, prompt: PromptTokens) -> list[Mapping[str, Json] | None]:

@@ -9,6 +9,9 @@ Rules:
 3. If another worker continues an answer, it parses the answer from the beginning. Its result must begin with the part
    that the client already has, and this part is removed. If the result begins differently, the request fails, so that
    no client gets a mixture of two answers.
+4. Neither parser says to which part of the answer a token belongs. So the tokens of a step count as reasoning if the step adds only
+   reasoning. If it adds other content, too, its tokens are divided by the numbers of characters. Tokens of a step that adds
+   nothing, such as delimiters, count as the next content.
 """
 
 import importlib
@@ -49,6 +52,8 @@ class EngineParsedAnswer:
         self._reasoning: list[str] = []
         self._texts: list[str] = []
         self._calls: list[CallDelta] = []
+        self._uncounted = 0  # number of tokens that count as the next content (rule 4)
+        self.reasoning_tokens = 0
         self.num_tokens = 0
         self.stopped = False  # True once a stop string has ended the answer
         self.stop_string = ""  # always empty, because workers do not report which stop string ended the answer
@@ -61,6 +66,7 @@ class EngineParsedAnswer:
         """Set the part of a resumed answer that the client already has."""
         self.num_tokens = num_tokens
         self._texts, self._reasoning, self._calls = [text], [reasoning], list(calls)
+        self.reasoning_tokens = _reasoning_share(num_tokens, reasoning, text, calls)
 
     def take(self, progress: Progress) -> Delta:
         """Add the tokens of an engine step; return what the client gets for them.
@@ -69,6 +75,7 @@ class EngineParsedAnswer:
             RequestRejected: WORKER_LOST; a worker that continues the answer parses its beginning differently (rule 3).
         """
         self.num_tokens += len(progress.token_ids)
+        self._uncounted += len(progress.token_ids)
         parsed = progress.parsed
         if parsed is None:
             return Delta(text="", token_ids=progress.token_ids, logprobs=progress.logprobs)
@@ -79,8 +86,13 @@ class EngineParsedAnswer:
         if calls:
             calls = tuple([self._identified(call) for call in calls if not (self._is_single and call.index)])
             self._calls += calls
+        others = parsed.text or calls
         if parsed.reasoning:
             self._reasoning.append(parsed.reasoning)
+            tokens = self._uncounted
+            self.reasoning_tokens += _reasoning_share(tokens, parsed.reasoning, parsed.text, calls) if others else tokens
+        if parsed.reasoning or others:
+            self._uncounted = 0
         if parsed.text:
             self._texts.append(parsed.text)
         return Delta(
@@ -121,6 +133,12 @@ class EngineParsedAnswer:
             calls=tuple(calls),
             stopped=parsed.stopped,
         )
+
+
+def _reasoning_share(num_tokens: int, reasoning: str, text: str, calls: Sequence[CallDelta]) -> int:
+    """Return how many tokens of a part of the answer count as reasoning (rule 4)."""
+    others = len(text) + sum([len(call.name) + len(call.arguments) for call in calls])
+    return round(num_tokens * len(reasoning) / max(1, len(reasoning) + others))
 
 
 def _after(text: str, beginning: str) -> str:
@@ -164,6 +182,8 @@ class TemplateParsedAnswer:
         self._text = text
         self._regions = _Regions(template, prompt, tools)
         self._calls = 0
+        self._uncounted = 0  # number of tokens that count as the next content (rule 4)
+        self.reasoning_tokens = 0
 
     @property
     def num_tokens(self) -> int:
@@ -189,8 +209,12 @@ class TemplateParsedAnswer:
             regions.add(delta.text)
             return self._taken(delta.token_ids, delta.logprobs)
         if regions.plain == CONTENT:
+            self._uncounted = 0
             return delta
+        self._uncounted += len(delta.token_ids)
         if regions.plain == REASONING:
+            self.reasoning_tokens += self._uncounted
+            self._uncounted = 0
             return Delta(text="", token_ids=delta.token_ids, logprobs=delta.logprobs, reasoning=delta.text)
         if regions.plain == TOOL_CALLS:
             regions.held.append(delta.text)
@@ -209,6 +233,13 @@ class TemplateParsedAnswer:
             identity = call_id(self.request_id, self._calls)
             parts.append(CallDelta(index=self._calls, id=identity, name=call.name, arguments=call.arguments))
             self._calls += 1
+        self._uncounted += len(token_ids)
+        others = text or parts
+        if reasoning:
+            tokens = self._uncounted
+            self.reasoning_tokens += _reasoning_share(tokens, reasoning, text, parts) if others else tokens
+        if reasoning or others:
+            self._uncounted = 0
         return Delta(text=text, token_ids=token_ids, logprobs=logprobs, reasoning=reasoning, calls=tuple(parts))
 
 

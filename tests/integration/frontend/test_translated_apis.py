@@ -179,6 +179,7 @@ async def test_response_with_calls_streams_like_the_whole(parsing):
         assert [(call.name, json.loads(call.arguments)) for call in calls] == CALLS
         assert len({call.call_id for call in calls}) == 2
         assert response.status == "completed"
+        assert 0 < response.usage.output_tokens_details.reasoning_tokens < response.usage.output_tokens / 2
     arguments = [event.arguments for event in events if event.type == "response.function_call_arguments.done"]
     assert [json.loads(each) for each in arguments] == [arguments for _, arguments in CALLS]
     thoughts = "".join(event.delta for event in events if event.type == "response.reasoning_text.delta")

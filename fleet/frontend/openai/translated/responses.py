@@ -487,7 +487,7 @@ class ResponseWriter:
             "tools": body.tools or [],
             "top_p": 1.0 if body.top_p is None else body.top_p,
             "truncation": "disabled",
-            "usage": None if usage is None else _usage(usage, self._blocks.blocks),
+            "usage": None if usage is None else _usage(usage),
             "user": body.user,
             "metadata": body.metadata or {},
         }
@@ -545,17 +545,11 @@ def _text_options(text: TextOptions) -> Json:
     return {"format": {name: value for name, value in fields.items() if value is not None}}
 
 
-def _usage(usage: Usage, blocks: Sequence[AnswerBlock]) -> Json:
-    """Return the object ``usage``.
-
-    Tokens are not counted by block. So `reasoning_tokens` is the number of all tokens if the answer is only reasoning, and 0
-    otherwise.
-    """
-    only_reasoning = bool(blocks) and all(block.kind is BlockKind.REASONING for block in blocks)
+def _usage(usage: Usage) -> Json:
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens},
         "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": usage.completion_tokens if only_reasoning else 0},
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }

@@ -1,6 +1,7 @@
 import json
 
 import pytest
+from msgspec import structs
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
@@ -92,6 +93,16 @@ def test_whole_chat_answer_matches_the_official_types():
     assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == ("hi", "length")
     assert answer.usage.prompt_tokens_details.cached_tokens == 32
     assert content["choices"][0]["logprobs"] is None
+
+
+@pytest.mark.parametrize("reasoning_tokens", [0, 3])
+def test_usage_of_a_chat_counts_the_tokens_of_its_reasoning(reasoning_tokens):
+    end = structs.replace(finished(), usage=structs.replace(USAGE, reasoning_tokens=reasoning_tokens))
+
+    content = chat_shape().whole("hi", (1, 2), (), end)
+
+    details = strictly(ChatCompletion, json.loads(content)).usage.completion_tokens_details
+    assert (0 if details is None else details.reasoning_tokens) == reasoning_tokens
 
 
 def test_chat_logprobs_have_text_bytes_and_alternatives():

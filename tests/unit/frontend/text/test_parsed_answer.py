@@ -600,6 +600,36 @@ def test_token_that_a_worker_has_parsed_takes_few_calls(parts, calls):
     assert counted.calls <= calls * len(steps)
 
 
+@pytest.mark.parametrize("size", [1, 3, 100])
+def test_tokens_of_reasoning_are_counted_apart_from_the_others(size):
+    answer = an_answer(AnswerParsers(tool_calls="hermes", reasoning="qwen3"), "")
+    text = f"<think>{'why not? ' * 10}</think>{'because ' * 10}{CALL}"
+    pieces = [text[start : start + size] for start in range(0, len(text), size)]
+
+    parse(answer, pieces)
+
+    characters = len("<think>") + 10 * len("why not? ")
+    assert answer.num_tokens == len(text)
+    assert abs(answer.reasoning_tokens - characters) <= size // 4 + 8  # a delimiter may count as either
+
+
+def test_reasoning_tokens_of_a_worker_follow_its_steps():
+    answer = EngineParsedAnswer(ID)
+    answer.take(a_step(1))  # the delimiter counts as what follows it
+    answer.take(a_step(2, reasoning="why"))
+    answer.take(a_step(3, reasoning="ab", text="cd"))  # one token for both: half of it
+    answer.take(a_step(4, text="so"))
+    first = answer.reasoning_tokens
+    answer.take(a_step(5))
+    answer.take(a_step(6, calls=(a_call(0, "add", "{}"),)))
+
+    resumed = EngineParsedAnswer(ID)
+    resumed.resume(4, "so", "because it is", ())
+
+    assert (first, answer.reasoning_tokens) == (2, 2)
+    assert resumed.reasoning_tokens == 3
+
+
 def test_worker_that_continues_an_answer_repeats_nothing():
     answer = EngineParsedAnswer(ID)
     first = [

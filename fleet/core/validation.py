@@ -72,6 +72,7 @@ MAX_IMAGE_BYTES = 32 * 2**20  # maximum for all image files of a prompt; a messa
 MAX_CACHE_SALT_CHARACTERS = 128
 MAX_TOOLS = 1024  # maximum number of tools that a request may offer; OpenAI accepts 128
 MAX_TEMPLATE_ARGS_CHARACTERS = 16_384
+MIN_INT64 = -(2**63)
 MAX_INT32 = 2**31 - 1
 MAX_UINT32 = 2**32 - 1
 MAX_UINT64 = 2**64 - 1
@@ -292,6 +293,19 @@ def checked_request_id(request_id: str) -> RequestId:
     if not REQUEST_ID.fullmatch(request_id):
         raise invalid("request_id", "must be 1 to 128 characters of A-Z a-z 0-9 . _ -")
     return RequestId(request_id)
+
+
+def unsigned_seed(seed: int, field: str) -> int | None:
+    """Return a seed as a number without a sign; None for -1, which means no seed, as in vLLM.
+
+    A negative seed is the same as the number that is 2**64 larger, as in PyTorch.
+
+    Raises:
+        RequestRejected: INVALID_ARGUMENT for `field`; the seed needs more than 64 bits.
+    """
+    if not MIN_INT64 <= seed <= MAX_UINT64:
+        raise invalid(field, f"must be from {MIN_INT64} to {MAX_UINT64}, or -1 for no seed, not {_short(seed)}")
+    return None if seed == -1 else seed % 2**64
 
 
 def _check_names(request: GenerateRequest) -> None:

@@ -20,6 +20,7 @@ from fleet.core.clock import MILLISECOND, Nanos
 from fleet.core.errors import invalid, split_validation_error, with_allowed_values
 from fleet.core.requests import Sampling
 from fleet.core.roles import KvPath, Placement
+from fleet.core.validation import unsigned_seed
 from fleet.v1 import kserve_pb2 as pb
 
 MAX_TIMEOUT_MICROSECONDS = (2**32 - 1) * 1000  # maximum timeout in microseconds: 49 days, as in the other protocols
@@ -38,7 +39,7 @@ class SamplingParameters(Struct, frozen=True, kw_only=True, forbid_unknown_field
     top_p: float | None = None
     top_k: int | None = None  # -1 and 0 mean that the parameter is off
     min_p: float | None = None
-    seed: int | None = None
+    seed: int | None = None  # -1 means no seed
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
@@ -134,7 +135,7 @@ def read_parameters(parameters: Mapping[str, pb.InferParameter], listed: str) ->
         names["stop" if name == "stop" else f"sampling.{name}"] = called
     session, names["session"] = _session(one_by_one)
     return KServeOptions(
-        sampling=_sampling(given),
+        sampling=_sampling(given, names),
         stop=_strings(given.get("stop", ())),
         priority=DEFAULT_PRIORITY - one_by_one.priority if one_by_one.priority else 0,
         timeout=Nanos(one_by_one.timeout * MILLISECOND // 1000) if one_by_one.timeout else None,
@@ -174,10 +175,12 @@ def _listed_parameters(content: str) -> SamplingParameters:
         raise invalid(SAMPLING_INPUT, f"is not valid JSON: {error}") from error
 
 
-def _sampling(given: Mapping[str, Any]) -> Sampling:
+def _sampling(given: Mapping[str, Any], names: Mapping[str, str]) -> Sampling:
     ours = {name: given[name] for name in _SAMPLING if name in given}
     if ours.get("top_k") == -1:
         ours["top_k"] = 0
+    if "seed" in ours:
+        ours["seed"] = unsigned_seed(ours["seed"], names["sampling.seed"])
     if "stop_token_ids" in ours:
         ours["stop_token_ids"] = tuple(ours["stop_token_ids"])
     return Sampling(**ours)

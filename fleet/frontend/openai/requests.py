@@ -53,6 +53,7 @@ from fleet.core.validation import (
     REQUEST_ID,
     check_message_count,
     checked_request_id,
+    unsigned_seed,
 )
 from fleet.frontend.images.files import ImageFile, add_image, remote_images
 from fleet.frontend.openai.bodies import (
@@ -334,7 +335,7 @@ def _build_request(
         "top_p": body.top_p,
         "top_k": None if body.top_k == -1 else body.top_k,  # -1 means no limit in vLLM
         "min_p": body.min_p,
-        "seed": body.seed,
+        "seed": None if body.seed is None else unsigned_seed(body.seed, "seed"),
         "presence_penalty": body.presence_penalty,
         "frequency_penalty": body.frequency_penalty,
         "repetition_penalty": body.repetition_penalty,

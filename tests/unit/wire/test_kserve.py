@@ -129,6 +129,14 @@ def test_sampling_parameters_come_as_text_or_json(as_json):
     assert request.stop == (("a", "b") if as_json else ("a",))
 
 
+def test_seeds_may_be_negative_or_none():
+    assert decoded(a_message(parameters={"seed": -1})).request.sampling.seed is None
+    listed = a_message(a_text(), a_text("sampling_parameters", '{"seed": -2}'))
+    assert decoded(listed).request.sampling.seed == 2**64 - 2
+    far = a_message(a_text(), a_text("sampling_parameters", f'{{"seed": {2**64}}}'))
+    assert refusal(far).field == "sampling_parameters.seed"
+
+
 @pytest.mark.parametrize(
     ("message", "field", "said"),
     [

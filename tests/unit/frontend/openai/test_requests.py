@@ -88,6 +88,22 @@ def test_all_sampling_fields_are_read():
 
 
 @pytest.mark.parametrize(
+    ("sent", "read"), [(-1, None), (0, 0), (-2, 2**64 - 2), (-(2**63), 2**63), (2**64 - 1, 2**64 - 1)]
+)
+def test_negative_seeds_are_read_as_by_vllm_and_pytorch(sent, read):
+    assert completion(seed=sent).request.sampling.seed == read
+    assert chat(seed=sent).request.sampling.seed == read
+
+
+@pytest.mark.parametrize("seed", [-(2**63) - 1, 2**64, 10**30])
+def test_seed_beyond_64_bits_is_refused_with_its_range(seed):
+    with pytest.raises(RequestRejected, match="must be from -9223372036854775808 to 18446744073709551615") as refused:
+        chat(seed=seed)
+
+    assert refused.value.field == "seed"
+
+
+@pytest.mark.parametrize(
     ("prompt", "read"),
     [
         ("text", TextPrompt("text")),

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import shutil
 
 import httpx
@@ -41,10 +42,14 @@ def body_of(body, **fields):
 
 
 async def stream(url, path, body, headers=RESUMABLE):
-    """Return the status, and the events as pairs of id and data."""
+    """Return the status, the events as pairs of id and data, with one number for all instants at which answers ended, and the content."""
     async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=60) as client:
         answer = await client.post(path, json=body, headers=headers)
-    return answer.status_code, sse_events(answer.text), answer.content
+    return (
+        answer.status_code,
+        sse_events(re.sub(r'"completed_at":\d+', '"completed_at":0', answer.text)),
+        answer.content,
+    )
 
 
 @pytest.mark.parametrize(("path", "body"), [CHAT, COMPLETION])

@@ -149,6 +149,18 @@ async def test_streamed_response_equals_the_whole_one(frontends, responses):
     assert final.usage == whole.usage
 
 
+async def test_response_repeats_ignored_fields_and_has_its_end(frontends, responses):
+    frontends.will_answer(TEXT, then=[EOS])
+    asked = {"model": "tiny", "input": "hi", "safety_identifier": "s", "prompt_cache_key": "k"}
+
+    whole = await responses.create(**asked)
+    cut = await responses.create(**asked, max_output_tokens=3)
+
+    assert (whole.safety_identifier, whole.prompt_cache_key) == ("s", "k")
+    assert whole.completed_at >= whole.created_at
+    assert (cut.status, cut.completed_at) == ("incomplete", None)
+
+
 async def test_cut_response_is_incomplete(frontends, responses):
     frontends.will_answer(TEXT)
 

@@ -19,6 +19,7 @@ from fleet.core.clock import Nanos
 from fleet.core.errors import invalid
 from fleet.core.ids import RequestId
 from fleet.core.requests import Delta, Finish, Finished, Usage
+from fleet.core.system_clock import unix_seconds
 from fleet.core.validation import check_message_count
 from fleet.frontend.images.files import ImageFile, image_part
 from fleet.frontend.openai.bodies import ACCEPTED_VALUES as CHAT_ACCEPTED_VALUES
@@ -120,7 +121,7 @@ class ResponsesBody(Struct, frozen=True, kw_only=True):
     reasoning: ReasoningOptions | None = None
     metadata: dict[str, Any] | None = None
     user: str | None = None
-    # Fields that are accepted and ignored.
+    # Fields that are accepted and have no effect. The answer repeats the first two.
     safety_identifier: Any = None
     prompt_cache_key: Any = None
     prompt_cache_options: Any = None
@@ -468,6 +469,7 @@ class ResponseWriter:
             "id": f"resp_{self._start.request_id}",
             "object": "response",
             "created_at": self._start.created,
+            "completed_at": unix_seconds() if status == "completed" else None,
             "status": status,
             "background": False,
             "error": None,
@@ -489,6 +491,8 @@ class ResponseWriter:
             "truncation": "disabled",
             "usage": None if usage is None else _usage(usage),
             "user": body.user,
+            "safety_identifier": body.safety_identifier,
+            "prompt_cache_key": body.prompt_cache_key,
             "metadata": body.metadata or {},
         }
 

@@ -6,6 +6,7 @@ pages of other origins may call the port (https://fetch.spec.whatwg.org/#http-co
 
 import asyncio
 import logging
+import re
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Container, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -219,8 +220,9 @@ class HttpServer:
             await exchange.drained()
 
     def _hint(self, path: str) -> str:
-        """Return a hint for a client whose base URL ends with one ``/v1`` too many or lacks it; empty for other paths."""
-        for other in (path.removeprefix("/v1"), f"/v1{path}"):
+        """Return a hint for a client whose base URL ends with a slash or with one ``/v1`` too many, or lacks it; empty for other paths."""
+        single = re.sub("/{2,}", "/", path)
+        for other in (single, single.removeprefix("/v1"), f"/v1{single}"):
             if other != path and (other in self._routes or self.handlers_of(other) is not None):
                 return f"; {other[:200]} exists: correct the base URL of the client"
         return ""

@@ -37,6 +37,8 @@ COMPLETIONS = "/v1/completions"
         (get("/nowhere"), 404, "nothing at /nowhere"),
         (get("/v1/v1/chat/completions"), 404, "; /v1/chat/completions exists: correct the base URL of the client"),
         (get("/chat/completions"), 404, "; /v1/chat/completions exists: correct the base URL of the client"),
+        (get("//v1/completions"), 404, "; /v1/completions exists: correct the base URL of the client"),
+        (get("/v1//completions"), 404, "; /v1/completions exists: correct the base URL of the client"),
         (get("/models/some"), 404, "; /v1/models/some exists: correct the base URL of the client"),
         (get("/health", "DELETE"), 405, "takes GET"),
         (get(CHAT), 405, "takes POST"),

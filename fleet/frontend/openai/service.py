@@ -538,7 +538,9 @@ class HttpFrontend(HttpServer):
             for each in listed:
                 if each["id"] == name:
                     return model_info(each) if of_anthropic else each
-            raise RequestRejected(Reason.MODEL_NOT_FOUND, f"model: {name[:100]!r} is not served here", field="model")
+            served = ", ".join(sorted(str(each["id"]) for each in listed)) or "none"
+            message = f"model: {name[:100]!r} is not served here; served: {served}"
+            raise RequestRejected(Reason.MODEL_NOT_FOUND, message, field="model")
 
         await self._answer_of_models(exchange, answer)
 

@@ -160,7 +160,14 @@ async def test_model_is_found_by_its_percent_encoded_name(frontends, http):
 
     assert (await http.get("/v1/models/org%2Fada")).json()["id"] == "org/ada"
     assert (await http.get("/v1/models/org/ada")).json()["id"] == "org/ada"
-    assert "'org/nobody'" in (await http.get("/v1/models/org%2Fnobody")).json()["error"]["message"]
+
+
+async def test_error_about_an_unknown_model_lists_the_served_ones(frontends, http):
+    frontends.router.cards = (*frontends.router.cards, a_model_card(name="org/ada", parent=MODEL, revision="r"))
+
+    message = (await http.get("/v1/models/org%2Fnobody")).json()["error"]["message"]
+
+    assert message == "model: 'org/nobody' is not served here; served: org/ada, tiny"
 
 
 async def test_creation_time_of_a_model_is_that_of_its_files(model_dir, tmp_path):

@@ -17,7 +17,6 @@ from fleet.net.status_codes import rename_field
 from fleet.router.messages import Arrived
 from fleet.router.tenants import Tenants
 
-
 _TRANSLATED_APIS = {RESPONSES: RESPONSES_API, MESSAGES: MESSAGES_API}
 
 

@@ -141,7 +141,10 @@ async def test_invalid_translated_request_gets_its_own_error_form(model_dir, pat
         picked = await world.request().ask(json.dumps({"model": "tiny", **body}).encode(), path)
         answer = json.loads(picked.body)
         assert picked.status == 400
-        assert (answer["error"]["type"], answer["error"].get("param") or answer["error"]["message"].split(":")[0]) == told
+        assert (
+            answer["error"]["type"],
+            answer["error"].get("param") or answer["error"]["message"].split(":")[0],
+        ) == told
         assert ("type" in answer) == (path == "/v1/messages"), "only the Messages API has a type beside the error"
         await world.idle()
 

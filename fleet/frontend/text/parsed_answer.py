@@ -90,7 +90,9 @@ class EngineParsedAnswer:
         if parsed.reasoning:
             self._reasoning.append(parsed.reasoning)
             tokens = self._uncounted
-            self.reasoning_tokens += _reasoning_share(tokens, parsed.reasoning, parsed.text, calls) if others else tokens
+            self.reasoning_tokens += (
+                _reasoning_share(tokens, parsed.reasoning, parsed.text, calls) if others else tokens
+            )
         if parsed.reasoning or others:
             self._uncounted = 0
         if parsed.text:

@@ -530,7 +530,7 @@ def test_routers_with_one_id_cause_a_warning():
     assert warnings(a_machine(), [2, 4, 6, 8, 10, 12, 14, 16]) == [warning, warning]
 
 
-def test_router_that_replaces_its_stream_rarely_causes_no_warning():
+def test_rarely_replaced_stream_of_a_router_causes_no_warning():
     assert warnings(a_machine(), range(0, 100, 4)) == []
 
 

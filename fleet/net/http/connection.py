@@ -5,7 +5,8 @@ Rules:
 1. A connection serves one request at a time. Pipelined requests wait, most of them unparsed, and reading stops
    meanwhile. One iteration of the event loop serves only a few requests of a connection, then other connections.
 2. A malformed message is answered with an error, after the requests before it. Then the connection closes, because
-   client and server may no longer agree where the next message begins.
+   client and server may no longer agree where the next message begins. The same holds for a body in another transfer
+   coding than chunked, which is not understood here (RFC 9112, 6.1).
 3. A client that closes its sending side while its POST request is being served counts as disconnected. TCP does not show
    whether the client has closed the receiving side too, and an engine must not compute an answer that no client reads.
    The task that serves the request is cancelled, and so the request ends in the router and in the engine
@@ -72,6 +73,7 @@ from fleet.net.settings import ORDINARY_BODY_BYTES, HttpSettings
 from fleet.net.sockets import configure_client_socket
 
 HIGH_WATER_BYTES = 64 << 10  # unsent bytes above which the writer of a connection waits
+CHUNKED = b"chunked"  # the only transfer coding that is understood
 # Headers that change how a message is read.
 _MEANINGFUL_HEADERS = frozenset({b"transfer-encoding", b"expect", b"upgrade"})
 PARSE_BYTES = 8 << 10  # maximum number of bytes that are parsed at a time: about a hundred of the shortest requests
@@ -392,6 +394,12 @@ class HttpConnection(asyncio.Protocol):
             return
         if (problem := version_problem(self._parser.get_http_version(), self._headers)) is not None:
             self._reject(HTTPStatus.BAD_REQUEST, problem)
+            return
+        if self._headers.get(b"transfer-encoding", CHUNKED).strip().lower() != CHUNKED:
+            self._reject(
+                HTTPStatus.NOT_IMPLEMENTED,
+                "transfer-encoding: only chunked is understood; send the body without another coding",
+            )
             return
         self._stage = _BODY
         self._overhead_bytes = 0

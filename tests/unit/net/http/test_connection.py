@@ -13,6 +13,7 @@ from fleet.net.limit_log import ClientLog
 from fleet.net.settings import HttpSettings
 from tests.support.kvstore.builders import ManualClock
 
+CODED = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: %s\r\n\r\n3\r\nabc\r\n0\r\n\r\n"
 REQUEST = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n{}"
 
 
@@ -244,6 +245,25 @@ def a_streaming_connection(transport, clock=None):
 
 async def read_all(body):
     return b"".join([piece async for piece in body])
+
+
+@pytest.mark.parametrize("codings", [b"gzip, chunked", b"Deflate,chunked", b"gzip\r\ntransfer-encoding: chunked"])
+async def test_unknown_transfer_coding_is_refused(codings):
+    transport = Transport()
+    connection, exchanges = a_connection(transport)
+
+    connection.data_received(CODED % codings)
+
+    assert not exchanges
+    assert transport.written.startswith(b"HTTP/1.1 501 ")
+    assert b"connection: close" in transport.written
+
+
+@pytest.mark.parametrize("codings", [b"chunked", b"Chunked", b" chunked "])
+async def test_chunked_body_is_taken(codings):
+    connection, exchanges = a_connection(Transport())
+    connection.data_received(CODED % codings)
+    assert [exchange.request.body for exchange in exchanges] == [b"abc"]
 
 
 @pytest.mark.parametrize("framing", [b"content-length: 6", b"transfer-encoding: chunked"])

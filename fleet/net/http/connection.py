@@ -65,6 +65,7 @@ from fleet.net.http.exchange import (
     RelaySource,
     StartExchange,
     answer_id,
+    is_anthropic,
     split_target,
     version_problem,
 )
@@ -76,6 +77,7 @@ HIGH_WATER_BYTES = 64 << 10  # unsent bytes above which the writer of a connecti
 CHUNKED = b"chunked"  # the only transfer coding that is understood
 # Headers that change how a message is read.
 _MEANINGFUL_HEADERS = frozenset({b"transfer-encoding", b"expect", b"upgrade"})
+_NO_HEADERS: Mapping[bytes, bytes] = {}
 PARSE_BYTES = 8 << 10  # maximum number of bytes that are parsed at a time: about a hundred of the shortest requests
 MAX_REQUESTS_PER_TURN = 16
 MAX_LINGERING = (
@@ -807,9 +809,7 @@ class HttpConnection(asyncio.Protocol):
 
     def _refuse_connection(self, message: str) -> None:
         """Answer with an error, and close the connection, which has no slot in the table."""
-        refusal = MalformedRequest(
-            HTTPStatus.SERVICE_UNAVAILABLE, message, RETRY_AFTER_SECONDS, answer_id(self._arriving_headers)
-        )
+        refusal = self._refusal(HTTPStatus.SERVICE_UNAVAILABLE, message, RETRY_AFTER_SECONDS)
         self._hold(-self._body.size)
         self._body = BodyBuffer()
         self._drop_waiting()
@@ -852,17 +852,22 @@ class HttpConnection(asyncio.Protocol):
         version = self._parser.get_http_version()
         return version == "0.9" or (version == "0.0" and data.endswith(b"\n"))
 
-    @property
-    def _arriving_headers(self) -> Mapping[bytes, bytes]:
-        """The headers of the request that is arriving, as far as they are known."""
-        if self._stage not in (_HEAD, _BODY):
-            return {}
-        return self._headers if self._known_head is None else self._known_head[0].headers
+    def _refusal(self, status: HTTPStatus, message: str, retry_after_seconds: int) -> MalformedRequest:
+        """Return the error for the request that is arriving. It depends on the path and the headers, as far as they are known."""
+        path, headers = "", _NO_HEADERS
+        if self._stage in (_HEAD, _BODY):
+            if self._known_head is None:
+                path, headers = split_target(self._url)[0], self._headers
+            else:
+                path, headers = self._known_head[0].path, self._known_head[0].headers
+        return MalformedRequest(
+            status, message, retry_after_seconds, answer_id(headers), is_anthropic=is_anthropic(path, headers)
+        )
 
     def _reject(self, status: HTTPStatus, message: str, retry_after_seconds: int = 0) -> None:
         if self._stage is _CLOSING:
             return
-        request_id = answer_id(self._arriving_headers)
+        refusal = self._refusal(status, message, retry_after_seconds)
         self._hold(-self._body.size)
         self._body = BodyBuffer()
         self._stage = _CLOSING
@@ -870,7 +875,7 @@ class HttpConnection(asyncio.Protocol):
             # The request was started before its body was complete. The reader of the body gets this error, and answers.
             self._arriving.fail(RequestRejected(Reason.INVALID_ARGUMENT, message))
             return
-        self.waiting.append(MalformedRequest(status, message, retry_after_seconds, request_id))
+        self.waiting.append(refusal)
         self._advance()
 
     def _reject_head(self) -> None:

@@ -8,11 +8,10 @@ from msgspec import Struct
 
 from fleet.core.errors import CONTEXT_LENGTH_EXCEEDED, Reason, RequestRejected
 from fleet.net.http.exchange import (
-    ANTHROPIC_PATHS,
-    ANTHROPIC_VERSION,
     EVENT_STREAM,
     Exchange,
     MalformedRequest,
+    is_anthropic,
     rate_limit_headers,
     sse_event,
 )
@@ -62,15 +61,16 @@ def send_rejection(
 
 def send_http_error(exchange: Exchange, status: HTTPStatus, message: str, *, allow: str = "") -> None:
     """Answer a request that no handler can take, in the form of the API to which its path or its headers belong."""
-    if exchange.request.path.startswith(ANTHROPIC_PATHS) or ANTHROPIC_VERSION in exchange.request.headers:
-        content = _anthropic_body(status, message)
-    else:
-        content = http_error_body(MalformedRequest(status, message))
-    exchange.respond(status, content, headers=(("allow", allow),) if allow else ())
+    malformed = MalformedRequest(
+        status, message, is_anthropic=is_anthropic(exchange.request.path, exchange.request.headers)
+    )
+    exchange.respond(status, http_error_body(malformed), headers=(("allow", allow),) if allow else ())
 
 
 def http_error_body(malformed: MalformedRequest) -> bytes:
-    """Return the body of the answer to a malformed request, in the form of the OpenAI API."""
+    """Return the body of the answer to a malformed request, in the form of its API."""
+    if malformed.is_anthropic:
+        return _anthropic_body(malformed.status, malformed.message)
     kind = "server_error" if malformed.status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error"
     code = malformed.status.name.lower()
     return msgspec.json.encode({"error": {"message": malformed.message, "type": kind, "param": None, "code": code}})
@@ -123,15 +123,12 @@ def responses_error_event(refused: RequestRejected, events: int | None) -> bytes
 
 
 _ANTHROPIC_TYPES: Mapping[int, str] = {
-    HTTPStatus.BAD_REQUEST: "invalid_request_error",
     HTTPStatus.UNAUTHORIZED: "authentication_error",
     HTTPStatus.NOT_FOUND: "not_found_error",
     HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "request_too_large",
     HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
     HTTPStatus.SERVICE_UNAVAILABLE: "overloaded_error",
     HTTPStatus.GATEWAY_TIMEOUT: "timeout_error",
-    HTTPStatus.METHOD_NOT_ALLOWED: "invalid_request_error",
-    HTTPStatus.UNSUPPORTED_MEDIA_TYPE: "invalid_request_error",
 }
 
 
@@ -141,7 +138,8 @@ def anthropic_error_body(refused: RequestRejected) -> bytes:
 
 
 def _anthropic_body(status: int, message: str) -> bytes:
-    error = {"type": _ANTHROPIC_TYPES.get(status, "api_error"), "message": message}
+    other = "api_error" if status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error"
+    error = {"type": _ANTHROPIC_TYPES.get(status, other), "message": message}
     return msgspec.json.encode({"type": "error", "error": error})
 
 

@@ -221,9 +221,12 @@ class MalformedRequest(Struct, frozen=True):
     request_id: str = ""
     """The id of the request for the answer; empty: the answer has none."""
 
+    is_anthropic: bool = False
+    """Whether the answer has the form of Anthropic's API (`is_anthropic`)."""
+
     def answer(self, content: bytes) -> bytes:
         """Return the complete answer with a body that explains the error."""
-        headers = [("x-request-id", self.request_id)] if self.request_id else []
+        headers = list(id_headers(self.request_id, is_anthropic=self.is_anthropic)) if self.request_id else []
         if self.retry_after_seconds:
             headers.append(("retry-after", str(self.retry_after_seconds)))
         return response_head(self.status, "application/json", len(content), close=True, headers=headers) + content
@@ -241,6 +244,17 @@ def rate_limit_headers(allowance: RateLimitStatus | None) -> tuple[tuple[str, st
                 (f"x-ratelimit-reset-{name}", f"{bucket.full_in_seconds:.3f}s"),
             ]
     return tuple(headers)
+
+
+def is_anthropic(path: str, headers: Mapping[bytes, bytes]) -> bool:
+    """Return whether a request belongs to Anthropic's API by its path, or comes from one of Anthropic's clients by its headers."""
+    return path.startswith(ANTHROPIC_PATHS) or ANTHROPIC_VERSION in headers
+
+
+def id_headers(request_id: str, *, is_anthropic: bool) -> tuple[tuple[str, str], ...]:
+    """Return the headers with the id of a request. Anthropic's clients read `request-id`, all others `x-request-id`."""
+    named = (("x-request-id", request_id),)
+    return (*named, ("request-id", request_id)) if is_anthropic else named
 
 
 def answer_id(headers: Mapping[bytes, bytes]) -> str:
@@ -363,11 +377,8 @@ class Exchange:
         return self._began
 
     def id_headers(self, request_id: str) -> tuple[tuple[str, str], ...]:
-        """Return the headers with the id of a request. Anthropic's clients read `request-id`, all others `x-request-id`."""
-        named = (("x-request-id", request_id),)
-        if ANTHROPIC_VERSION in self.request.headers or self.request.path.startswith(ANTHROPIC_PATHS):
-            return (*named, ("request-id", request_id))
-        return named
+        """Return the headers with the id of the request, which its client reads."""
+        return id_headers(request_id, is_anthropic=is_anthropic(self.request.path, self.request.headers))
 
     def respond(
         self,

@@ -112,6 +112,7 @@ ANSWERS = [
     ("POST", "/v1/messages", None, 415),
     ("POST", "/v1/messages/count_tokens", b"{}", 400),
     ("POST", "/v1/completions", b"x" * 2000, 413),
+    ("POST", "/v1/messages", b"x" * 2000, 413),
 ]
 
 

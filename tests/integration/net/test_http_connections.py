@@ -104,6 +104,26 @@ async def test_non_http_bytes_are_answered_once_then_closed(frontends, sent, sta
         assert await peer.rest() == b""
 
 
+@pytest.mark.parametrize(
+    ("more", "status", "kind"),
+    [
+        (b"content-length: 8388609\r\n\r\n", 413, "request_too_large"),
+        (b"x: " + b"y" * 40_000, 431, "invalid_request_error"),
+        (b"content-length: -1\r\n\r\n", 400, "invalid_request_error"),
+    ],
+)
+@pytest.mark.parametrize("head", [b"POST /v1/messages HTTP/1.1\r\n", b"POST /x HTTP/1.1\r\nanthropic-version: 1\r\n"])
+async def test_malformed_message_gets_an_error_of_anthropics_form(frontends, head, more, status, kind):
+    async with raw_http_client(frontends) as peer:
+        await peer.send(head + b"host: x\r\nx-request-id: mine\r\n" + more)
+
+        answered, headers, body = await peer.answer()
+
+    assert (answered, headers["request-id"], headers["x-request-id"]) == (status, "mine", "mine")
+    error = json.loads(body)
+    assert (error["type"], error["error"]["type"]) == ("error", kind)
+
+
 async def test_a_body_that_grows_too_large_in_chunks_is_rejected(model_dir):
     async with open_frontends(model_dir, max_body_bytes=1000) as frontends, raw_http_client(frontends) as peer:
         await peer.send(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")

@@ -200,6 +200,19 @@ class Tenants:
             raise invalid("tenant", "is not the tenant of the API key; leave it out")
         return known
 
+    def check_branches(self, tenant: str, branches: int) -> None:
+        """Check that the limit allows so many requests at a time, which one request of a client becomes.
+
+        Raises:
+            RequestRejected: INVALID_ARGUMENT. The client's request would fail each time, and use up the limit.
+        """
+        limited = self._limited.get(tenant)
+        if limited is not None and limited.requests is not None and branches > limited.requests.per_minute:
+            raise invalid(
+                "branches",
+                f"makes {branches} requests at a time, and this tenant has {limited.requests.per_minute:g} a minute; ask for less",
+            )
+
     def admit(self, tenant: str, prompt_tokens: int, now: Nanos) -> RateLimitStatus | None:
         """Admit a request and take its prompt from the tenant's buckets. Return what is left; None for a tenant without limits.
 

@@ -187,6 +187,7 @@ class BranchedAnswers:
                 prompt=prompt,
                 sampling=self._sampling(number),
                 truncate_prompt=None if number else request.truncate_prompt,
+                branches=details.best_of * len(self._prompts),
                 sibling=number > 0,
                 tokens=self._prompts[prompt_number].tokens if number else b"",
                 leads=number == 0 and details.best_of > 1,
@@ -227,10 +228,13 @@ class BranchedAnswers:
                         case _:
                             assert_never(event)
         except RequestRejected as refused:
-            if not self._details.more_prompts:
-                raise
+            details = self._details
+            if not details.more_prompts:
+                raise rename_field(
+                    refused, {"branches": "n" if details.n == details.best_of else "best_of"}
+                ) from refused
             name = f"prompt[{branch.prompt}]"
-            raise rename_field(refused, {"text": name, "token_ids": name}) from refused
+            raise rename_field(refused, {"branches": "prompt", "text": name, "token_ids": name}) from refused
 
     def _admitted(self, branch: Branch, admitted: Admitted) -> None:
         self._model = admitted.model

@@ -284,7 +284,11 @@ class VectorFrontend:
         """
         room, pace = asyncio.Semaphore(CONCURRENT), PromptPace()
         requests = [
-            structs.replace(each, id=numbered_request_id(each.id, number, self._generation.serves)) if number else each
+            structs.replace(
+                each,
+                id=numbered_request_id(each.id, number, self._generation.serves) if number else each.id,
+                branches=len(requests),
+            )
             for number, each in enumerate(requests)
         ]
         if (tracing := self._generation.tracing) is not None:
@@ -297,7 +301,8 @@ class VectorFrontend:
                 return await self._vector(requests[number], authorization)
             except RequestRejected as refused:
                 named = field if len(requests) == 1 else f"{field}[{number}]"
-                raise rename_field(refused, {"text": named, "token_ids": named} if field else {}) from refused
+                names = {"branches": field, "text": named, "token_ids": named} if field else {"branches": "documents"}
+                raise rename_field(refused, names) from refused
             finally:
                 room.release()
 

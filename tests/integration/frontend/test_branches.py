@@ -11,8 +11,10 @@ import pytest
 from fleet.core.errors import Reason, RequestRejected
 from fleet.core.requests import AnswerParsers, Logprobs, PoolingModel, PoolingTask
 from fleet.frontend.generation import INLINE_CHARACTERS
+from fleet.router.tenants import TenantSettings
 from tests.support.builders import token_ids
 from tests.support.frontend.frontends import Frontends, open_frontends
+from tests.support.frontend.http_clients import error_of
 from tests.support.frontend.text_model import EOS, write_json
 from tests.support.router.fake_router import a_model_card
 from tests.support.waiting import turns, until
@@ -54,11 +56,39 @@ async def test_n_answers_have_their_index_and_a_summed_usage(frontends, client):
     assert len(chat.fleet["kv"]) == 3
 
 
+EMBEDS = a_model_card(pooling=PoolingModel(task=PoolingTask.EMBED))
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "wrong", "card"),
+    [
+        ("/v1/completions", {"prompt": "once", "n": 6}, "n", a_model_card()),
+        ("/v1/completions", {"prompt": "once", "best_of": 6}, "best_of", a_model_card()),
+        ("/v1/completions", {"prompt": ["once", "the fox"], "n": 3}, "prompt", a_model_card()),
+        ("/v1/chat/completions", {"messages": MESSAGES, "n": 6}, "n", a_model_card()),
+        ("/v1/embeddings", {"input": ["once"] * 6}, "input", EMBEDS),
+    ],
+)
+async def test_more_branches_than_the_limit_are_refused_for_free(model_dir, path, fields, wrong, card):
+    """A retry could never succeed, and each would use up the limit."""
+    limits = {"acme": TenantSettings(requests_per_minute=5)}
+    async with (
+        open_frontends(model_dir, limits) as frontends,
+        httpx.AsyncClient(base_url=frontends.url, trust_env=False, timeout=60) as http,
+    ):
+        frontends.router.cards = (card,)
+        answer = await http.post(path, json={"model": "tiny", "fleet": {"tenant": "acme"}, **fields})
+
+        assert (answer.status_code, error_of(answer.content)["param"]) == (400, wrong)
+        assert "makes 6 requests at a time, and this tenant has 5 a minute" in answer.text
+        assert frontends.tenants.usage()["acme"].requests == 0
+
+
 @pytest.mark.parametrize(
     ("path", "field", "card"),
     [
         ("/v1/completions", "prompt", a_model_card()),
-        ("/v1/embeddings", "input", a_model_card(pooling=PoolingModel(task=PoolingTask.EMBED))),
+        ("/v1/embeddings", "input", EMBEDS),
     ],
 )
 async def test_short_prompts_are_tokenized_over_several_turns(frontends, monkeypatch, path, field, card):

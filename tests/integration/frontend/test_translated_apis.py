@@ -503,9 +503,12 @@ async def test_streamed_message_equals_the_whole_one(frontends, messages):
     asked = {"model": "tiny", "max_tokens": 99, "messages": USER}
     whole = await messages.create(**asked)
     async with messages.stream(**asked) as stream:
-        events = [event.type async for event in stream]
+        found = [event async for event in stream]
         final = await stream.get_final_message()
 
+    begin = found[0].message.usage
+    assert (begin.cache_read_input_tokens, begin.cache_creation_input_tokens, begin.output_tokens) == (0, 0, 0)
+    events = [event.type for event in found]
     assert [block.text for block in final.content] == [block.text for block in whole.content] == [TEXT]
     assert (final.stop_reason, final.usage.output_tokens) == (whole.stop_reason, whole.usage.output_tokens)
     raw = [each for each in events if each.startswith(("message", "content"))]

@@ -416,8 +416,8 @@ class AnthropicWriter:
         begin = b""
         if not self._began:
             self._began = True
-            usage = {"input_tokens": self._start.prompt_tokens, "output_tokens": 0}
-            begin = self._event({"type": "message_start", "message": self._message([], usage)})
+            usage = Usage(prompt_tokens=self._start.prompt_tokens, completion_tokens=0, cached_tokens=0)
+            begin = self._event({"type": "message_start", "message": self._message([], _usage(usage))})
         index = change.block.index
         match change:
             case BlockBegun(block):

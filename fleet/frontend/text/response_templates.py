@@ -138,7 +138,7 @@ class ResponseTemplates:
         return self._parser is not None or self._missing is not None
 
     def load(self) -> None:
-        """Import the parser if it is installed. This takes about a second."""
+        """Import the parser if it is installed. This takes one to three seconds of CPU time."""
         try:
             importlib.import_module("transformers.utils.chat_parsing")
             self._parser = importlib.import_module("transformers.utils.chat_parsing.response_templates")

@@ -222,7 +222,7 @@ class MalformedRequest(Struct, frozen=True):
     """The id of the request for the answer; empty: the answer has none."""
 
     is_anthropic: bool = False
-    """Whether the answer has the form of Anthropic's API (`is_anthropic`)."""
+    """True if the answer has the form of Anthropic's API (`is_anthropic`)."""
 
     def answer(self, content: bytes) -> bytes:
         """Return the complete answer with a body that explains the error."""

@@ -15,7 +15,6 @@ Rules:
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import aclosing
-from email.utils import formatdate
 from functools import partial
 from http import HTTPStatus
 from itertools import chain
@@ -301,7 +300,6 @@ class BranchedAnswers:
             ("cache-control", "no-cache"),
             ("x-accel-buffering", "no"),
             ("x-request-id", self._parsed.request.id),
-            ("date", formatdate(unix_seconds(), usegmt=True)),
             *self._limits,
         )
         self._exchange.send(chunk, content_type=EVENT_STREAM, headers=headers)

@@ -9,7 +9,6 @@ status. A later failure is an event with an ``error`` object, and no ``[DONE]`` 
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
-from email.utils import formatdate
 from functools import partial
 from http import HTTPStatus
 from typing import Protocol
@@ -408,7 +407,6 @@ class HttpFrontend(HttpServer):
         headers: tuple[tuple[str, str], ...] = (
             *STREAM_HEADERS,
             ("x-request-id", parsed.request.id),
-            ("date", formatdate(unix_seconds(), usegmt=True)),
         )
         token_ids: list[int] = []
         async with aclosing(self._generation.generate(parsed.request, _authorization(exchange), offer)) as events:
@@ -452,8 +450,7 @@ class HttpFrontend(HttpServer):
                             ids.begin(item.resume_token)
                         if item.resumes:
                             parsed = structs.replace(parsed, request=structs.replace(parsed.request, id=item.resumes))
-                        date = formatdate(unix_seconds(), usegmt=True)
-                        headers += (("x-request-id", item.request_id), ("date", date))
+                        headers += (("x-request-id", item.request_id),)
                         created = item.began or unix_seconds()
                         formatter = formatter_type(parsed, item.model, self._generation.token_text, created)
                         if item.resumes:

@@ -8,12 +8,15 @@ import asyncio
 import re
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from email.utils import formatdate
+from functools import lru_cache
 from http import HTTPStatus
 from typing import Protocol
 
 from msgspec import Struct
 
 from fleet.core.requests import RateLimitStatus, RemainingLimit
+from fleet.core.system_clock import unix_seconds
 from fleet.core.validation import REQUEST_ID
 
 # Chunks of a body from this size (bytes) on are kept as they are; smaller ones are joined to save memory.
@@ -281,7 +284,7 @@ def response_head(
     headers: Sequence[tuple[str, str]] = (),
 ) -> bytes:
     """Return the status line and the headers of an answer. Status 204 has no content, so its head does not describe any (RFC 9110)."""
-    lines = [f"HTTP/1.1 {int(status)} {_PHRASES[status]}"]
+    lines = [f"HTTP/1.1 {int(status)} {_PHRASES[status]}", _date(unix_seconds())]
     if status != HTTPStatus.NO_CONTENT:
         lines.append(f"content-type: {content_type}")
         if content_length is not None:
@@ -292,6 +295,12 @@ def response_head(
         lines.append("connection: close")
     lines += [f"{name}: {value}" for name, value in headers]
     return "\r\n".join([*lines, "", ""]).encode("latin-1")
+
+
+@lru_cache(maxsize=1)
+def _date(seconds: int) -> str:
+    """Return the header with the date of an answer (RFC 9110, 6.6.1). Answers within one second share it."""
+    return f"date: {formatdate(seconds, usegmt=True)}"
 
 
 def sse_event(content: bytes) -> bytes:

@@ -2,6 +2,8 @@
 
 import os
 import shutil
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from importlib.metadata import version
 
 import httpx
@@ -117,7 +119,7 @@ ANSWERS = [
 
 
 @pytest.mark.parametrize(("method", "path", "body", "status"), ANSWERS)
-async def test_every_answer_has_the_id_of_its_request(model_dir, method, path, body, status):
+async def test_every_answer_has_its_date_and_the_id_of_its_request(model_dir, method, path, body, status):
     """Check the client's id, a new one for each request without, and one in place of an id that cannot be used."""
     headers = {"content-type": "text/plain" if body is None else "application/json"}
     ids = []
@@ -129,6 +131,7 @@ async def test_every_answer_has_the_id_of_its_request(model_dir, method, path, b
         for sent in ({"x-request-id": "mine-1"}, {"x-request-id": "not usable"}, {}):
             answer = await http.request(method, path, content=body or b"", headers={**headers, **sent})
             assert answer.status_code == status
+            assert parsedate_to_datetime(*answer.headers.get_list("date")) <= datetime.now(UTC)
             (found,) = answer.headers.get_list("x-request-id")
             assert answer.headers.get("request-id", found) == found
             assert ("request-id" in answer.headers) == path.startswith("/v1/messages")

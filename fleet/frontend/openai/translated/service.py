@@ -3,7 +3,6 @@
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import aclosing
-from email.utils import formatdate
 from functools import partial
 from http import HTTPStatus
 
@@ -120,7 +119,6 @@ class TranslatedFrontend:
         headers: tuple[tuple[str, str], ...] = (
             ("cache-control", "no-cache"),
             ("x-accel-buffering", "no"),  # without this header, nginx would buffer the events
-            ("date", formatdate(unix_seconds(), usegmt=True)),
         )
         async with aclosing(self._generation.generate(request, authorization_of(exchange.request.headers))) as events:
             writer: AnswerWriter | None = None

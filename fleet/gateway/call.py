@@ -27,7 +27,7 @@ from fleet.gateway.ext_proc import (
     served_of,
     subset_of,
 )
-from fleet.gateway.prompts import PromptReaderApi
+from fleet.gateway.prompts import TRANSLATED_APIS, PromptReaderApi
 from fleet.gateway.selected_requests import SelectedRequest
 from fleet.gateway.selection import MAX_REPORTED, SelectionService
 from fleet.net.grpc.calls import Context, parse_message, send_message
@@ -264,7 +264,9 @@ class PickerCall:
                 retry_after_ms=settings.retry_after_ms,
             ) from None
         except RequestRejected as refused:
-            raise rename_field(refused, OPENAI_FIELD_NAMES) from refused
+            named = rename_field(refused, {**OPENAI_FIELD_NAMES, "sampling.form": "response_format"})
+            api = TRANSLATED_APIS.get(self._path)
+            raise (named if api is None else rename_field(named, api.names)) from refused
         self._counter = AnswerCounter()
         chosen = [decision.decode, *([] if decision.prefill is None else [decision.prefill])]
         # The chosen worker may have joined while the request waited, so look the endpoints up again.

@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from google.protobuf.struct_pb2 import Struct as Fields
 
-from fleet.core.errors import RequestRejected
+from fleet.core.errors import Reason, RequestRejected
 from fleet.net.http.errors import ErrorForm
 from fleet.net.status_codes import REASON_STATUSES
 from fleet.router.settings.endpoint_picker import endpoint_in
@@ -156,6 +156,8 @@ def refusal(refused: RequestRejected, form: ErrorForm) -> pb.ProcessingResponse:
     headers = {"content-type": "application/json"}
     if refused.retry_after_ms:
         headers["retry-after"] = f"{-(-refused.retry_after_ms // 1000)}"
+    if refused.reason is Reason.DEADLINE_PASSED:
+        headers["x-should-retry"] = "false"
     answer = pb.ImmediateResponse(
         status=pb.HttpStatus(code=REASON_STATUSES[refused.reason].http),
         headers=pb.HeaderMutation(set_headers=_set(headers)),

@@ -17,7 +17,8 @@ from fleet.net.status_codes import rename_field
 from fleet.router.messages import Arrived
 from fleet.router.tenants import Tenants
 
-_TRANSLATED_APIS = {RESPONSES: RESPONSES_API, MESSAGES: MESSAGES_API}
+TRANSLATED_APIS = {RESPONSES: RESPONSES_API, MESSAGES: MESSAGES_API}
+"""APIs whose requests are translated to chats, by their paths."""
 
 
 class PromptReaderApi(Protocol):
@@ -72,7 +73,7 @@ class ApiPromptReader:
                 return arrived
         if path == EMBEDDINGS:
             raise invalid("model", "no model here gives embeddings")
-        if (api := _TRANSLATED_APIS.get(path)) is not None:
+        if (api := TRANSLATED_APIS.get(path)) is not None:
             return await self._translated_arrival(api, body, request_id, authorization)
         read = read_chat if path == CHAT else read_completion
         asked = await self._generation.read_body(read, body, request_id, self._clock.now())

@@ -95,7 +95,14 @@ async def test_requests_of_translated_apis_are_placed_by_their_prompts(model_dir
         sent = json.dumps({"model": "tiny", **body}).encode()
         picked = await world.request().ask(sent, path)
         assert picked.body == sent
-        assert sum(world.booked().values()) == 1, "a request of an unknown path would reserve nothing"
+        [(worker, _)] = world.booked().items()
+        booked = world.blocks()
+        assert booked > 0, "a request of an unknown path would reserve nothing"
+
+        longer = json.loads(json.dumps(body).replace("Be brief.", "Be brief. " * 200))
+        await world.request().ask(json.dumps({"model": "tiny", **longer}).encode(), path)
+        assert world.blocks() > 2 * booked, "the blocks are those of the prompt"
+        assert worker in world.booked()
 
 
 async def test_concurrent_requests_see_each_others_reservations(model_dir):

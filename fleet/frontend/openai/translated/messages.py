@@ -212,6 +212,7 @@ def read_count_tokens(
 NAMES = {
     "tool_choice.function.name": "tool_choice.name",
     "reasoning_effort": "output_config.effort",
+    "response_format": "output_config.format",
     "response_format.json_schema.schema": "output_config.format.schema",
 }
 MESSAGES_NAMES = {"stop": "stop_sequences", "thinking_token_budget": "thinking.budget_tokens", **NAMES}

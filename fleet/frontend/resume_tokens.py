@@ -120,7 +120,7 @@ class ResumeTokens:
         self._keyed = blake2b(digest_size=_MAC_BYTES, key=hmac.digest(secret, _PURPOSE, "sha256"))
         self._lifetime_seconds = lifetime_seconds
         self._unix_seconds = unix_seconds
-        # the streams of which a token was used for free, for each answer
+        # Maps each answer to its streams that were resumed for free; the answer that was resumed last is the last one.
         self._used: OrderedDict[_Answer, tuple[int, ...]] = OrderedDict()
 
     def now(self) -> int:
@@ -192,6 +192,7 @@ class ResumeTokens:
         if not self.is_free(claims):
             return
         self._used[claims.answer] = (*self._used.get(claims.answer, ()), claims.stream)
+        self._used.move_to_end(claims.answer)
         if len(self._used) > MAX_REMEMBERED_ANSWERS:
             self._used.popitem(last=False)
 

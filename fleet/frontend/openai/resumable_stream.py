@@ -26,7 +26,7 @@ from fleet.core.requests import Resume
 LAST_EVENT_ID = b"last-event-id"
 MAX_EVENT_ID_CHARACTERS = 8192
 _EVENT_ID = re.compile(
-    r"([A-Za-z0-9_-]+)\.([0-9]{1,9})(?:\.([0-9]{1,2})|\.([0-9]{1,9})\.([0-9]{1,9})\.([0-9]{1,9})(?:\.([a-z]))?)?"
+    r"([A-Za-z0-9_-]+)\.([0-9]{1,9})(?:\.([0-9]{1,2})|\.([0-9]{1,9})\.([0-9]{1,9})\.([0-9]{1,9})\.([a-z]))?"
 )
 _EVENT_END = b"\n\n"
 
@@ -40,7 +40,7 @@ class SeenEvents(Struct, frozen=True):
     events: int = 0  # number of events that are not pieces of text
     characters: int = 0  # number of characters in all pieces of text
     pieces: int = 0  # number of pieces of text
-    api: str = ""  # letter of the API; empty in ids of routers that give none
+    api: str = ""  # letter of the API
 
 
 class LastEventId(Struct, frozen=True):
@@ -68,7 +68,7 @@ def read_last_event_id(headers: Mapping[bytes, bytes]) -> LastEventId | None:
         return LastEventId(Resume(token=token, position=int(position)), int(last_events or 0))
     resume = Resume(token=token, position=int(position), from_start=True)
     events, characters, pieces = map(int, counts)
-    return LastEventId(resume, seen=SeenEvents(events, characters, pieces, api or ""))
+    return LastEventId(resume, seen=SeenEvents(events, characters, pieces, api))
 
 
 def of_another_api() -> RequestRejected:

@@ -30,7 +30,7 @@ class AnswerEvents:
         Raises:
             RequestRejected: INVALID_ARGUMENT; the id is of an event of another API.
         """
-        if last is not None and (last.seen is None or last.seen.api not in ("", api)):
+        if last is not None and (last.seen is None or last.seen.api != api):
             raise of_another_api()
         seen = SeenEvents() if last is None or last.seen is None else last.seen
         self._events, self._characters, self._pieces = seen.events, seen.characters, seen.pieces
@@ -48,7 +48,9 @@ class AnswerEvents:
         """
         self._token = part.resume_token or self._token
         if isinstance(part, Delta):
-            if self._events_to_skip and part.token_ids and self._position >= self._seen_position:
+            # While known characters are missing, a stop string holds them back, and their events may still come.
+            is_complete = self._position >= self._seen_position and not self._characters_to_skip
+            if self._events_to_skip and part.token_ids and is_complete:
                 raise goes_on_after_end()
             self._position += len(part.token_ids)
 

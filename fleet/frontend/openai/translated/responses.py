@@ -228,6 +228,7 @@ RESPONSES_API = TranslatedApi(
     names={
         "max_completion_tokens": "max_output_tokens",
         "messages": "input",
+        "response_format": "text.format",
         "response_format.json_schema.schema": "text.format.schema",
         "reasoning_effort": "reasoning.effort",
         "tool_choice.function.name": "tool_choice.name",
@@ -469,7 +470,7 @@ class ResponseWriter:
             "id": f"resp_{self._start.request_id}",
             "object": "response",
             "created_at": self._start.created,
-            "completed_at": unix_seconds() if status == "completed" else None,
+            "completed_at": max(unix_seconds(), self._start.created) if status == "completed" else None,
             "status": status,
             "background": False,
             "error": None,

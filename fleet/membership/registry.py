@@ -202,7 +202,7 @@ def _unreachable(error: grpc.aio.AioRpcError, tls_cause: str = "") -> RegistryUn
     match error.code():
         case grpc.StatusCode.UNAUTHENTICATED | grpc.StatusCode.PERMISSION_DENIED:
             return RegistrationRefused(
-                f"{said}; set registry_credentials to what the router's control_credentials ask for"
+                f"{said}; if the clocks agree, set registry_credentials to what the router's control_credentials ask for"
             )
         case grpc.StatusCode.OUT_OF_RANGE:
             return RegistrationIncompatible(error.details())

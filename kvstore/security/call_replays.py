@@ -60,8 +60,10 @@ class CallReplays:
         """Record a call whose proof is valid. Return why the call is refused; an empty string means that it is accepted."""
         self._opened = min(self._opened, now)  # a clock that was set back must not refuse all calls
         if unix_seconds < self._opened:
-            # The text does not change while a caller tries again, so that its log can leave out repetitions.
-            return f"this call was made before this port opened, by the caller's clock: set the clocks, or call again when the port has been open for {now - unix_seconds} s"
+            # The text is always the same, so that the caller's log can leave out repetitions.
+            return (
+                "this call was made before this port opened, by the caller's clock: set the clocks, or call again later"
+            )
         expires = unix_seconds + SKEW_SECONDS
         caller = self._callers.get(name)
         if caller is None:

@@ -44,7 +44,7 @@ def test_full_memory_refuses_new_callers_and_forgets_none():
 
 def test_call_of_before_the_port_opened_is_refused():
     replays = CallReplays(NOW)
-    assert "has been open for 7 s" in replays.refusal(b"a", 0, NOW - 2, NOW + 5)
+    assert "call again later" in replays.refusal(b"a", 0, NOW - 2, NOW + 5)
     assert replays.refusal(b"a", 0, NOW - 1, NOW + 6)
     assert replays.refusal(b"a", 1, NOW, NOW + 5) == ""
 

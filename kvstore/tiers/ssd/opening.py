@@ -24,6 +24,9 @@ Disks = Callable[[str], Disk]
 
 log = logging.getLogger(__name__)
 
+DAMAGED = frozenset({errno.EIO, errno.EUCLEAN, errno.EBADMSG})
+"""Errors by which file systems report a damaged disk. Of damaged metadata, ext4 and XFS report the last two."""
+
 
 def open_volumes(
     settings: SsdSettings, state: SsdState, clock: Clock, *, disks: Disks, score: Score, admit_rewrite: AdmitRewrite
@@ -131,7 +134,7 @@ def _has_failed(folder: str, error: OSError) -> bool:
 
     Linux makes a file system read-only after an error. A read-only directory that no store has used is a wrong setting.
     """
-    return error.errno == errno.EIO or (error.errno == errno.EROFS and Path(folder, LOCK).exists())
+    return error.errno in DAMAGED or (error.errno == errno.EROFS and Path(folder, LOCK).exists())
 
 
 def _recover(

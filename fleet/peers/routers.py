@@ -536,7 +536,7 @@ class PeerRouters:
         Log an error if the peer has the id of this router, because workers then cut the streams of both (rule 15).
         """
         if router_id == self.router_id:
-            cause = "workers cut the streams of routers with the same id: set another router_id in one of them, and leave a router out of its own replicas"
+            cause = "workers cut the streams of routers with the same id: set another router_id in one of them, and leave a router and all its addresses out of its own replicas"
             log.error("peer router has the id of this router", extra={"router": router_id, "cause": cause})
         self._reached.set()
         self._reached = asyncio.Event()

@@ -210,7 +210,7 @@ class Tenants:
         if limited is not None and limited.requests is not None and branches > limited.requests.per_minute:
             raise invalid(
                 "branches",
-                f"makes {branches} requests at a time, and this tenant has {limited.requests.per_minute:g} a minute; ask for less",
+                f"makes {branches} requests at a time, and this tenant has {limited.requests.per_minute:g} a minute; send fewer at a time",
             )
 
     def admit(self, tenant: str, prompt_tokens: int, now: Nanos) -> RateLimitStatus | None:

@@ -11,7 +11,8 @@ Rules:
    no client gets a mixture of two answers.
 4. Neither parser says to which part of the answer a token belongs. So the tokens of a step count as reasoning if the step adds only
    reasoning. If it adds other content, too, its tokens are divided by the numbers of characters. Tokens of a step that adds
-   nothing, such as delimiters, count as the next content.
+   nothing, such as delimiters, count as the next content, except within
+   reasoning, where they count at once.
 """
 
 import importlib
@@ -66,7 +67,6 @@ class EngineParsedAnswer:
         """Set the part of a resumed answer that the client already has."""
         self.num_tokens = num_tokens
         self._texts, self._reasoning, self._calls = [text], [reasoning], list(calls)
-        self.reasoning_tokens = _reasoning_share(num_tokens, reasoning, text, calls)
 
     def take(self, progress: Progress) -> Delta:
         """Add the tokens of an engine step; return what the client gets for them.

@@ -179,6 +179,21 @@ async def test_end_events_of_an_answer_that_goes_on_are_refused(frontends, path,
             assert b"last-event-id: is of the end of the answer, but" in content
 
 
+async def test_stop_string_that_holds_text_back_is_no_end(frontends):
+    """The known text may be the beginning of a new stop string; its events then come later than its tokens."""
+    frontends.will_answer("Sun and moon", then=(EOS,))
+    path, body = MESSAGE
+    _, whole, _ = await stream(frontends.url, path, body)
+    cut = next(place for place, (_, data) in enumerate(whole, 1) if texts([data]))
+
+    stops = {**body, "stop_sequences": ["Sun and sea"]}
+    status, rest, _ = await stream(frontends.url, path, stops, {"last-event-id": whole[cut - 1][0]})
+
+    assert status == 200
+    assert texts(data for _, data in [*whole[:cut], *rest]) == "Sun and moon"
+    assert kinds(data for _, data in rest) == kinds(data for _, data in whole[cut:])
+
+
 async def test_resumed_stream_keeps_id_and_has_its_own_in_the_header(frontends):
     frontends.will_answer(TEXT, then=(EOS,))
     path, body = CHAT

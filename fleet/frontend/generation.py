@@ -353,7 +353,8 @@ class Generation:
                     request = structs.replace(request, tenant=tenant)
                     if entry is not None:
                         entry.tenant = tenant
-                self._tenants.check_branches(tenant, request.branches)
+                if request.branches > 1:
+                    self._tenants.check_branches(tenant, request.branches)
                 if measured.trace is not None:
                     measured.trace.follow(traced_request(request))
                 generate = self._generate_with_images if request.remote_images else self._generate

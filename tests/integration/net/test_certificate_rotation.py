@@ -87,7 +87,7 @@ class Load:
 
     def _grpc(self, prompt):
         with Client(self._cluster.grpc, tls=ClientTls(authority=str(self._cluster.authority))) as client:
-            return client.complete(prompt, max_tokens=24, ignore_eos=True, timeout=60).usage.completion_tokens
+            return client.complete(prompt, max_tokens=24, ignore_eos=True, timeout_seconds=60).usage.completion_tokens
 
 
 def metrics(cluster, port):
@@ -153,7 +153,7 @@ async def opened(address, tls):
 def test_open_clients_follow_a_change_of_the_authority(cluster):
     """The router is started anew, so that the clients have to connect to it again."""
     tls = ClientTls(authority=str(cluster.authority))
-    options = {"max_tokens": 4, "ignore_eos": True, "timeout": 60}
+    options = {"max_tokens": 4, "ignore_eos": True, "timeout_seconds": 60}
     with asyncio.Runner() as runner, Client(cluster.peer["grpc"], tls=tls) as client:
         aio_client = runner.run(opened(cluster.peer["grpc"], tls))
 

@@ -21,6 +21,7 @@ LOCK := $(shell cat constraints.txt constraints-kube.txt pyproject.toml | cksum 
 DEV := .venv/.dev-$(LOCK)
 VLLM := .venv/.vllm-$(LOCK)
 KUBE := .venv/.kube-$(LOCK)
+SBOM := build/sbom-tool/.made-$(shell cat constraints.txt constraints-sbom.txt | cksum | tr -d ' ')
 # What is built of these: an older build is passed over for numpy without a word.
 NATIVE := $(wildcard fleet/router/native/*.c kvstore/native/*.c)
 INSTALLED := $(if $(filter simulated,$(ENGINE)),$(DEV),$(VLLM))
@@ -77,9 +78,8 @@ audit: $(DEV)
 	@$(BIN)/python -m tests.support.dependency_audit $(AUDIT)
 
 # CycloneDX: all packages of .venv with versions, licences and dependencies, without a date, so that equal environments give equal files.
-sbom: $(INSTALLED)
-	@mkdir -p build
-	@$(BIN)/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible --output-format JSON --output-file build/sbom.cdx.json .venv
+sbom: $(INSTALLED) $(SBOM)
+	@build/sbom-tool/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible --output-format JSON --output-file build/sbom.cdx.json .venv
 	@echo "build/sbom.cdx.json"
 
 # Inputs that reached new code stay in build/fuzz/corpus; an input that broke a parser is written to build/fuzz.
@@ -138,6 +138,11 @@ $(KUBE): $(DEV)
 	@$(HALF_MADE)
 	@$(PIP) install --prefer-binary -c constraints.txt -c constraints-kube.txt -e '.[kube-tests]'
 	@rm -f .venv/.kube-*; touch $@
+
+$(SBOM): | $(BIN)/python
+	@rm -rf build/sbom-tool; $(BIN)/python -m venv --without-pip build/sbom-tool
+	@$(PIP) --python build/sbom-tool/bin/python install --prefer-binary -c constraints.txt -c constraints-sbom.txt cyclonedx-bom
+	@touch $@
 
 # torch: the plain index carries the CUDA build, so the CPU build comes from a configured wheel folder, or through uv, which
 # knows PyTorch's own CPU index. The rest is the locked list as it stands (--no-deps): resolving would bring torchvision,

@@ -20,6 +20,7 @@ from pathlib import Path
 from msgspec import Struct
 
 ROOT = Path(__file__).parents[2]
+LOCKS = ("constraints.txt", "constraints-kube.txt", "constraints-sbom.txt")
 OSV = "https://api.osv.dev/v1/query"
 CANARY = "jinja2==2.4.1"
 """A release with published vulnerabilities (CVE-2014-1402 and later ones)."""
@@ -52,9 +53,7 @@ class Vulnerability(Struct, frozen=True, kw_only=True):
 
 def pinned(root: Path) -> list[str]:
     """Return every exact version that the project names, as `name==version`: constraints, extras, and torch."""
-    lines = [
-        line for name in ("constraints.txt", "constraints-kube.txt") for line in (root / name).read_text().splitlines()
-    ]
+    lines = [line for name in LOCKS for line in (root / name).read_text().splitlines()]
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
     lines += project["dependencies"]
     lines += [line for extra in project["optional-dependencies"].values() for line in extra]

@@ -10,7 +10,7 @@ import pytest
 pytestmark = pytest.mark.integration
 
 ROOT = Path(__file__).parents[3]
-READ = ("Makefile", "constraints.txt", "constraints-kube.txt", "pyproject.toml")
+READ = ("Makefile", "constraints.txt", "constraints-kube.txt", "constraints-sbom.txt", "pyproject.toml")
 
 
 @pytest.fixture

@@ -14,6 +14,8 @@ def main(cases: Path, answers: Path) -> None:
     os.environ.update(
         HF_HUB_OFFLINE="1", VLLM_CPU_OMP_THREADS_BIND="nobind", OMP_NUM_THREADS="1", TORCHDYNAMO_DISABLE="1"
     )
+    # The engine runs in this process, because a process for each model would import vLLM again (10 s).
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM
 
     found = []

@@ -77,7 +77,12 @@ def starts_engines(nodeid: str) -> bool:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the tests that take longest first, so that no process waits for them at the end."""
+    """Skip long tests unless they are asked for, and put the longest of the others first, so that no process waits for them at the end."""
+    if os.environ.get("FLEET_LONG_TESTS") != "1":
+        skip = pytest.mark.skip(reason="takes long: set FLEET_LONG_TESTS=1, as .ci/nightly does")
+        for item in items:
+            if item.get_closest_marker("long") is not None:
+                item.add_marker(skip)
     if "PYTEST_XDIST_WORKER" in os.environ:
         items.sort(key=lambda item: not item.nodeid.startswith((*ENGINES, IMAGE_STEPS)))
 

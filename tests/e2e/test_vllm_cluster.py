@@ -55,6 +55,7 @@ def test_tokens_match_aggregated_engine_on_both_kv_paths():
     eventually(lambda: abandoned_segments() <= before)
 
 
+@pytest.mark.long
 def test_killed_decode_worker_returns_and_leaves_nothing(tmp_path):
     with fleet_up(tmp_path, engine="vllm", ready_seconds=READY_SECONDS) as up, Client(up.grpc) as client:
         first = client.complete(PROMPT, placement=Placement.DISAGGREGATED, **ASK)
@@ -86,6 +87,7 @@ def roles(client):
     return {pool.role for pool in client.status().pools if any(worker.state == "serving" for worker in pool.workers)}
 
 
+@pytest.mark.long
 def test_stream_goes_on_after_the_death_of_its_router(tmp_path):
     """Supervision starts another router at the same address, which rebuilds the answer from the client's tokens."""
     prompt, ask = PROMPT[:100], ASK | {"max_tokens": LONG_ANSWER}

@@ -16,6 +16,7 @@ if find_spec("vllm") is not None:
 
 pytestmark = [
     pytest.mark.vllm,
+    pytest.mark.long,
     pytest.mark.timeout(900),
     pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: make install"),
     pytest.mark.filterwarnings("ignore"),  # warnings of torch and transformers themselves

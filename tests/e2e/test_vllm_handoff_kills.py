@@ -6,7 +6,6 @@ Where the engine has to stand still at a point, its scheduler is stopped (SIGSTO
 
 import asyncio
 import json
-import os
 import random
 import signal
 from collections.abc import AsyncIterator, Callable
@@ -43,10 +42,7 @@ from workers.engines.vllm.launch import NIXL_LEASE_SECONDS, direct_available
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.timeout(1200),
-    pytest.mark.skipif(
-        os.environ.get("FLEET_LONG_TESTS") != "1",
-        reason="takes ten minutes: set FLEET_LONG_TESTS=1, as .ci/nightly does",
-    ),
+    pytest.mark.long,
     pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: make install"),
     pytest.mark.skipif(direct_available() is not None, reason=direct_available() or ""),
 ]

@@ -16,6 +16,7 @@ from tests.support.waiting import until, until_answered
 
 pytestmark = [
     pytest.mark.vllm,
+    pytest.mark.long,
     pytest.mark.timeout(900),
     pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: make install"),
 ]

@@ -10,6 +10,7 @@ from tests.support.servers.otlp_collector import an_otlp_collector
 
 pytestmark = [
     pytest.mark.vllm,
+    pytest.mark.long,
     pytest.mark.timeout(900),
     pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: make install"),
 ]

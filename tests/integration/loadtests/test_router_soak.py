@@ -9,6 +9,7 @@ from tests.support.fleet_processes import run_load_test
 pytestmark = pytest.mark.integration
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_short_soak_loses_and_repeats_no_token():
     done = run_load_test("router.soak", "--seconds", "20", "--harm-every", "1.5", "--seed", "2", "--json")

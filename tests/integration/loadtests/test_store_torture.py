@@ -13,6 +13,7 @@ from loadtests.kvstore.nodes import ROOT, environment
 pytestmark = pytest.mark.integration
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_short_torture_finds_no_wrong_byte_hang_or_leak(tmp_path: Path):
     with_redis = ["--redis"] if shutil.which("redis-server") or shutil.which("valkey-server") else []

@@ -10,6 +10,7 @@ from tests.support.fleet_processes import run_load_test
 pytestmark = pytest.mark.integration
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_tiny_run_prints_the_cost_of_each_share():
     tiny = ("--rounds", "1", "--requests", "20", "--tokens", "4")

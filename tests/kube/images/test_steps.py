@@ -41,6 +41,7 @@ def test_image_runs_fleet_is_small_and_has_no_test_tools(name, tmp_path):
     assert "fleet" in packages.split()
 
 
+@pytest.mark.long
 def test_cpu_worker_runs_vllm_is_small_and_has_no_test_tools(tmp_path):
     engine = "python -c 'import vllm; print(vllm.__version__)' 2>/dev/null | tail -n 1"
     asked = f"{STARTED} && {engine} && du -sm /opt/fleet | cut -f1 && ls /usr/lib/*/libnuma.so.1 && {NAMES}"
@@ -66,6 +67,7 @@ rm /tmp/unneeded.txt
 """Commands that remove all packages except those that vLLM needs, and write the remaining ones to a file."""
 
 
+@pytest.mark.long
 def test_gpu_worker_keeps_the_packages_of_vllms_image(tmp_path):
     """The packages that vLLM needs here, with torch for CPUs, take the place of the packages in vLLM's image."""
     if importlib.util.find_spec("vllm") is None:

@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from loadtests.kvstore.nodes import ROOT
 from tests.support.fleet_processes import run_load_test
 
@@ -20,6 +22,7 @@ def test_load_test_of_the_operator_reports_its_figures():
     assert found["scale_change_operator_cpu_ms"] > 0
 
 
+@pytest.mark.long
 def test_load_test_fails_above_the_limit_of_memory():
     within, above = (
         run_load_test("kube.operator_scale", "--deployments", "1", "--most-mib", most) for most in ("150", "20")
@@ -30,6 +33,7 @@ def test_load_test_fails_above_the_limit_of_memory():
     assert "MiB, of 20" in above.stderr
 
 
+@pytest.mark.long
 def test_load_test_fails_above_its_limits_of_time():
     limits = ("--most-seconds", "0.001", "--most-scale-ms", "1")
 

@@ -75,6 +75,7 @@ def killed_it_leaves_nothing(worker: WorkerProcess, folder: Path) -> None:
     assert list(folder.glob("fleet-vllm-*")) == []
 
 
+@pytest.mark.long
 def test_worker_tells_its_supervisor_when_it_loads_and_warms_up(tmp_path):
     config = tmp_path / "worker.json"
     config.write_bytes(msgspec.json.encode(vllm_worker(build_tiny_model(tmp_path))))

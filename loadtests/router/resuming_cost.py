@@ -1,7 +1,7 @@
 """Cost of resumable streams, which continue after the loss of a router: CPU time of the router per request, and TTFT.
 
     python -m loadtests.router.resuming_cost [--rounds N] [--requests N] [--tokens N] [--prompts N] [--seed N] [--json FILE]
-        [--most-cpu-percent P] [--most-ttft-percent P]
+        [--most-cpu-percent P] [--most-ttft-percent P] [--before DIR]
 
 Three routers serve the same two workers (the simulated engine, twice as fast as by default) and are measured in turn, in another order
 in each round. One router is alone. The other two are peers; one of them is measured with ordinary streams and with
@@ -11,6 +11,8 @@ the workers keep the tokens of these streams.
 The CPU times of the measured router and of its peer are reported separately. They are measured with `STREAMS` requests at a time. The
 time to the first token is measured with one request at a time, whose prompt has `LONG_PROMPT_TOKENS` tokens that no cache holds. Ratios
 compare figures of the same round. Rounds are short and many, because a virtual machine changes its speed within seconds. With
+`--before`, a fourth router and two more workers run the code of another checkout of Fleet, which needs its native modules. The ratios
+compare with its ordinary streams then: they contain all that was changed in between, not only what resuming costs. With
 `--most-cpu-percent` or `--most-ttft-percent` the command fails if the median of a ratio exceeds 1 by more than this percentage.
 """
 
@@ -39,7 +41,7 @@ from fleet.local.tiny_model import build_tiny_model
 from fleet.net.grpc.options import CHANNEL_OPTIONS
 from loadtests import host
 from loadtests.environments import SystemUnavailable
-from loadtests.kvstore.nodes import environment, free_port
+from loadtests.kvstore.nodes import ROOT, environment, free_port
 from loadtests.router.grpc_stream import METHOD
 from loadtests.router.systems.processes import (
     Cores,
@@ -68,12 +70,19 @@ class Variant(Struct, frozen=True, kw_only=True):
     """One measured case: the protocol, whether streams are resumable, and whether the router has a peer."""
 
     protocol: str
-    has_peer: bool
-    resumable: bool
+    has_peer: bool = False
+    resumable: bool = False
+    before: bool = False
+    """True if the router and its workers run the code of the other checkout."""
 
     @property
     def name(self) -> str:
-        return self.protocol + ", resumable" * self.resumable + ", with a peer" * self.has_peer
+        return (
+            self.protocol
+            + ", resumable" * self.resumable
+            + ", with a peer" * self.has_peer
+            + ", the other checkout" * self.before
+        )
 
 
 VARIANTS = [
@@ -105,7 +114,7 @@ class RoundFigures(Struct, frozen=True, kw_only=True):
 
 
 class Figures(Struct, frozen=True, kw_only=True):
-    """Medians of one variant over the rounds, and its ratios to ordinary streams of the router without peers.
+    """Medians of one variant over the rounds, and its ratios to ordinary streams of a router without peers.
 
     An interval contains the median of all possible rounds with a probability of about 95 %: it leaves out the ratios that are more than
     the square root of the number of rounds away from the middle of the sorted list (a normal approximation of the sign test).
@@ -122,64 +131,95 @@ class Figures(Struct, frozen=True, kw_only=True):
 
 
 @contextmanager
-def service(part: str, settings: dict[str, Any], folder: Path, cores: frozenset[int]) -> Iterator[ProcessTree]:
-    """Run `fleet serve` with a log and a settings file in the folder."""
+def service(
+    part: str, settings: dict[str, Any], folder: Path, cores: frozenset[int], checkout: Path
+) -> Iterator[ProcessTree]:
+    """Run `fleet serve` of a checkout with a log and a settings file in the folder."""
     name = settings.get("router_id") or settings["worker_id"]
     config = folder / f"{name}.json"
     config.write_text(json.dumps(settings))
     command = [sys.executable, "-m", "fleet.cli.main", "serve", part, "--config", str(config)]
-    with started(name, command, folder, cores, environment()) as running:
+    with started(name, command, folder, cores, environment() | {"PYTHONPATH": str(checkout)}) as running:
         yield running
 
 
-@contextmanager
-def routers(folder: Path, cores: Cores) -> Iterator[dict[bool, RouterUnderTest]]:
-    """Run the workers and the three routers; yield the measured ones, by whether they have a peer.
+class Cluster:
+    """Workers, and routers that serve them, all with the code of one checkout."""
 
-    Raises:
-        SystemUnavailable: A router does not answer, or the peers do not reach each other, or lost each other.
-    """
-    (folder / "members").mkdir()
-    discovery = {"kind": "file", "folder": str(folder / "members"), "lease_seconds": 30, "poll_ms": 100}
-    model_dir = str(build_tiny_model(folder, tokenizer_only=True))
-    with ExitStack() as opened:
+    def __init__(self, folder: Path, cores: Cores, checkout: Path, opened: ExitStack):
+        """Start the workers.
+
+        Args:
+            folder: Empty folder for sockets, settings and logs; its path must be short enough for Unix sockets.
+            cores: The cores of the processes.
+            checkout: Root of the checkout whose code runs.
+            opened: Stack that ends the processes.
+        """
+        self.folder = folder
+        self._cores, self._checkout, self._opened = cores, checkout, opened
+        (folder / "members").mkdir()
+        self._discovery = {"kind": "file", "folder": str(folder / "members"), "lease_seconds": 30, "poll_ms": 100}
+        self._model_dir = str(build_tiny_model(folder, tokenizer_only=True))
         for number in range(WORKERS):
             settings = {
                 "worker_id": f"worker-{number}",
                 "engine": "simulated",
                 "model": MODEL,
-                "model_dir": model_dir,
+                "model_dir": self._model_dir,
                 "listen": f"unix:{folder}/w{number}",
                 "control_listen": f"unix:{folder}/c{number}",
-                "discovery": discovery,
+                "discovery": self._discovery,
                 "simulated": {"eos_probability": 0.0, "speedup": SPEEDUP},
             }
-            opened.enter_context(service("worker", settings, folder, cores.others))
+            opened.enter_context(service("worker", settings, folder, cores.others, checkout))
 
-        peers = [f"127.0.0.1:{free_port()}" for _ in range(2)]
-        found = {}
-        for name, own, other in (("alone", "", ""), ("peer", *peers), ("other", *reversed(peers))):
-            http, rpc = free_port(), free_port()
-            settings = {
-                "router_id": name,
-                "http_listen": f"127.0.0.1:{http}",
-                "grpc_listen": f"127.0.0.1:{rpc}",
-                "control_listen": f"unix:{folder}/{name}",
-                "models": {MODEL: model_dir},
-                "discovery": discovery,
-                "prompt_secret": "a secret of all routers",
-                "heartbeat_timeout_seconds": 30.0,  # long, because the cores are busy
-            }
-            if own:
-                settings |= {"replicas_listen": own, "replicas": [other], "replicas_credentials": {"insecure": True}}
-            on = cores.others if name == "other" else cores.router
-            process = opened.enter_context(service("router", settings, folder, on))
-            body = json.dumps({"model": MODEL, "prompt": "a", "max_tokens": 1, "stream": True}).encode()
-            wait_until_it_answers(process, http, ("/v1/completions", body), START_SECONDS)
-            found[name] = RouterUnderTest(process=process, grpc=f"127.0.0.1:{rpc}", http=f"127.0.0.1:{http}")
-        log = folder / "peer.log"
+    def router(self, name: str, on: frozenset[int], **more: Any) -> RouterUnderTest:
+        """Start a router on these cores, and wait until it answers.
+
+        Raises:
+            SystemUnavailable: The router does not answer.
+        """
+        http, rpc = free_port(), free_port()
+        settings = {
+            "router_id": name,
+            "http_listen": f"127.0.0.1:{http}",
+            "grpc_listen": f"127.0.0.1:{rpc}",
+            "control_listen": f"unix:{self.folder}/{name}",
+            "models": {MODEL: self._model_dir},
+            "discovery": self._discovery,
+            "prompt_secret": "a secret of all routers",
+            "heartbeat_timeout_seconds": 30.0,  # long, because the cores are busy
+            **more,
+        }
+        process = self._opened.enter_context(service("router", settings, self.folder, on, self._checkout))
+        body = json.dumps({"model": MODEL, "prompt": "a", "max_tokens": 1, "stream": True}).encode()
+        wait_until_it_answers(process, http, ("/v1/completions", body), START_SECONDS)
+        return RouterUnderTest(process=process, grpc=f"127.0.0.1:{rpc}", http=f"127.0.0.1:{http}")
+
+
+@contextmanager
+def routers(folder: Path, cores: Cores, before: Path | None) -> Iterator[Callable[[Variant], RouterUnderTest]]:
+    """Run the workers and the routers; yield a function that returns the measured router of a variant.
+
+    Raises:
+        SystemUnavailable: A router does not answer, or the peers do not reach each other, or lost each other.
+    """
+    with ExitStack() as opened:
+        (folder / "now").mkdir()
+        now = Cluster(folder / "now", cores, ROOT, opened)
+        alone = now.router("alone", cores.router)
+        own, other = (f"127.0.0.1:{free_port()}" for _ in range(2))
+        peering: dict[str, Any] = {"replicas_credentials": {"insecure": True}}
+        with_peer = now.router("peer", cores.router, replicas_listen=own, replicas=[other], **peering)
+        peer = now.router("other", cores.others, replicas_listen=other, replicas=[own], **peering)
+        with_peer = structs.replace(with_peer, peer=peer.process)
+        earlier = alone
+        if before is not None:
+            (folder / "before").mkdir()
+            earlier = Cluster(folder / "before", cores, before, opened).router("alone", cores.router)
+        log = now.folder / "peer.log"
         _wait_for_peer(log)
-        yield {False: found["alone"], True: structs.replace(found["peer"], peer=found["other"].process)}
+        yield lambda variant: earlier if variant.before else with_peer if variant.has_peer else alone
         if "peer router lost" in log.read_text():
             raise SystemUnavailable("the routers lost each other, so the figures are not those of peers")
 
@@ -267,7 +307,9 @@ def _cpu_of(process: ProcessTree | None) -> float:
     return 0.0 if process is None else process.cpu_seconds()
 
 
-def measure(rounds: int, requests: int, tokens: int, long_prompts: int, seed: int) -> dict[Variant, list[RoundFigures]]:
+def measure(
+    rounds: int, requests: int, tokens: int, long_prompts: int, seed: int, before: Path | None = None
+) -> dict[Variant, list[RoundFigures]]:
     """Return the figures of each round, by variant.
 
     Args:
@@ -276,18 +318,19 @@ def measure(rounds: int, requests: int, tokens: int, long_prompts: int, seed: in
         tokens: Tokens of each of their answers.
         long_prompts: Requests of a round and variant whose time to the first token is measured.
         seed: Seed of prompts and order.
+        before: Root of another checkout, whose ordinary streams are measured, too; None: no other one.
     """
     chance, cores = random.Random(seed), cores_of_this_process()
-    found: dict[Variant, list[RoundFigures]] = {variant: [] for variant in VARIANTS}
+    variants = VARIANTS + [Variant(protocol=protocol, before=True) for protocol in STREAM_OF if before is not None]
+    found: dict[Variant, list[RoundFigures]] = {variant: [] for variant in variants}
     with (
         tempfile.TemporaryDirectory(prefix="fr-") as folder,
         running_on(cores.others),
-        routers(Path(folder), cores) as measured,
+        routers(Path(folder), cores, before) as router_of,
     ):
         for number in range(rounds + 1):
-            for variant in chance.sample(VARIANTS, len(VARIANTS)):
-                router = measured[variant.has_peer]
-                figures = uvloop.run(_round(variant, router, chance, requests, tokens, long_prompts))
+            for variant in chance.sample(variants, len(variants)):
+                figures = uvloop.run(_round(variant, router_of(variant), chance, requests, tokens, long_prompts))
                 if number:
                     found[variant].append(figures)
             print(f"round {number} of {rounds}", file=sys.stderr)
@@ -295,10 +338,14 @@ def measure(rounds: int, requests: int, tokens: int, long_prompts: int, seed: in
 
 
 def compare(found: dict[Variant, list[RoundFigures]]) -> list[Figures]:
-    """Return the medians of each variant, and the ratios to ordinary streams of the router without peers, by the same protocol."""
+    """Return the medians of each variant, and the ratios to ordinary streams of a router without peers, by the same protocol.
+
+    That router has the code of the other checkout if there is one.
+    """
     rows = []
     for variant, figures in found.items():
-        base = found[Variant(protocol=variant.protocol, has_peer=False, resumable=False)]
+        ordinary = Variant(protocol=variant.protocol)
+        base = found.get(structs.replace(ordinary, before=True), found[ordinary])
         cpu, cpu_interval = _ratios(
             [(each.cpu_seconds, least.cpu_seconds) for each, least in zip(figures, base, strict=True)]
         )
@@ -339,9 +386,13 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures and the machine to a file")
     parser.add_argument("--most-cpu-percent", type=float, help="fail if a variant costs more CPU time")
     parser.add_argument("--most-ttft-percent", type=float, help="fail if a first token comes later")
+    parser.add_argument("--before", type=Path, metavar="DIR", help="compare with the code of another checkout")
     arguments = parser.parse_args()
 
-    rows = compare(measure(arguments.rounds, arguments.requests, arguments.tokens, arguments.prompts, arguments.seed))
+    before = None if arguments.before is None else arguments.before.resolve()
+    rows = compare(
+        measure(arguments.rounds, arguments.requests, arguments.tokens, arguments.prompts, arguments.seed, before)
+    )
     for row in rows:
         (cpu_low, cpu_high), (ttft_low, ttft_high) = row.cpu_ratio_interval, row.ttft_ratio_interval
         print(

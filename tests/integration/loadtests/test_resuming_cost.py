@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from loadtests.kvstore.nodes import ROOT
 from loadtests.router import resuming_cost
 from loadtests.router.resuming_cost import VARIANTS, RoundFigures
 from tests.support.fleet_processes import run_load_test
@@ -16,12 +17,17 @@ pytestmark = pytest.mark.integration
 def test_tiny_run_measures_each_variant(tmp_path):
     tiny = ("--rounds", "1", "--requests", "8", "--tokens", "4", "--prompts", "1", "--json", str(tmp_path / "found"))
 
-    done = run_load_test("router.resuming_cost", *tiny)
+    done = run_load_test("router.resuming_cost", *tiny, "--before", str(ROOT))
 
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "found").read_text())["variants"]
-    assert [each["variant"] for each in found] == [variant.name for variant in VARIANTS]
+    assert [each["variant"] for each in found] == [
+        *(variant.name for variant in VARIANTS),
+        "gRPC, the other checkout",
+        "SSE, the other checkout",
+    ]
     assert all(each["cpu_microseconds"] > 0 for each in found)
+    assert [each["cpu_ratio"] for each in found[-2:]] == [1.0, 1.0], "the ratios are to the other checkout"
     assert all(each["ttft_milliseconds"] > 70 for each in found), "2,048 tokens take 74 ms in the simulated engine"
 
 

@@ -111,6 +111,7 @@ _PHASE_TO_WIRE = {
 }
 _PHASE_FROM_WIRE = {wire: phase for phase, wire in _PHASE_TO_WIRE.items()}
 
+_TOKEN_IDS = pb.Progress.DESCRIPTOR.fields_by_name["token_ids"]
 _KV_PATHS, _SOURCES, _REASONS, _FINISHES = (frozenset(map(str, names)) for names in (KvPath, Source, Reason, Finish))
 
 Name = TypeVar("Name", bound=StrEnum)
@@ -651,9 +652,15 @@ def _parsed_from_wire(parsed: pb.Parsed) -> ParsedDelta:
 
 
 def _progress_from_wire(progress: pb.Progress) -> Progress:
+    # The most frequent case comes first: the message has new tokens and nothing else. One list of the fields that are set takes half the time
+    # of looking at each field. The fields are in the order of their numbers, so the first of two is the id of the request.
+    fields = progress.ListFields()
+    if len(fields) == 2 and fields[1][0] is _TOKEN_IDS:
+        token_ids = fields[1][1]
+        return Progress(request_id=fields[0][1], token_ids=(token_ids[0],) if len(token_ids) == 1 else tuple(token_ids))
     if not progress.request_id:
         raise MalformedMessage("step.progress.request_id", "is empty")
-    if not progress.finish:  # the most frequent case: the attempt continues
+    if not progress.finish:  # the attempt continues
         return Progress(
             request_id=RequestId(progress.request_id),
             token_ids=tuple(progress.token_ids),

@@ -44,6 +44,10 @@ class AnswerText:
     def add(self, token_ids: Sequence[int], logprobs: Sequence[Logprobs]) -> Delta:
         """Add the tokens of an engine step; return the text that can be sent, and the tokens up to a stop string."""
         assert not self.stopped
+        if len(token_ids) == 1 and self._stops is None:  # the most frequent case
+            self.num_tokens += 1
+            text = "" if token_ids[0] in self._end_token_ids else self._decoder.add(token_ids[0])
+            return Delta(text=text, token_ids=tuple(token_ids), logprobs=tuple(logprobs))
         texts = []
         taken = 0
         for token_id in token_ids:

@@ -77,7 +77,7 @@ from fleet.core.validation import (
     validate_pooling,
     validate_task,
 )
-from fleet.core.work import LoraAdapter, ParsingTask
+from fleet.core.work import LoraAdapter, ParsingTask, Progress
 from fleet.frontend.access_log import AccessEntry, AccessLog, RequestTimes
 from fleet.frontend.request_tracing import RequestEnd, RequestTrace, RequestTracing, traced_request
 from fleet.frontend.resume_tokens import FIELD as RESUME_FIELD
@@ -92,7 +92,7 @@ from fleet.net.status_codes import REASON_STATUSES
 from fleet.router.api import RouterApi
 from fleet.router.messages import Arrived, Complete, StartedOver
 from fleet.router.ports import TextCodec
-from fleet.router.server import AnswerKeyChanged, RequestStream
+from fleet.router.server import RequestStream
 from fleet.router.tenants import Tenants, admit_with_peers
 from kvstore.block import adapter_salt, cache_salt, tenant_salt
 
@@ -682,15 +682,16 @@ class Generation:
                 if resumed is not None and resumed.known is not None:
                     yield resumed.known
                 async for event in submitted:
-                    if isinstance(event, Complete):
-                        complete = event
-                        break
-                    if isinstance(event, StartedOver):
-                        answer = begun()
-                        collected.clear()
-                    elif isinstance(event, AnswerKeyChanged):
-                        assert claims is not None
-                        claims = due = structs.replace(claims, stream=event.answer_key)
+                    if not isinstance(event, Progress):  # `Progress` is the most frequent one
+                        if isinstance(event, Complete):
+                            complete = event
+                            break
+                        if isinstance(event, StartedOver):
+                            answer = begun()
+                            collected.clear()
+                        else:
+                            assert claims is not None
+                            claims = due = structs.replace(claims, stream=event.answer_key)
                     elif event.token_ids or event.parsed is not None:
                         measured.tokens()
                         progress = event

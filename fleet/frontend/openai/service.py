@@ -412,21 +412,20 @@ class HttpFrontend(HttpServer):
         async with aclosing(self._generation.generate(parsed.request, _authorization(exchange), offer)) as events:
             formatter: AnswerFormatter | None = None
             async for item in events:
-                match item:
-                    case Admitted():
-                        formatter = formatter_type(parsed, item.model, self._generation.token_text, unix_seconds())
-                        headers += rate_limit_headers(item.allowance)
-                    case Delta():
-                        assert formatter is not None
-                        if parsed.return_token_ids:
-                            token_ids += item.token_ids
-                        if chunk := formatter.chunk(item):
-                            exchange.send(chunk, content_type=EVENT_STREAM, headers=headers)
-                            await exchange.drained()
-                    case Finished():
-                        assert formatter is not None
-                        chunks = formatter.last_chunks(item, token_ids)
-                        exchange.send(chunks, content_type=EVENT_STREAM, headers=headers, last=True)
+                if isinstance(item, Delta):  # the most frequent one
+                    assert formatter is not None
+                    if parsed.return_token_ids:
+                        token_ids += item.token_ids
+                    if chunk := formatter.chunk(item):
+                        exchange.send(chunk, content_type=EVENT_STREAM, headers=headers)
+                        await exchange.drained()
+                elif isinstance(item, Admitted):
+                    formatter = formatter_type(parsed, item.model, self._generation.token_text, unix_seconds())
+                    headers += rate_limit_headers(item.allowance)
+                else:
+                    assert formatter is not None
+                    chunks = formatter.last_chunks(item, token_ids)
+                    exchange.send(chunks, content_type=EVENT_STREAM, headers=headers, last=True)
 
     async def _stream_with_ids(
         self,
@@ -444,46 +443,45 @@ class HttpFrontend(HttpServer):
             # no position of its own in the answer. So it is sent before the next event with tokens, or with the last events.
             rest, has_tokens = b"", False
             async for item in events:
-                match item:
-                    case Admitted():
-                        if item.resume_token:
-                            ids.begin(item.resume_token)
-                        if item.resumes:
-                            parsed = structs.replace(parsed, request=structs.replace(parsed.request, id=item.resumes))
-                        headers += (("x-request-id", item.request_id),)
-                        created = item.began or unix_seconds()
-                        formatter = formatter_type(parsed, item.model, self._generation.token_text, created)
-                        if item.resumes:
-                            formatter.resume()
-                        headers += rate_limit_headers(item.allowance)
-                    case Delta():
-                        assert formatter is not None
-                        if item.resume_token:
-                            ids.begin(item.resume_token)
-                        if not item.token_ids:
-                            rest += formatter.chunk(item)
-                            continue
-                        if not has_tokens:
-                            ids.check_goes_on()
-                        if rest:
-                            exchange.send(ids.numbered(rest, position), content_type=EVENT_STREAM, headers=headers)
-                            rest = b""
-                        has_tokens = True
-                        position += len(item.token_ids)
-                        if event := formatter.chunk(item, b"%b%d\ndata: " % (ids.beginning, position)):
-                            exchange.send(event, content_type=EVENT_STREAM, headers=headers)
-                            await exchange.drained()
-                    case Finished():
-                        assert formatter is not None
-                        if item.stop_string and not has_tokens:
-                            # The client got this text earlier, with the token that completed the stop string.
-                            rest = b""
-                        if not rest and not item.text and (begin := formatter.begin()):
-                            # A resumed stream does not repeat the event with the role. So this event is not numbered as one of
-                            # the last events: their numbers must be the same after a resumption.
-                            exchange.send(ids.numbered(begin, position), content_type=EVENT_STREAM, headers=headers)
-                        chunks = ids.numbered_last(rest + formatter.last_chunks(item, ()), position)
-                        exchange.end_events(chunks, headers)
+                if isinstance(item, Delta):  # the most frequent one
+                    assert formatter is not None
+                    if item.resume_token:
+                        ids.begin(item.resume_token)
+                    if not item.token_ids:
+                        rest += formatter.chunk(item)
+                        continue
+                    if not has_tokens:
+                        ids.check_goes_on()
+                    if rest:
+                        exchange.send(ids.numbered(rest, position), content_type=EVENT_STREAM, headers=headers)
+                        rest = b""
+                    has_tokens = True
+                    position += len(item.token_ids)
+                    if event := formatter.chunk(item, b"%b%d\ndata: " % (ids.beginning, position)):
+                        exchange.send(event, content_type=EVENT_STREAM, headers=headers)
+                        await exchange.drained()
+                elif isinstance(item, Admitted):
+                    if item.resume_token:
+                        ids.begin(item.resume_token)
+                    if item.resumes:
+                        parsed = structs.replace(parsed, request=structs.replace(parsed.request, id=item.resumes))
+                    headers += (("x-request-id", item.request_id),)
+                    created = item.began or unix_seconds()
+                    formatter = formatter_type(parsed, item.model, self._generation.token_text, created)
+                    if item.resumes:
+                        formatter.resume()
+                    headers += rate_limit_headers(item.allowance)
+                else:
+                    assert formatter is not None
+                    if item.stop_string and not has_tokens:
+                        # The client got this text earlier, with the token that completed the stop string.
+                        rest = b""
+                    if not rest and not item.text and (begin := formatter.begin()):
+                        # A resumed stream does not repeat the event with the role. So this event is not numbered as one of
+                        # the last events: their numbers must be the same after a resumption.
+                        exchange.send(ids.numbered(begin, position), content_type=EVENT_STREAM, headers=headers)
+                    chunks = ids.numbered_last(rest + formatter.last_chunks(item, ()), position)
+                    exchange.end_events(chunks, headers)
 
     async def _collect(
         self,

@@ -8,6 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
+from msgspec import Struct
+
 from kvstore.clock import Clock, seconds
 from kvstore.errors import StoreNotStarted, reason
 from kvstore.tiers.ssd.disk import LOCK, DirectoryInUse, Disk, DiskFile, DiskSpace
@@ -21,11 +23,20 @@ from kvstore.tiers.ssd.volume import AdmitRewrite, Volume
 SPARE_FILES = 256  # number of file descriptors that are left for the rest of the process
 
 Disks = Callable[[str], Disk]
+MakeVolume = Callable[[Disk], Volume]
 
 log = logging.getLogger(__name__)
 
 DAMAGED = frozenset({errno.EIO, errno.EUCLEAN, errno.EBADMSG})
 """Errors by which file systems report a damaged disk. Of damaged metadata, ext4 and XFS report the last two."""
+
+
+class OpenFolder(Struct, frozen=True):
+    """A directory with what its file system said at the start."""
+
+    volume: Volume
+    space: DiskSpace
+    segments: list[str]  # names of the segment files
 
 
 def open_volumes(
@@ -41,21 +52,26 @@ def open_volumes(
     began = clock.now()
     _allow_descriptors(settings)
     with ExitStack() as stack:
-        volumes = []
+        opened: list[OpenFolder] = []
         for number, folder in enumerate(settings.directories):
-            disk = _take(disks, f"directories[{number}]", folder)
-            if disk is None:
+            directory = _open_directory(
+                f"directories[{number}]",
+                folder,
+                disks,
+                lambda disk: Volume(disk, settings, state, clock, score, admit_rewrite),
+            )
+            if directory is None:
                 continue
-            stack.callback(disk.close)
-            volume = Volume(disk, settings, state, clock, score, admit_rewrite)
-            if volume.can_hold < MIN_SEGMENTS:
+            stack.callback(directory.volume.disk.close)
+            if (can_hold := directory.volume.can_hold) < MIN_SEGMENTS:
                 raise StoreNotStarted(
-                    f"capacity_bytes: beside the other files in {folder} there is room for {volume.can_hold} segments "
+                    f"capacity_bytes: beside the other files in {folder} there is room for {can_hold} segments "
                     f"of {settings.segment_bytes} bytes, not {MIN_SEGMENTS}; raise it, or clear the directory"
                 )
-            volumes.append(volume)
-        _warn_of_little_room(settings, volumes)
-        for volume, found in zip(volumes, _recover(volumes, settings.threads, state), strict=True):
+            opened.append(directory)
+        _warn_of_little_room(settings, opened)
+        volumes = [directory.volume for directory in opened]
+        for volume, found in zip(volumes, _recover(opened, settings.threads, state), strict=True):
             volume.restore(found, clock.now())
         stack.pop_all()
     log.info(
@@ -86,16 +102,16 @@ def _allow_descriptors(settings: SsdSettings) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (files, most))
 
 
-def _warn_of_little_room(settings: SsdSettings, volumes: Sequence[Volume]) -> None:
+def _warn_of_little_room(settings: SsdSettings, opened: Sequence[OpenFolder]) -> None:
     """Warn at the start if a file system has less space than the settings allow the tier to use.
 
     The tier starts nevertheless and uses the space that exists: a disk may have been replaced by a smaller one, and other
     programs may free space later.
     """
     by_device: dict[int, list[tuple[str, DiskSpace]]] = {}
-    for volume in volumes:
-        space = volume.disk.space()
-        by_device.setdefault(space.device, []).append((volume.disk.folder, space))
+    for directory in opened:
+        space = directory.space
+        by_device.setdefault(space.device, []).append((directory.volume.disk.folder, space))
     for together in by_device.values():
         first, wanted = together[0][1], settings.share_bytes * len(together)
         left = first.free + sum(space.ours for _, space in together)
@@ -111,22 +127,33 @@ def _warn_of_little_room(settings: SsdSettings, volumes: Sequence[Volume]) -> No
             )
 
 
-def _take(disks: Disks, field: str, folder: str) -> Disk | None:
-    """Open a directory; return None if its disk has failed. Raise StoreNotStarted if the setting is wrong."""
-    try:
-        return disks(folder)
-    except DirectoryInUse:
-        raise StoreNotStarted(f"{field}: {folder} is in use by another process; give each process its own") from None
-    except (OSError, ValueError) as error:  # ValueError: the path contains a zero byte
-        if isinstance(error, OSError) and _has_failed(folder, error):
-            log.error(  # noqa: TRY400 - the traceback says no more than the reason
-                "SSD tier: disk failed, going on without it until the next start",
-                extra={"folder": folder, "error": reason(error)},
-            )
-            return None
-        raise StoreNotStarted(
-            f"{field}: {folder!r} cannot be used: {reason(error)}; make it writable for this process, or name another one"
-        ) from error
+def _open_directory(field: str, folder: str, disks: Disks, make_volume: MakeVolume) -> OpenFolder | None:
+    """Open a directory, and ask its file system for all that the start needs; return None if its disk has failed.
+
+    Raises:
+        StoreNotStarted: The setting `field`, which names the directory, is wrong. The directory is closed again.
+    """
+    with ExitStack() as stack:
+        try:
+            disk = disks(folder)
+            stack.callback(disk.close)
+            directory = OpenFolder(make_volume(disk), disk.space(), disk.segments())
+        except DirectoryInUse:
+            raise StoreNotStarted(
+                f"{field}: {folder} is in use by another process; give each process its own"
+            ) from None
+        except (OSError, ValueError) as error:  # ValueError: the path contains a zero byte
+            if isinstance(error, OSError) and _has_failed(folder, error):
+                log.error(  # noqa: TRY400 - the traceback says no more than the reason
+                    "SSD tier: disk failed, going on without it until the next start",
+                    extra={"folder": folder, "error": reason(error)},
+                )
+                return None
+            raise StoreNotStarted(
+                f"{field}: {folder!r} cannot be used: {reason(error)}; make it writable for this process, or name another one"
+            ) from error
+        stack.pop_all()
+        return directory
 
 
 def _has_failed(folder: str, error: OSError) -> bool:
@@ -138,17 +165,18 @@ def _has_failed(folder: str, error: OSError) -> bool:
 
 
 def _recover(
-    volumes: Sequence[Volume], threads: int, state: SsdState
+    opened: Sequence[OpenFolder], threads: int, state: SsdState
 ) -> list[list[tuple[Segment, RecoveredSegment | UnreadableSegment]]]:
-    """Read the files of all volumes, several at a time; return for each volume its segments with their contents.
+    """Read the files of all directories, several at a time; return for each one its segments with their contents.
 
     Files that cannot be opened are left out.
     """
     with ThreadPoolExecutor(threads, thread_name_prefix="ssd-open") as pool:
-        reading = [[pool.submit(_open, volume.disk, name) for name in volume.disk.segments()] for volume in volumes]
-        opened = [[future.result() for future in futures] for futures in reading]
+        reading = [[pool.submit(_open, each.volume.disk, name) for name in each.segments] for each in opened]
+        read = [[future.result() for future in futures] for futures in reading]
     found: list[list[tuple[Segment, RecoveredSegment | UnreadableSegment]]] = []
-    for volume, files in zip(volumes, opened, strict=True):
+    for directory, files in zip(opened, read, strict=True):
+        volume = directory.volume
         found.append([])
         for name, file, recovered in files:
             if isinstance(recovered, UnreadableSegment):

@@ -37,6 +37,7 @@ class DiskFaults:
         self.read_error: Callable[[str, int], OSError | None] = lambda name, offset: None
         self.write_error: Callable[[str, int], OSError | None] = lambda name, offset: None
         self.create_error: OSError | None = None
+        self.start_errors: dict[str, OSError] = {}  # by the operation that fails (`fail_start`)
         self.space: DiskSpace | None = None  # free bytes to report; None: the file system's own answer
         self.torn = False  # True: a failing write has written its first half
         self.before_read: Callable[[str, int], None] = lambda name, offset: None
@@ -50,7 +51,17 @@ class DiskFaults:
     def fail_writes(self, code: int = errno.EIO) -> None:
         self.write_error = lambda name, offset: OSError(code, "injected")
 
+    def fail_start(self, operation: str, error: OSError) -> None:
+        """Let one of the operations fail that the start of a tier needs: open, foreign_bytes, segments or space."""
+        self.start_errors[operation] = error
+
+    def check(self, operation: str) -> None:
+        """Raise the error that the operation was told to fail with."""
+        if operation in self.start_errors:
+            raise self.start_errors[operation]
+
     def disk(self, folder: str) -> Disk:
+        self.check("open")
         return FaultyDisk(open_disk(folder, direct=True), self)
 
 
@@ -64,12 +75,15 @@ class FaultyDisk:
         return self._inner.folder
 
     def segments(self) -> list[str]:
+        self._faults.check("segments")
         return self._inner.segments()
 
     def foreign_bytes(self) -> int:
+        self._faults.check("foreign_bytes")
         return self._inner.foreign_bytes()
 
     def space(self) -> DiskSpace:
+        self._faults.check("space")
         return self._faults.space or self._inner.space()
 
     def open(self, name: str) -> DiskFile:

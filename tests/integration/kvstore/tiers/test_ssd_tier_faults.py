@@ -472,13 +472,26 @@ def test_tier_starts_without_a_disk_that_became_read_only(small_disk, tmp_path, 
     again.close()
 
 
-def test_tier_starts_without_a_disk_with_input_errors(tmp_path):
-    def disks(folder):
-        raise OSError(errno.EIO, "injected")
+@pytest.mark.parametrize("operation", ["open", "foreign_bytes", "segments", "space"])
+@pytest.mark.parametrize("code", [errno.EIO, errno.EUCLEAN])
+def test_tier_starts_without_a_disk_with_input_errors(tmp_path, faults, caplog, operation, code):
+    faults.fail_start(operation, OSError(code, "injected"))
 
-    tier = SsdTier.open(ssd_settings(tmp_path), codecs=lambda digest: PlainCodec(), clock=MonotonicClock(), disks=disks)
+    tier = a_tier(tmp_path, faults=faults)
+
     assert get(tier, keys_of(2)) == [GONE] * 2
     tier.close()
+    assert warnings(caplog) == ["SSD tier: disk failed, going on without it until the next start"]
+    faults.heal()
+    a_tier(tmp_path, faults=faults).close()  # the directory is not locked any more
+
+
+@pytest.mark.parametrize("operation", ["foreign_bytes", "segments", "space"])
+def test_other_error_at_the_start_names_the_directory(tmp_path, faults, operation):
+    faults.fail_start(operation, PermissionError(errno.EACCES, "injected"))
+
+    with pytest.raises(StoreNotStarted, match=r"^directories\[0\]: .* cannot be used: injected"):
+        a_tier(tmp_path, faults=faults)
 
 
 @needs_root

@@ -67,6 +67,15 @@ async def test_stream_cut_after_any_event_goes_on_with_same_bytes(frontends, pat
         assert [data for _, data in rest] == [data for _, data in whole[cut:]], cut
 
 
+def with_tools(model_dir, tmp_path):
+    """Return the folder of a copy of the model, whose chat template takes tools."""
+    folder = shutil.copytree(model_dir, tmp_path / "model")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    template = "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}{{ messages[0].content }}"
+    write_json(folder / "tokenizer_config.json", settings | {"chat_template": template})
+    return folder
+
+
 @pytest.mark.parametrize(
     ("text", "fields"),
     [
@@ -77,10 +86,7 @@ async def test_stream_cut_after_any_event_goes_on_with_same_bytes(frontends, pat
     ids=["begun call", "call", "stop string"],
 )
 async def test_parsed_stream_cut_after_any_event_goes_on_exactly(model_dir, tmp_path, text, fields):
-    folder = shutil.copytree(model_dir, tmp_path / "model")
-    settings = json.loads((folder / "tokenizer_config.json").read_text())
-    template = "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}{{ messages[0].content }}"
-    write_json(folder / "tokenizer_config.json", settings | {"chat_template": template})
+    folder = with_tools(model_dir, tmp_path)
     path, body = CHAT
     tools = [{"type": "function", "function": {"name": "get", "parameters": {"type": "object"}}}]
     body = body_of(body, tools=tools, stream_options={"include_usage": True}, **fields)
@@ -179,19 +185,56 @@ async def test_end_events_of_an_answer_that_goes_on_are_refused(frontends, path,
             assert b"last-event-id: is of the end of the answer, but" in content
 
 
-async def test_stop_string_that_holds_text_back_is_no_end(frontends):
+@pytest.mark.parametrize("are_kept", [True, False])
+async def test_stop_string_that_holds_text_back_is_no_end(frontends, are_kept):
     """The known text may be the beginning of a new stop string; its events then come later than its tokens."""
     frontends.will_answer("Sun and moon", then=(EOS,))
     path, body = MESSAGE
     _, whole, _ = await stream(frontends.url, path, body)
-    cut = next(place for place, (_, data) in enumerate(whole, 1) if texts([data]))
+    first_text = next(place for place, (_, data) in enumerate(whole, 1) if texts([data]))
+    assert first_text == 3, "events that begin the message and the block come first"
 
     stops = {**body, "stop_sequences": ["Sun and sea"]}
-    status, rest, _ = await stream(frontends.url, path, stops, {"last-event-id": whole[cut - 1][0]})
+    for cut in range(1, first_text + 1):
+        if not are_kept:
+            frontends.router.kept.clear()
+        status, rest, content = await stream(frontends.url, path, stops, {"last-event-id": whole[cut - 1][0]})
 
-    assert status == 200
-    assert texts(data for _, data in [*whole[:cut], *rest]) == "Sun and moon"
-    assert kinds(data for _, data in rest) == kinds(data for _, data in whole[cut:])
+        assert status == 200, (cut, content)
+        assert texts(data for _, data in [*whole[:cut], *rest]) == "Sun and moon"
+        assert kinds(data for _, data in rest) == kinds(data for _, data in whole[cut:]), cut
+
+
+async def test_end_events_of_an_answer_that_goes_on_by_a_call(model_dir, tmp_path):
+    """They are refused: the client would get the arguments of a call without the event that begins the call."""
+    path, body = MESSAGE
+    body = {**body, "tools": [{"name": "get", "input_schema": {"type": "object"}}]}
+    async with open_frontends(with_tools(model_dir, tmp_path)) as frontends:
+        frontends.router.cards = (a_model_card(parsers=AnswerParsers(tool_calls="hermes")),)
+        limit = len(frontends.will_answer("Sun"))
+        frontends.will_answer('Sun<tool_call>\n{"name": "get", "arguments": {}}\n</tool_call>', then=(EOS,))
+        _, whole, _ = await stream(frontends.url, path, {**body, "max_tokens": limit})
+        assert texts(data for _, data in whole) == "Sun"
+
+        for number, _ in whole[-3:]:
+            status, _, content = await stream(frontends.url, path, body, {"last-event-id": number})
+
+            assert status == 400
+            assert b"last-event-id: is of the end of the answer, but" in content
+
+
+async def test_end_events_are_refused_at_new_text_with_stop_strings(frontends):
+    """A stop string may hold text back, so a token alone does not say that the answer goes on."""
+    frontends.will_answer("Sun and moon", then=(EOS,))
+    path, body = MESSAGE
+    body = {**body, "stop_sequences": ["moon and sea"]}
+    _, whole, _ = await stream(frontends.url, path, {**body, "max_tokens": 4})
+
+    for number, _ in whole[-3:]:
+        status, _, content = await stream(frontends.url, path, body, {"last-event-id": number})
+
+        assert status == 400
+        assert b"last-event-id: is of the end of the answer, but" in content
 
 
 async def test_resumed_stream_keeps_id_and_has_its_own_in_the_header(frontends):

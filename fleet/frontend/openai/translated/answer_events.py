@@ -10,7 +10,8 @@ Rules:
 3. A resumed answer is written again from its beginning (`Resume.from_start`). As many events and characters as the id names are left
    out. So the client gets exactly what it lacks, even if its stream was cut between two events of one step.
 4. Events that are left over when tokens follow those of the id are events of the answer's end. Other fields of the request
-   let the answer go on, so the request is refused.
+   let the answer go on, so the request is refused. If the request has stop strings, one of them may hold the known text back, so
+   that events before this text come after later tokens. The request is then refused only when text follows that the client lacks.
 """
 
 from fleet.core.requests import Admitted, Delta
@@ -20,12 +21,13 @@ from fleet.frontend.openai.resumable_stream import LastEventId, SeenEvents, goes
 class AnswerEvents:
     """The events of one answer. Without resume tokens the events get no ids."""
 
-    def __init__(self, last: LastEventId | None = None, *, api: str = "") -> None:
+    def __init__(self, last: LastEventId | None = None, *, api: str = "", has_stop_strings: bool = False) -> None:
         """Start before the first event.
 
         Args:
             last: What the client of a resumed answer has; None if the answer is new.
             api: Letter of the API in the ids; not needed for an answer without resume tokens.
+            has_stop_strings: Whether the request has stop strings, which may hold text back.
 
         Raises:
             RequestRejected: INVALID_ARGUMENT; the id is of an event of another API.
@@ -36,6 +38,7 @@ class AnswerEvents:
         self._events, self._characters, self._pieces = seen.events, seen.characters, seen.pieces
         self._events_to_skip, self._characters_to_skip = seen.events, seen.characters
         self._seen_position = 0 if last is None else last.resume.position
+        self._has_stop_strings = has_stop_strings
         self._api = api.encode()
         self._token = ""
         self._position = 0
@@ -48,9 +51,8 @@ class AnswerEvents:
         """
         self._token = part.resume_token or self._token
         if isinstance(part, Delta):
-            # While known characters are missing, a stop string holds them back, and their events may still come.
-            is_complete = self._position >= self._seen_position and not self._characters_to_skip
-            if self._events_to_skip and part.token_ids and is_complete:
+            goes_on = bool(part.token_ids) and self._position >= self._seen_position
+            if self._events_to_skip and goes_on and not self._has_stop_strings:
                 raise goes_on_after_end()
             self._position += len(part.token_ids)
 
@@ -63,10 +65,16 @@ class AnswerEvents:
         return True
 
     def new_part(self, piece: str) -> str:
-        """Count a piece of text, and return the part of it that the client lacks."""
+        """Count a piece of text, and return the part of it that the client lacks.
+
+        Raises:
+            RequestRejected: INVALID_ARGUMENT; the client has later events, which are therefore events of the answer's end (rule 4).
+        """
         known = min(self._characters_to_skip, len(piece))
         self._characters_to_skip -= known
         if part := piece[known:]:
+            if self._events_to_skip:
+                raise goes_on_after_end()
             self._characters += len(part)
             self._pieces += 1
         return part

@@ -103,7 +103,8 @@ class TranslatedFrontend:
                 traced = structs.replace(asked.chat.request, trace=tracing.read(headers))
                 asked = structs.replace(asked, chat=structs.replace(asked.chat, request=traced))
             if asked.chat.stream:
-                events = AnswerEvents(asked.chat.seen, api=api.letter)
+                has_stop_strings = bool(asked.chat.request.stop)
+                events = AnswerEvents(asked.chat.seen, api=api.letter, has_stop_strings=has_stop_strings)
                 await self._stream(exchange, asked, events)
             else:
                 await self._collect(exchange, asked)

@@ -213,6 +213,10 @@ def split_target(target: bytes) -> tuple[str, bytes]:
     return path.decode("latin-1"), mark + query
 
 
+NO_RETRY = ("x-should-retry", "false")
+"""Header by which the clients of OpenAI and Anthropic do not retry. Without it they retry each status from 500 on."""
+
+
 class MalformedRequest(Struct, frozen=True):
     """The error with which a malformed request, or the request on a refused connection, is answered."""
 
@@ -232,6 +236,8 @@ class MalformedRequest(Struct, frozen=True):
         headers = list(id_headers(self.request_id, is_anthropic=self.is_anthropic)) if self.request_id else []
         if self.retry_after_seconds:
             headers.append(("retry-after", str(self.retry_after_seconds)))
+        if self.status is HTTPStatus.NOT_IMPLEMENTED:
+            headers.append(NO_RETRY)  # a retry would need the same function
         return response_head(self.status, "application/json", len(content), close=True, headers=headers) + content
 
 

@@ -304,9 +304,9 @@ async def test_upgrade_offer_is_served_with_http_1(frontends, whole):
 async def test_other_protocols_are_rejected(frontends, sent):
     async with raw_http_client(frontends) as peer:
         await peer.send(sent)
-        status, _, body = await peer.answer()
+        status, headers, body = await peer.answer()
 
-        assert status == 501
+        assert (status, headers["x-should-retry"]) == (501, "false")
         assert "no other protocol" in error_of(body)["message"]
         assert await peer.rest() == b""
 

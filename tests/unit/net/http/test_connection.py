@@ -257,6 +257,7 @@ async def test_unknown_transfer_coding_is_refused(codings):
     assert not exchanges
     assert transport.written.startswith(b"HTTP/1.1 501 ")
     assert b"connection: close" in transport.written
+    assert b"x-should-retry: false\r\n" in transport.written
 
 
 @pytest.mark.parametrize("codings", [b"chunked", b"Chunked", b" chunked "])

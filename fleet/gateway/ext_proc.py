@@ -10,8 +10,8 @@ from functools import lru_cache
 
 from google.protobuf.struct_pb2 import Struct as Fields
 
-from fleet.core.errors import Reason, RequestRejected
-from fleet.net.http.errors import ErrorForm
+from fleet.core.errors import RequestRejected
+from fleet.net.http.errors import ErrorForm, rejection_headers
 from fleet.net.status_codes import REASON_STATUSES
 from fleet.router.settings.endpoint_picker import endpoint_in
 from fleet.v1 import ext_proc_pb2 as pb
@@ -153,11 +153,7 @@ def _streamed(body: bytes, *, ends: bool) -> pb.BodyResponse:
 
 def refusal(refused: RequestRejected, form: ErrorForm) -> pb.ProcessingResponse:
     """Build the answer to a rejected request, in the form of its API."""
-    headers = {"content-type": "application/json"}
-    if refused.retry_after_ms:
-        headers["retry-after"] = f"{-(-refused.retry_after_ms // 1000)}"
-    if refused.reason is Reason.DEADLINE_PASSED:
-        headers["x-should-retry"] = "false"
+    headers = {"content-type": "application/json", **dict(rejection_headers(refused))}
     answer = pb.ImmediateResponse(
         status=pb.HttpStatus(code=REASON_STATUSES[refused.reason].http),
         headers=pb.HeaderMutation(set_headers=_set(headers)),

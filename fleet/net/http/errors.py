@@ -9,6 +9,7 @@ from msgspec import Struct
 from fleet.core.errors import CONTEXT_LENGTH_EXCEEDED, Reason, RequestRejected
 from fleet.net.http.exchange import (
     EVENT_STREAM,
+    NO_RETRY,
     Exchange,
     MalformedRequest,
     is_anthropic,
@@ -48,15 +49,20 @@ def send_rejection(
     if exchange.began:
         exchange.send(form.event(refused, events), content_type=EVENT_STREAM, last=True)
         return
-    headers = (*more, *rate_limit_headers(refused.allowance))
+    headers = (*more, *rejection_headers(refused))
+    exchange.respond(REASON_STATUSES[refused.reason].http, form.body(refused), headers=headers)
+
+
+def rejection_headers(refused: RequestRejected) -> tuple[tuple[str, str], ...]:
+    """Return the headers of the answer to a rejected request that follow from the rejection alone."""
+    headers = rate_limit_headers(refused.allowance)
     if seconds := -(-refused.retry_after_ms // 1000):
         headers += (("retry-after", str(seconds)),)
+    if refused.reason is Reason.DEADLINE_PASSED:
+        headers += (NO_RETRY,)  # a retry would have the same deadline
     if refused.reason is Reason.UNAUTHENTICATED:
         headers += (("www-authenticate", "Bearer"),)  # an answer with status 401 must have it (RFC 9110, 15.5.2)
-    if refused.reason is Reason.DEADLINE_PASSED:
-        # The clients of OpenAI and Anthropic obey this header. Without it they retry each status from 500 on, with the same deadline.
-        headers += (("x-should-retry", "false"),)
-    exchange.respond(REASON_STATUSES[refused.reason].http, form.body(refused), headers=headers)
+    return headers
 
 
 def send_http_error(exchange: Exchange, status: HTTPStatus, message: str, *, allow: str = "") -> None:

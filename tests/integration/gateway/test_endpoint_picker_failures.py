@@ -7,6 +7,7 @@ import random
 
 import grpc
 import pytest
+from msgspec import structs
 
 from fleet.core.ids import WorkerId
 from fleet.router.messages import WorkerLeft
@@ -157,6 +158,7 @@ async def test_unknown_key_is_refused_at_the_headers(model_dir, path, sent):
         await request.head(path, **sent)
         picked = await request.picked()  # no byte of the body was sent
         assert (picked.status, picked.error["code"]) == (401, "unauthenticated")
+        assert picked.headers["www-authenticate"] == "Bearer"
         assert await request.hears() is None
         await world.idle()
 
@@ -166,6 +168,17 @@ async def test_unknown_key_is_refused_at_the_headers(model_dir, path, sent):
 async def test_known_key_in_either_header_is_taken(model_dir, path, sent):
     async with a_picker_setup(model_dir, D1, tenants=TENANTS) as world:
         assert (await world.request().ask(a_completion(), path, **sent)).endpoints == ["10.0.0.1:8000"]
+
+
+async def test_rate_limited_tenant_is_told_its_limits(model_dir):
+    limited = {"a": structs.replace(TENANTS["a"], requests_per_minute=1)}
+    async with a_picker_setup(model_dir, D1, tenants=limited) as world:
+        await world.request().ask(a_completion(), authorization="Bearer secret")
+        picked = await world.request().ask(a_completion(), authorization="Bearer secret")
+
+        assert (picked.status, picked.error["code"]) == (429, "rate_limited")
+        assert picked.headers["x-ratelimit-limit-requests"] == "1"
+        assert int(picked.headers["retry-after"]) > 0
 
 
 async def test_too_long_body_is_rejected_while_it_arrives(model_dir):

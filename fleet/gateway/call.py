@@ -145,9 +145,12 @@ class PickerCall:
             return await anext(messages, None)
 
     def _late(self) -> RequestRejected:
-        seconds = self._picker_context.settings.body_seconds
+        """Return the rejection of a request whose body did not come in time. A retry may succeed, because the limit is the picker's."""
+        settings = self._picker_context.settings
         return RequestRejected(
-            Reason.DEADLINE_PASSED, f"the request was not complete within {seconds:g} s; send it faster"
+            Reason.DEADLINE_PASSED,
+            f"the request was not complete within {settings.body_seconds:g} s; send it faster",
+            retry_after_ms=settings.retry_after_ms,
         )
 
     async def _handle(self, message: pb.ProcessingRequest) -> PickerAnswers:

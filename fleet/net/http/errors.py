@@ -58,7 +58,7 @@ def rejection_headers(refused: RequestRejected) -> tuple[tuple[str, str], ...]:
     headers = rate_limit_headers(refused.allowance)
     if seconds := -(-refused.retry_after_ms // 1000):
         headers += (("retry-after", str(seconds)),)
-    if refused.reason is Reason.DEADLINE_PASSED:
+    elif refused.reason is Reason.DEADLINE_PASSED:
         headers += (NO_RETRY,)  # a retry would have the same deadline
     if refused.reason is Reason.UNAUTHENTICATED:
         headers += (("www-authenticate", "Bearer"),)  # an answer with status 401 must have it (RFC 9110, 15.5.2)

@@ -114,7 +114,7 @@ class EndpointPickerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Memory for the bodies of all requests that are not placed yet; further requests are rejected with 429."""
 
     retry_after_ms: Annotated[int, Meta(ge=1)] = 1000
-    """Retry hint in milliseconds for requests that are rejected with 429."""
+    """Retry hint in milliseconds for requests that are rejected with 429, or whose body did not come in time."""
 
     def __post_init__(self) -> None:
         if self.router_endpoint and not self.own_endpoint:

@@ -209,7 +209,10 @@ async def test_incomplete_request_times_out(model_dir):
         request = world.request()
         await request.head()
         await request.body(b"{", ends=False)
-        assert (await request.picked()).status == 504
+        picked = await request.picked()
+        assert picked.status == 504
+        assert picked.headers["retry-after"] == "1"
+        assert "x-should-retry" not in picked.headers, "the client has set no deadline"
         assert await request.hears() is None
         await world.idle()
 

@@ -341,7 +341,7 @@ class HttpFrontend(HttpServer):
 
     async def _refuse_ambiguous_path(self, exchange: Exchange) -> None:
         message = "the path must not hold '.' and '..', empty segments, backslashes or encoded percent signs"
-        send_http_error(exchange, HTTPStatus.BAD_REQUEST, message)
+        send_http_error(exchange, HTTPStatus.BAD_REQUEST, f"{message}{self._hint(exchange.request.path)}")
 
     async def _chat(self, exchange: Exchange) -> None:
         await self._generate(exchange, read_chat, ChatFormatter)

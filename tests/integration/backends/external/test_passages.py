@@ -291,6 +291,20 @@ async def test_control_routes_and_path_tricks_reach_no_server(target, status, me
         assert server.seen == []
 
 
+@pytest.mark.parametrize("target", ["/v1//completions", "/v1/v1//chat/completions", "/v1//models"])
+async def test_path_with_doubled_slash_gets_a_hint(target):
+    server = ApiServer()
+    async with a_world(server) as (world, _), raw_http_client(world) as peer:
+        await peer.send(get(target, "POST"))
+        status, _, content = await peer.answer()
+
+        assert status == 400
+        said = error_of(content)["message"]
+        assert "empty segments" in said
+        exists = target.replace("//", "/").replace("/v1/v1", "/v1")
+        assert said.endswith(f"; {exists} exists: correct the base URL of the client")
+
+
 async def test_listed_control_route_is_relayed():
     server = ApiServer()
     paths = ("/v1/*", "/v1/load_lora_adapter", "/sleep")

@@ -9,10 +9,12 @@ Rules:
 3. If another worker continues an answer, it parses the answer from the beginning. Its result must begin with the part
    that the client already has, and this part is removed. If the result begins differently, the request fails, so that
    no client gets a mixture of two answers.
-4. Neither parser says to which part of the answer a token belongs. So the tokens of a step count as reasoning if the step adds only
-   reasoning. If it adds other content, too, its tokens are divided by the numbers of characters. Tokens of a step that adds
-   nothing, such as delimiters, count as the next content, except within
-   reasoning, where they count at once.
+4. Neither parser says to which part of the answer a token belongs, so the tokens are counted by steps. The tokens of a step
+   count as reasoning if the step adds only reasoning. If it adds other content, too, its tokens are divided by the numbers of
+   characters. Tokens of a step that adds nothing, such as delimiters, count as the next content.
+5. If no content follows such tokens, the parsers count differently. `TemplateParsedAnswer` knows whether it is within reasoning,
+   and there it counts tokens at once. `EngineParsedAnswer` does not know it. At the end of the answer it counts the tokens that
+   are left as reasoning if the answer has nothing but reasoning.
 """
 
 import importlib
@@ -106,7 +108,10 @@ class EngineParsedAnswer:
         )
 
     def finish(self) -> Delta:
-        """Return an empty delta, because nothing is held back here."""
+        """Count the last tokens (rule 5), and return an empty delta, because nothing is held back here."""
+        if any(self._reasoning) and not any(self._texts) and not self._calls:
+            self.reasoning_tokens += self._uncounted
+            self._uncounted = 0
         return Delta(text="", token_ids=())
 
     def _identified(self, call: CallDelta) -> CallDelta:

@@ -626,6 +626,26 @@ def test_reasoning_tokens_of_a_worker_follow_its_steps():
     assert (first, answer.reasoning_tokens) == (2, 2)
 
 
+@pytest.mark.parametrize(
+    ("parts", "count"),
+    [
+        ([{"reasoning": "why"}, {}, {}], 3),
+        ([{"reasoning": "why"}, {"text": "so"}, {}], 1),
+        ([{"reasoning": "why"}, {"calls": (a_call(0, "add", "{}"),)}, {}], 1),
+        ([{}, {}], 0),
+    ],
+    ids=["reasoning", "text", "call", "nothing"],
+)
+def test_last_tokens_without_content_count_as_reasoning_in_it(parts, count):
+    answer = EngineParsedAnswer(ID)
+    for number, part in enumerate(parts):
+        answer.take(a_step(number, **part))
+
+    answer.finish()
+
+    assert answer.reasoning_tokens == count
+
+
 def test_worker_that_continues_an_answer_repeats_nothing():
     answer = EngineParsedAnswer(ID)
     first = [

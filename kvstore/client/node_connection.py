@@ -167,10 +167,9 @@ class NodeConnection:
                 self._judge(error, started)
                 if not self._outdated:
                     return None
-            except ValueError:  # a call on a closed channel raises this
-                if self.closed.is_set():
-                    return None
-                raise
+            except ValueError as error:
+                self._raise_unless_closed(error)
+                return None
             else:
                 self._breaker.succeeded()
                 if session.memory:
@@ -276,6 +275,12 @@ class NodeConnection:
             case code:
                 self._failed(started, f"{code.name}: {error.details()}")
 
+    def _raise_unless_closed(self, error: ValueError) -> None:
+        """Raise the error of a call again, unless the connection is closed: a call on a closed channel raises ValueError."""
+        if self.closed.is_set():
+            return
+        raise error
+
     def _failed(self, started: Nanos, reason: str) -> None:
         if self.closed.is_set():
             return
@@ -321,10 +326,9 @@ class NodeConnection:
         except (StoreUnreachable, LayoutMismatch, InvalidArgument) as error:
             self._failed(started, str(error))
             return None
-        except ValueError:  # a call on a closed channel raises this
-            if self.closed.is_set():
-                return None
-            raise
+        except ValueError as error:
+            self._raise_unless_closed(error)
+            return None
         former, self._session = self._session, session
         self._outdated = False
         assert former is not None, "only an existing session can be outdated"

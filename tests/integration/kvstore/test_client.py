@@ -594,6 +594,20 @@ def test_call_whose_connection_is_closed_meanwhile_gives_none(client):
     assert client.connection.call(act) is None
 
 
+def test_handshake_on_a_channel_closed_meanwhile_gives_none(client):
+    """The node refuses the incarnation, so a handshake follows, on a channel that is closed by then."""
+    stub = client.connection.stub
+    stale = pb.MatchRequest(digest=client.namespace.digest, hashes=a_chain(1)[0], incarnation="an ended one")
+
+    def act(_session, seconds):
+        try:
+            return stub.Match(stale, timeout=seconds)
+        finally:
+            client.close()
+
+    assert client.connection.call(act) is None
+
+
 def test_threads_on_an_overflowing_store_get_no_wrong_bytes(client, node):
     least, over = time.monotonic() + 1.5, time.monotonic() + 60
     chains = [a_chain(6, f"c{number}") for number in range(8)]

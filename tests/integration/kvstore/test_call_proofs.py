@@ -67,8 +67,10 @@ async def a_server(now: Calendar = unix_seconds) -> AsyncIterator[tuple[Counting
     await server.stop(None)
 
 
-def a_proof(method: str = MATCH, request: bytes = BODY, *, number: int = 0, ago: int = 0) -> str:
-    proof = CallProof.of(KEY, method, request, unix_seconds=unix_seconds() - ago, caller=CALLER, number=number)
+def a_proof(
+    method: str = MATCH, request: bytes = BODY, *, number: int = 0, ago: int = 0, now: Calendar = unix_seconds
+) -> str:
+    proof = CallProof.of(KEY, method, request, unix_seconds=now() - ago, caller=CALLER, number=number)
     return proof.text
 
 
@@ -100,18 +102,21 @@ async def test_captured_proof_is_rejected_a_second_time():
 
 
 async def test_captured_proof_is_rejected_after_a_restart():
-    proof, second = a_proof(), unix_seconds()
-    async with a_server() as (server, address), grpc.aio.insecure_channel(address) as channel:
+    def first() -> int:
+        return 1_700_000_000
+
+    def later() -> int:
+        return first() + 20
+
+    proof = a_proof(now=first)
+    async with a_server(first) as (server, address), grpc.aio.insecure_channel(address) as channel:
         await send(channel, MATCH, BODY, proof)
         assert server.served == 1
-    async with (
-        a_server(now=lambda: second + 20) as (server, address),
-        grpc.aio.insecure_channel(address) as channel,
-    ):
+    async with a_server(later) as (server, address), grpc.aio.insecure_channel(address) as channel:
         assert "before this port opened" in await rejection(channel, MATCH, BODY, proof)
 
         assert server.served == 0
-        await send(channel, MATCH, BODY, a_proof(number=1, ago=-20))
+        await send(channel, MATCH, BODY, a_proof(number=1, now=later))
 
 
 async def test_captured_proof_is_rejected_with_another_body():

@@ -24,6 +24,9 @@ class UnprovenConnections(Generic[Connection]):
     def __len__(self) -> int:
         return len(self._addresses)
 
+    def __contains__(self, connection: Connection) -> bool:
+        return connection in self._addresses
+
     def add(self, connection: Connection, address: str) -> Connection | None:
         """Add a connection from this address.
 

@@ -121,7 +121,8 @@ class DataPlaneServer:
         The node calls this regularly.
         """
         for connection in list(self.connections):
-            if connection.busy and now - connection.moved_at >= STALLED:
+            since = connection.began_at if connection in self._unproven else connection.moved_at
+            if connection.busy and now - since >= STALLED:
                 connection.cut()
         self._accept_again()
 
@@ -167,7 +168,6 @@ class DataPlaneServer:
         if len(self.connections) - len(self._unproven) >= CONNECTIONS:
             return False
         self._unproven.discard(connection)
-        connection.proven = True
         return True
 
     def forget(self, connection: "DataPlaneConnection") -> None:
@@ -189,8 +189,7 @@ class DataPlaneConnection:
         self._scratch: bytearray | None = None
         self._low_water = 1
         self.busy = True  # True in the middle of an exchange
-        self.proven = False
-        self.moved_at = plane.clock.now()  # when it moved its latest byte, or when it began if it is unproven
+        self.began_at = self.moved_at = plane.clock.now()  # `moved_at`: when it moved its latest byte
 
     def proceed(self) -> None:
         """Run as far as possible without waiting. An error ends only this connection."""
@@ -381,8 +380,7 @@ class DataPlaneConnection:
             if not count:
                 raise ConnectionError("the client has left")
             self._turn += count
-            if self.proven:
-                self.moved_at = self._plane.clock.now()
+            self.moved_at = self._plane.clock.now()
             return count
 
 

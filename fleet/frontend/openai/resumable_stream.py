@@ -71,7 +71,7 @@ def read_last_event_id(headers: Mapping[bytes, bytes]) -> LastEventId | None:
     return LastEventId(resume, seen=SeenEvents(events, characters, pieces, api))
 
 
-def of_another_api() -> RequestRejected:
+def foreign_id_error() -> RequestRejected:
     """Return the error for the id of an event of another API."""
     return invalid(
         LAST_EVENT_ID.decode(),
@@ -79,7 +79,7 @@ def of_another_api() -> RequestRejected:
     )
 
 
-def goes_on_after_end() -> RequestRejected:
+def ended_id_error() -> RequestRejected:
     """Return the error for an answer that goes on, although the client has events of its end."""
     return invalid(
         LAST_EVENT_ID.decode(),
@@ -98,7 +98,7 @@ class EventIds:
             RequestRejected: INVALID_ARGUMENT; the id is of an event of a translated API.
         """
         if seen is not None and seen.seen is not None:
-            raise of_another_api()
+            raise foreign_id_error()
         self.beginning = b""
         """The line with an id, up to the position; empty before `begin`."""
 
@@ -115,7 +115,7 @@ class EventIds:
             RequestRejected: INVALID_ARGUMENT; the client has some of them.
         """
         if self._last_events:
-            raise goes_on_after_end()
+            raise ended_id_error()
 
     def numbered(self, event: bytes, position: int) -> bytes:
         """Return the event with its id before it. `position` is the number of tokens up to this event."""

@@ -15,7 +15,7 @@ Rules:
 """
 
 from fleet.core.requests import Admitted, Delta
-from fleet.frontend.openai.resumable_stream import LastEventId, SeenEvents, goes_on_after_end, of_another_api
+from fleet.frontend.openai.resumable_stream import LastEventId, SeenEvents, ended_id_error, foreign_id_error
 
 
 class AnswerEvents:
@@ -33,7 +33,7 @@ class AnswerEvents:
             RequestRejected: INVALID_ARGUMENT; the id is of an event of another API.
         """
         if last is not None and (last.seen is None or last.seen.api != api):
-            raise of_another_api()
+            raise foreign_id_error()
         seen = SeenEvents() if last is None or last.seen is None else last.seen
         self._events, self._characters, self._pieces = seen.events, seen.characters, seen.pieces
         self._events_to_skip, self._characters_to_skip = seen.events, seen.characters
@@ -53,7 +53,7 @@ class AnswerEvents:
         if isinstance(part, Delta):
             goes_on = bool(part.token_ids) and self._position >= self._seen_position
             if self._events_to_skip and goes_on and not self._has_stop_strings:
-                raise goes_on_after_end()
+                raise ended_id_error()
             self._position += len(part.token_ids)
 
     def is_new(self) -> bool:
@@ -74,7 +74,7 @@ class AnswerEvents:
         self._characters_to_skip -= known
         if part := piece[known:]:
             if self._events_to_skip:
-                raise goes_on_after_end()
+                raise ended_id_error()
             self._characters += len(part)
             self._pieces += 1
         return part

@@ -530,7 +530,7 @@ class PeerRouters:
             async with asyncio.timeout(seconds - FIRST_PAUSE_SECONDS):
                 await reached.wait()
 
-    def reached_by_peer(self, router_id: str) -> None:
+    def note_connected_peer(self, router_id: str) -> None:
         """Note that a peer router has connected to this one, so that it can probably be dialled.
 
         Log an error if the peer has the id of this router, because workers then cut the streams of both (rule 15).
@@ -697,7 +697,7 @@ class _IncomingPeer:
                 self._router_id = message.hello.router_id
                 if not self._agrees_with(message.hello):
                     return
-                self._replicas.reached_by_peer(self._router_id)
+                self._replicas.note_connected_peer(self._router_id)
                 # Name of the connection, under which the peer's reservations are kept. It is unique, because the peer may dial again
                 # before the earlier connection has ended.
                 self._replica = f"{self._router_id}@{id(self)}"

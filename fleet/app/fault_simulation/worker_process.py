@@ -308,7 +308,7 @@ class WorkerProcess(VirtualProcess):
                 if cut is not None:
                     cut[0].cut("the router has connected again")
             case WarnOfSharedRouterId():
-                """Do nothing, because the simulation has no log."""
+                pass  # ignored, because the simulation has no log
             case Drained():
                 self._points.reach(FaultPoint.DRAIN_GAVE_UP if command.cancelled else FaultPoint.DRAINED)
                 for finished, _ in list(self._sessions.values()):

@@ -3,8 +3,8 @@
 Rules:
 
 1. A client's proof travels in the metadata of a call and covers the method and the exact bytes of the request. The
-   server checks it before it parses the request, and accepts it once. It refuses proofs that
-   were made before its port opened (`kvstore.security.call_replays`).
+   server checks it before it parses the request, and accepts it once. It refuses proofs that were made before its
+   port opened (`kvstore.security.call_replays`).
 2. The node's proof travels in the trailing metadata of the answer. A stream of answers may never end, so a client
    cannot check the node's proof on it. Before it opens such a stream, a client should therefore make a call that has
    one answer. Proofs do not cover the content of answers; only TLS protects answers.

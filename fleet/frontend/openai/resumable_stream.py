@@ -6,7 +6,8 @@ Rules:
 2. The id of an event has two parts, or three: the resume token, the number of tokens up to this event, and, for the last
    events of an answer, the number of this event among them. So a resumed stream goes on with exactly the events that an
    undisturbed stream would have sent. If other fields of the request let the answer go on although the client has last
-   events, the request is refused, because the client would get tokens after these events, and no others at the new end.
+   events, the request is refused. Otherwise the client would get tokens after these events, and the same number of last events
+   would be missing at the new end.
 3. To go on, the client sends the same request with the id of the last event that it has. The answer keeps its `id` and
    `created`.
 4. A stream can only be resumed if its events depend on nothing but the text and the tokens after an id. So requests for

@@ -42,7 +42,7 @@ def body_of(body, **fields):
 
 
 async def stream(url, path, body, headers=RESUMABLE):
-    """Return the status, the events as pairs of id and data, and the content."""
+    """Return the status of an answer, its events as pairs of id and data, and its content."""
     async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=60) as client:
         answer = await client.post(path, json=body, headers=headers)
     return answer.status_code, sse_events(answer.text), answer.content

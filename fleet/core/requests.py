@@ -297,8 +297,6 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     pin: str = ""  # id of the only worker that may answer; empty if any may
     labels: tuple[str, ...] = ()  # labels that the worker must have
     whole: bool = False  # True: the answer is not streamed, so there is at most one `Delta`
-    # Number of requests that the client's request becomes, including this one. Each counts against the tenant's limit.
-    branches: int = 1
     # True: another branch of the client's request has the same prompt, and the prompt's tokens are charged to that branch alone.
     sibling: bool = False
     tokens: TokenBytes = b""  # tokens of the prompt, if another branch has already computed them; otherwise empty

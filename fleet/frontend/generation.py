@@ -353,8 +353,6 @@ class Generation:
                     request = structs.replace(request, tenant=tenant)
                     if entry is not None:
                         entry.tenant = tenant
-                if request.branches > 1:
-                    self._tenants.check_branches(tenant, request.branches)
                 if measured.trace is not None:
                     measured.trace.follow(traced_request(request))
                 generate = self._generate_with_images if request.remote_images else self._generate
@@ -378,6 +376,30 @@ class Generation:
             measured.ended(Reason.INTERNAL)
             raise
 
+    def check_together(self, request: GenerateRequest, authorization: str, count: int, field: str) -> None:
+        """Check that the tenant's limit allows the requests which a client's request starts together.
+
+        Use this method before such a request costs anything, such as fetches of images. If it is refused, it is counted, logged and
+        traced here.
+
+        Args:
+            request: The client's request, or the first one that it becomes.
+            authorization: The header ``Authorization``, as for `generate`.
+            count: Number of the requests that start together.
+            field: The client's field that makes so many requests, for the error.
+
+        Raises:
+            RequestRejected: UNAUTHENTICATED or INVALID_ARGUMENT; the API key or the tenant is wrong, or the limit is lower than `count`.
+        """
+        if count == 1:
+            return
+        try:
+            request = structs.replace(request, tenant=self._tenants.tenant(authorization, request.tenant))
+            self._tenants.check_together(request.tenant, count, field)
+        except RequestRejected as refused:
+            self._failed(request, self._begin(request)[1], refused.reason)
+            raise
+
     @asynccontextmanager
     async def with_images(
         self, request: GenerateRequest, authorization: str, most_bytes: int
@@ -396,11 +418,7 @@ class Generation:
         Raises:
             RequestRejected: The request is invalid, or an image cannot be fetched.
         """
-        model = request.model or self._only_model
-        if model not in self._codecs:
-            model = self._parents.get(model, UNKNOWN_MODEL)
-        entry = None if self._access is None else self._access.begin(request)
-        measured = _RequestTimes(self._clock, self.metrics.begin(model, CHAT), entry)
+        entry, measured = self._begin(request)
         async with AsyncExitStack() as held:
             try:
                 request = structs.replace(request, tenant=self._tenants.tenant(authorization, request.tenant))
@@ -418,10 +436,18 @@ class Generation:
                 raise
             yield fetched
 
+    def _begin(self, request: GenerateRequest) -> tuple[AccessEntry | None, "_RequestTimes"]:
+        """Begin to measure a client's request before it becomes several requests. The entry is None if there is no access log."""
+        model = request.model or self._only_model
+        if model not in self._codecs:
+            model = self._parents.get(model, UNKNOWN_MODEL)
+        entry = None if self._access is None else self._access.begin(request)
+        return entry, _RequestTimes(self._clock, self.metrics.begin(model, operation_of(request)), entry)
+
     def _failed(self, request: GenerateRequest, measured: "_RequestTimes", reason: Reason) -> None:
         """Count, log and trace a request that failed before it became several requests.
 
-        The trace begins only here: if the fetch succeeds, each of the several requests has a trace of its own, and this request has none.
+        The trace begins only here: otherwise each of the several requests has a trace of its own, and this request has none.
         """
         if self.tracing is not None:
             measured.begin_trace(self.tracing, request)

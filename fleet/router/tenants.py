@@ -200,17 +200,22 @@ class Tenants:
             raise invalid("tenant", "is not the tenant of the API key; leave it out")
         return known
 
-    def check_branches(self, tenant: str, branches: int) -> None:
-        """Check that the limit allows so many requests at a time, which one request of a client becomes.
+    def check_together(self, tenant: str, count: int, field: str) -> None:
+        """Check that a full bucket has so many requests, which one request of a client starts together.
+
+        Args:
+            tenant: Name of the tenant.
+            count: Number of the requests.
+            field: The client's field that makes so many requests, for the error.
 
         Raises:
-            RequestRejected: INVALID_ARGUMENT. The client's request would fail each time, and use up the limit.
+            RequestRejected: INVALID_ARGUMENT. The client's request would use up the limit and then fail, and so would a retry.
         """
         limited = self._limited.get(tenant)
-        if limited is not None and limited.requests is not None and branches > limited.requests.per_minute:
+        if limited is not None and limited.requests is not None and count > limited.requests.per_minute:
             raise invalid(
-                "branches",
-                f"makes {branches} requests at a time, and this tenant has {limited.requests.per_minute:g} a minute; send fewer at a time",
+                field,
+                f"makes {count} requests at a time, and this tenant has {limited.requests.per_minute:g} a minute; send fewer at a time",
             )
 
     def admit(self, tenant: str, prompt_tokens: int, now: Nanos) -> RateLimitStatus | None:

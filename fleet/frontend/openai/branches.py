@@ -134,13 +134,16 @@ class BranchedAnswers:
         """Run all branches and answer the HTTP request.
 
         Raises:
-            RequestRejected: A branch failed and all others have ended, or an image cannot be fetched.
+            RequestRejected: A branch failed and all others have ended, an image cannot be fetched, or the tenant's limit is too low for
+            so many branches.
         """
-        request = self._parsed.request
+        request, details = self._parsed.request, self._details
+        field = "prompt" if details.more_prompts else "n" if details.n == details.best_of else "best_of"
+        self._generation.check_together(request, self._authorization, details.best_of * len(self._prompts), field)
         if not request.remote_images:
             await self._serve_prompts()
             return
-        most_bytes = most_image_bytes(self._details)
+        most_bytes = most_image_bytes(details)
         async with self._generation.with_images(request, self._authorization, most_bytes) as with_images:
             self._parsed = structs.replace(self._parsed, request=with_images)
             await self._serve_prompts()
@@ -186,7 +189,6 @@ class BranchedAnswers:
                 prompt=prompt,
                 sampling=self._sampling(number),
                 truncate_prompt=None if number else request.truncate_prompt,
-                branches=details.best_of * len(self._prompts),
                 sibling=number > 0,
                 tokens=self._prompts[prompt_number].tokens if number else b"",
                 leads=number == 0 and details.best_of > 1,
@@ -227,13 +229,10 @@ class BranchedAnswers:
                         case _:
                             assert_never(event)
         except RequestRejected as refused:
-            details = self._details
-            if not details.more_prompts:
-                raise rename_field(
-                    refused, {"branches": "n" if details.n == details.best_of else "best_of"}
-                ) from refused
+            if not self._details.more_prompts:
+                raise
             name = f"prompt[{branch.prompt}]"
-            raise rename_field(refused, {"branches": "prompt", "text": name, "token_ids": name}) from refused
+            raise rename_field(refused, {"text": name, "token_ids": name}) from refused
 
     def _admitted(self, branch: Branch, admitted: Admitted) -> None:
         self._model = admitted.model

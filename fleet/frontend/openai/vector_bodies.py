@@ -25,6 +25,7 @@ from fleet.core.requests import (
 from fleet.core.validation import checked_request_id
 from fleet.frontend.openai.bodies import FleetOptions, header_hints, unsupported
 from fleet.frontend.openai.requests import combined_priority, decode_body, invalid_body, read_token_ids
+from kvstore.tracing.context import TraceContext
 
 MAX_INPUTS = 2048  # OpenAI's limit for the number of inputs of one request
 
@@ -137,6 +138,7 @@ class VectorRequest(Struct, frozen=True, kw_only=True):
     priority: int
     deadline: Nanos | None
     activation: bool | None
+    trace: TraceContext | None = None  # None: the router does not trace
 
     def prompted(self, prompt: Prompt, task: PoolingTask, **pooling: Any) -> GenerateRequest:
         """Return the request to the router for one prompt, with the id of the HTTP request.
@@ -158,6 +160,7 @@ class VectorRequest(Struct, frozen=True, kw_only=True):
             tenant=self.options.tenant,
             pin=self.options.pin,
             labels=self.options.labels,
+            trace=self.trace,
             whole=True,
         )
 

@@ -175,6 +175,7 @@ class VectorFrontend:
         """
         requests = [asked.shared.prompted(prompt, task, dimensions=asked.dimensions) for prompt in asked.prompts]
         validate_task(requests[0].pooling, self._card(exchange, asked.shared))
+        self._check_together(exchange, requests[0], len(requests), "input")
         return await self._vectors(exchange, requests, "input")
 
     async def _rerank(self, exchange: Exchange) -> None:
@@ -223,16 +224,23 @@ class VectorFrontend:
     async def _read(
         self, exchange: Exchange, read: Callable[..., Read], asked: tuple[RequestId, Nanos, Headers | None]
     ) -> Read:
-        """Return the request in the body, with an id that no other request has taken meanwhile."""
+        """Return the request in the body, with its trace and an id that no other request has taken meanwhile."""
         request = await self._generation.read_body(read, exchange.request.body, *asked)
         if request.shared.id == asked[0] and self._generation.serves(asked[0]):
             shared = structs.replace(request.shared, id=RequestId(uuid.uuid4().hex))
+            request = structs.replace(request, shared=shared)
+        if (tracing := self._generation.tracing) is not None:
+            shared = structs.replace(request.shared, trace=tracing.read(exchange.request.headers))
             request = structs.replace(request, shared=shared)
         return request
 
     def _card(self, exchange: Exchange, shared: VectorRequest) -> ModelCard:
         authorization = authorization_of(exchange.request.headers)
         return self._generation.card_of(shared.model, authorization, shared.options.tenant)
+
+    def _check_together(self, exchange: Exchange, first: GenerateRequest, count: int, field: str) -> None:
+        """Check that the tenant's limit allows so many prompts, before they are tokenized. `first` is the request of the first one."""
+        self._generation.check_together(first, authorization_of(exchange.request.headers), count, field)
 
     async def _scores(
         self, exchange: Exchange, asked: ScoringRequest
@@ -244,6 +252,7 @@ class VectorFrontend:
         texts = list(dict.fromkeys((*asked.firsts, *asked.seconds)))
         requests = [asked.shared.prompted(TextPrompt(text), PoolingTask.EMBED) for text in texts]
         validate_task(requests[0].pooling, card)
+        self._check_together(exchange, requests[0], len(requests), "documents")
         found = await self._vectors(exchange, requests, "")
         by_text = dict(zip(texts, (each.numbers for each in found), strict=True))
         firsts = asked.firsts * (len(asked.seconds) if len(asked.firsts) == 1 else 1)
@@ -259,6 +268,8 @@ class VectorFrontend:
             )
         firsts = asked.firsts * (len(asked.seconds) if len(asked.firsts) == 1 else 1)
         pairs = list(zip(firsts, asked.seconds, strict=True))
+        first = asked.shared.prompted(TextPrompt("".join(pairs[0])), PoolingTask.CLASSIFY)
+        self._check_together(exchange, first, len(pairs), "documents")
         if card.pooling.pairs is PairForm.JOINED:
             requests = [asked.shared.prompted(TextPrompt(one + other), PoolingTask.CLASSIFY) for one, other in pairs]
         else:
@@ -284,16 +295,9 @@ class VectorFrontend:
         """
         room, pace = asyncio.Semaphore(CONCURRENT), PromptPace()
         requests = [
-            structs.replace(
-                each,
-                id=numbered_request_id(each.id, number, self._generation.serves) if number else each.id,
-                branches=len(requests),
-            )
+            structs.replace(each, id=numbered_request_id(each.id, number, self._generation.serves)) if number else each
             for number, each in enumerate(requests)
         ]
-        if (tracing := self._generation.tracing) is not None:
-            trace = tracing.read(exchange.request.headers)
-            requests = [structs.replace(each, trace=trace) for each in requests]
         authorization = authorization_of(exchange.request.headers)
 
         async def serve(number: int) -> PromptVector:
@@ -301,8 +305,7 @@ class VectorFrontend:
                 return await self._vector(requests[number], authorization)
             except RequestRejected as refused:
                 named = field if len(requests) == 1 else f"{field}[{number}]"
-                names = {"branches": field, "text": named, "token_ids": named} if field else {"branches": "documents"}
-                raise rename_field(refused, names) from refused
+                raise rename_field(refused, {"text": named, "token_ids": named} if field else {}) from refused
             finally:
                 room.release()
 

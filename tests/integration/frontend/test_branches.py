@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from fleet.core.errors import Reason, RequestRejected
-from fleet.core.requests import AnswerParsers, Logprobs, PoolingModel, PoolingTask
+from fleet.core.requests import AnswerParsers, Logprobs, PairForm, PoolingModel, PoolingTask
 from fleet.frontend.generation import INLINE_CHARACTERS
 from fleet.router.tenants import TenantSettings
 from tests.support.builders import token_ids
@@ -82,6 +82,45 @@ async def test_more_branches_than_the_limit_are_refused_for_free(model_dir, path
         assert (answer.status_code, error_of(answer.content)["param"]) == (400, wrong)
         assert "makes 6 requests at a time, and this tenant has 5 a minute" in answer.text
         assert frontends.tenants.usage()["acme"].requests == 0
+
+
+async def test_request_with_too_many_branches_is_counted_once(model_dir):
+    limits = {"acme": TenantSettings(requests_per_minute=5)}
+    async with open_frontends(model_dir, limits) as frontends, httpx.AsyncClient(base_url=frontends.url) as http:
+        body = {"model": "tiny", "fleet": {"tenant": "acme"}, "prompt": ["once", "the fox"], "n": 3}
+        assert (await http.post("/v1/completions", json=body)).status_code == 400
+
+        counted = {
+            sample.labels["outcome"]: sample.value
+            for metric in frontends.registry.collect()
+            for sample in metric.samples
+            if sample.name == "fleet_requests_total" and sample.value
+        }
+        assert counted == {"invalid_argument": 1}
+
+
+SCORES_PAIRS = a_model_card(pooling=PoolingModel(task=PoolingTask.CLASSIFY, pairs=PairForm.SEPARATED))
+
+
+async def test_too_many_pairs_are_refused_before_tokenizing(model_dir, monkeypatch):
+    limits = {"acme": TenantSettings(requests_per_minute=5)}
+    async with (
+        open_frontends(model_dir, limits) as frontends,
+        httpx.AsyncClient(base_url=frontends.url, trust_env=False, timeout=60) as http,
+    ):
+        tokenized: list[str] = []
+
+        def noted(codec, first: str, second: str):
+            tokenized.append(second)
+            return codec.encode(first + second), 1
+
+        monkeypatch.setattr(type(frontends.codec), "encode_pair", noted)
+        frontends.router.cards = (SCORES_PAIRS,)
+        body = {"model": "tiny", "fleet": {"tenant": "acme"}, "query": "once", "documents": ["the fox"] * 6}
+        answer = await http.post("/v1/rerank", json=body)
+
+        assert (answer.status_code, error_of(answer.content)["param"]) == (400, "documents")
+        assert tokenized == []
 
 
 @pytest.mark.parametrize(

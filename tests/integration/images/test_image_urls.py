@@ -200,6 +200,15 @@ async def test_nothing_is_fetched_for_a_tenant_over_its_limit(tmp_path, server, 
     assert len(server.seen) == 1
 
 
+async def test_nothing_is_fetched_for_more_answers_than_the_limit(tmp_path, server):
+    tenants = {"acme": TenantSettings(requests_per_minute=2)}
+    async with fetching_frontends(tmp_path, server, tenants) as frontends:
+        answer = await post(frontends, a_chat(server.url("/red.png"), n=3, fleet={"tenant": "acme"}))
+
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "n")
+    assert server.seen == []
+
+
 @pytest.mark.parametrize("fields", [{}, {"n": 2}])
 async def test_images_are_fetched_for_as_many_requests_as_are_left(tmp_path, server, fields):
     tenants = {"acme": TenantSettings(requests_per_minute=2)}

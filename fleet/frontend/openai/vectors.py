@@ -239,8 +239,12 @@ class VectorFrontend:
         return self._generation.card_of(shared.model, authorization, shared.options.tenant)
 
     def _check_together(self, exchange: Exchange, first: GenerateRequest, count: int, field: str) -> None:
-        """Check that the tenant's limit allows so many prompts, before they are tokenized. `first` is the request of the first one."""
-        self._generation.check_together(first, authorization_of(exchange.request.headers), count, field)
+        """Check that the tenant's limit allows those of `count` prompts that start together, before any is tokenized.
+
+        The limit fills up again while the others wait (rule 2). `first` is the request of the first prompt.
+        """
+        authorization = authorization_of(exchange.request.headers)
+        self._generation.check_together(first, authorization, min(count, CONCURRENT), field)
 
     async def _scores(
         self, exchange: Exchange, asked: ScoringRequest

@@ -11,6 +11,7 @@ import pytest
 from fleet.core.errors import Reason, RequestRejected
 from fleet.core.requests import AnswerParsers, Logprobs, PairForm, PoolingModel, PoolingTask
 from fleet.frontend.generation import INLINE_CHARACTERS
+from fleet.frontend.openai.vectors import CONCURRENT
 from fleet.router.tenants import TenantSettings
 from tests.support.builders import token_ids
 from tests.support.frontend.frontends import Frontends, open_frontends
@@ -97,6 +98,20 @@ async def test_request_with_too_many_branches_is_counted_once(model_dir):
             if sample.name == "fleet_requests_total" and sample.value
         }
         assert counted == {"invalid_argument": 1}
+
+
+async def test_inputs_that_start_later_need_no_room_in_the_limit(model_dir):
+    limits = {"acme": TenantSettings(requests_per_minute=CONCURRENT)}
+    async with open_frontends(model_dir, limits) as frontends, httpx.AsyncClient(base_url=frontends.url) as http:
+        frontends.router.cards = (EMBEDS,)
+        frontends.router.hold_after = 0
+        body = {"model": "tiny", "fleet": {"tenant": "acme"}, "input": ["once"] * (CONCURRENT + 1)}
+        asked = asyncio.create_task(http.post("/v1/embeddings", json=body))
+        await until(lambda: asked.done() or len(frontends.router.submitted) == CONCURRENT)
+
+        assert not asked.done()
+        asked.cancel()
+        await asyncio.gather(asked, return_exceptions=True)
 
 
 SCORES_PAIRS = a_model_card(pooling=PoolingModel(task=PoolingTask.CLASSIFY, pairs=PairForm.SEPARATED))

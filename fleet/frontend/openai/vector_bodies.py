@@ -184,6 +184,7 @@ class ScoringRequest(Struct, frozen=True, kw_only=True):
     shared: VectorRequest
     firsts: tuple[str, ...]
     seconds: tuple[str, ...]
+    second_field: str  # name of the field with `seconds` in the body, for errors
     top: int = 0  # number of the best documents to return; 0: all
     returns_documents: bool = True
 
@@ -233,6 +234,7 @@ def read_rerank(body: bytes, request_id: RequestId, now: Nanos, headers: Headers
         shared=_shared(asked, request_id, now, headers),
         firsts=_filled("query", (asked.query,)),
         seconds=_filled("documents", documents),
+        second_field="documents",
         top=asked.top_n or 0,
         returns_documents=asked.return_documents is not False,
     )
@@ -252,7 +254,9 @@ def read_score(body: bytes, request_id: RequestId, now: Nanos, headers: Headers 
     firsts, seconds = (_texts(name, getattr(asked, name)) for name in given[0])
     if len(firsts) not in (1, len(seconds)):
         raise invalid(given[0][0], f"has {len(firsts)} texts, and {given[0][1]} {len(seconds)}; send one, or as many")
-    return ScoringRequest(shared=_shared(asked, request_id, now, headers), firsts=firsts, seconds=seconds)
+    return ScoringRequest(
+        shared=_shared(asked, request_id, now, headers), firsts=firsts, seconds=seconds, second_field=given[0][1]
+    )
 
 
 def _shared(body: VectorBody, request_id: RequestId, now: Nanos, headers: Headers | None) -> VectorRequest:

@@ -256,7 +256,7 @@ class VectorFrontend:
         texts = list(dict.fromkeys((*asked.firsts, *asked.seconds)))
         requests = [asked.shared.prompted(TextPrompt(text), PoolingTask.EMBED) for text in texts]
         validate_task(requests[0].pooling, card)
-        self._check_together(exchange, requests[0], len(requests), "documents")
+        self._check_together(exchange, requests[0], len(requests), asked.second_field)
         found = await self._vectors(exchange, requests, "")
         by_text = dict(zip(texts, (each.numbers for each in found), strict=True))
         firsts = asked.firsts * (len(asked.seconds) if len(asked.firsts) == 1 else 1)
@@ -273,7 +273,7 @@ class VectorFrontend:
         firsts = asked.firsts * (len(asked.seconds) if len(asked.firsts) == 1 else 1)
         pairs = list(zip(firsts, asked.seconds, strict=True))
         first = asked.shared.prompted(TextPrompt("".join(pairs[0])), PoolingTask.CLASSIFY)
-        self._check_together(exchange, first, len(pairs), "documents")
+        self._check_together(exchange, first, len(pairs), asked.second_field)
         if card.pooling.pairs is PairForm.JOINED:
             requests = [asked.shared.prompted(TextPrompt(one + other), PoolingTask.CLASSIFY) for one, other in pairs]
         else:

@@ -58,6 +58,7 @@ async def test_n_answers_have_their_index_and_a_summed_usage(frontends, client):
 
 
 EMBEDS = a_model_card(pooling=PoolingModel(task=PoolingTask.EMBED))
+SCORES_PAIRS = a_model_card(pooling=PoolingModel(task=PoolingTask.CLASSIFY, pairs=PairForm.SEPARATED))
 
 
 @pytest.mark.parametrize(
@@ -68,6 +69,9 @@ EMBEDS = a_model_card(pooling=PoolingModel(task=PoolingTask.EMBED))
         ("/v1/completions", {"prompt": ["once", "the fox"], "n": 3}, "prompt", a_model_card()),
         ("/v1/chat/completions", {"messages": MESSAGES, "n": 6}, "n", a_model_card()),
         ("/v1/embeddings", {"input": ["once"] * 6}, "input", EMBEDS),
+        ("/v1/rerank", {"query": "once", "documents": ["the fox"] * 6}, "documents", SCORES_PAIRS),
+        ("/v1/score", {"text_1": "once", "text_2": ["the fox"] * 6}, "text_2", SCORES_PAIRS),
+        ("/v1/score", {"queries": "0", "items": ["1", "2", "3", "4", "5"]}, "items", EMBEDS),
     ],
 )
 async def test_more_branches_than_the_limit_are_refused_for_free(model_dir, path, fields, wrong, card):
@@ -112,9 +116,6 @@ async def test_inputs_that_start_later_need_no_room_in_the_limit(model_dir):
         assert not asked.done()
         asked.cancel()
         await asyncio.gather(asked, return_exceptions=True)
-
-
-SCORES_PAIRS = a_model_card(pooling=PoolingModel(task=PoolingTask.CLASSIFY, pairs=PairForm.SEPARATED))
 
 
 async def test_too_many_pairs_are_refused_before_tokenizing(model_dir, monkeypatch):

@@ -229,10 +229,13 @@ async def test_rejections_have_their_status_when_streaming(frontends, client, re
     assert len(raised.value.request_id) == 32
 
 
-@pytest.mark.parametrize(("reason", "requests"), [(Reason.DEADLINE_PASSED, 1), (Reason.WORKER_LOST, 2)])
-async def test_client_with_retries_does_not_repeat_passed_deadline(frontends, client, reason, requests):
-    """Each repetition would have the same deadline, and perhaps compute the same part of the answer."""
-    frontends.router.refuse = RequestRejected(reason, "no", retry_after_ms=1)
+@pytest.mark.parametrize(
+    ("reason", "retry_after_ms", "requests"),
+    [(Reason.DEADLINE_PASSED, 0, 1), (Reason.DEADLINE_PASSED, 1, 2), (Reason.WORKER_LOST, 1, 2)],
+)
+async def test_client_with_retries_does_not_repeat_passed_deadline(frontends, client, reason, retry_after_ms, requests):
+    """Each repetition would have the same deadline, and perhaps compute the same part of the answer, unless there is a retry hint."""
+    frontends.router.refuse = RequestRejected(reason, "no", retry_after_ms=retry_after_ms)
 
     with pytest.raises(openai.InternalServerError):
         await client.with_options(max_retries=1).completions.create(model="tiny", prompt="once")

@@ -27,7 +27,7 @@ from fleet.core.requests import Resume
 LAST_EVENT_ID = b"last-event-id"
 MAX_EVENT_ID_CHARACTERS = 8192
 _EVENT_ID = re.compile(
-    r"([A-Za-z0-9_-]+)\.([0-9]{1,9})(?:\.([0-9]{1,2})|\.([0-9]{1,9})\.([0-9]{1,9})\.([0-9]{1,9})\.([a-z]))?"
+    r"([A-Za-z0-9_-]+)\.([0-9]{1,9})(?:\.([0-9]{1,2})|\.([0-9]{1,9})\.([0-9]{1,9})\.([0-9]{1,9})\.([a-zA-Z]))?"
 )
 _EVENT_END = b"\n\n"
 
@@ -42,6 +42,7 @@ class SeenEvents(Struct, frozen=True):
     characters: int = 0  # number of characters in all pieces of text
     pieces: int = 0  # number of pieces of text
     api: str = ""  # letter of the API
+    is_end: bool = False  # True if the last one of these events ends the answer
 
 
 class LastEventId(Struct, frozen=True):
@@ -69,7 +70,7 @@ def read_last_event_id(headers: Mapping[bytes, bytes]) -> LastEventId | None:
         return LastEventId(Resume(token=token, position=int(position)), int(last_events or 0))
     resume = Resume(token=token, position=int(position), from_start=True)
     events, characters, pieces = map(int, counts)
-    return LastEventId(resume, seen=SeenEvents(events, characters, pieces, api))
+    return LastEventId(resume, seen=SeenEvents(events, characters, pieces, api.lower(), api.isupper()))
 
 
 def foreign_id_error() -> RequestRejected:

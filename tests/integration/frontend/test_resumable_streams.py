@@ -207,10 +207,11 @@ async def test_stop_string_that_holds_text_back_is_no_end(frontends, are_kept):
         assert kinds(data for _, data in rest) == kinds(data for _, data in whole[cut:]), cut
 
 
-async def test_end_events_of_an_answer_that_goes_on_by_a_call(model_dir, tmp_path):
+@pytest.mark.parametrize("fields", [{}, {"stop_sequences": ["moon and sea"]}], ids=["no stop string", "stop string"])
+async def test_end_events_of_an_answer_that_goes_on_by_a_call(model_dir, tmp_path, fields):
     """They are refused: the client would get the arguments of a call without the event that begins the call."""
     path, body = MESSAGE
-    body = {**body, "tools": [{"name": "get", "input_schema": {"type": "object"}}]}
+    body = {**body, "tools": [{"name": "get", "input_schema": {"type": "object"}}], **fields}
     async with open_frontends(with_tools(model_dir, tmp_path)) as frontends:
         frontends.router.cards = (a_model_card(parsers=AnswerParsers(tool_calls="hermes")),)
         limit = len(frontends.will_answer("Sun"))

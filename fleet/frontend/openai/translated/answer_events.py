@@ -5,13 +5,12 @@ Rules:
 1. An answer is a sequence of pieces of text (of reasoning, texts and tool calls) and of events between them. The events between
    them follow from the answer alone. How the text is cut into pieces depends on the steps of the engine.
 2. So the id of an event contains the resume token and the number of tokens up to the event. It also contains three
-   numbers of what the client has, including this event: events between pieces, characters, and pieces. Its end is the
+   numbers of what the client has, including this event: events between pieces, characters, and pieces. Its last part is the
    letter of the API, because both translated APIs may make the same prompt of a text, but not the same events of an answer.
 3. A resumed answer is written again from its beginning (`Resume.from_start`). As many events and characters as the id names are left
    out. So the client gets exactly what it lacks, even if its stream was cut between two events of one step.
-4. Events that are left over when tokens follow those of the id are events of the answer's end. Other fields of the request
-   let the answer go on, so the request is refused. If the request has stop strings, one of them may hold the known text back, so
-   that events before this text come after later tokens. The request is then refused only when text follows that the client lacks.
+4. The letter is a capital one if the event ends the answer, and is no piece of text. If other fields of the request let an answer
+   go on although the client has such an event, the request is refused: its events would not fit those that the client has.
 """
 
 from fleet.core.requests import Admitted, Delta
@@ -21,13 +20,12 @@ from fleet.frontend.openai.resumable_stream import LastEventId, SeenEvents, ende
 class AnswerEvents:
     """The events of one answer. Without resume tokens the events get no ids."""
 
-    def __init__(self, last: LastEventId | None = None, *, api: str = "", has_stop_strings: bool = False) -> None:
+    def __init__(self, last: LastEventId | None = None, *, api: str = "") -> None:
         """Start before the first event.
 
         Args:
             last: What the client of a resumed answer has; None if the answer is new.
             api: Letter of the API in the ids; not needed for an answer without resume tokens.
-            has_stop_strings: Whether the request has stop strings, which may hold text back.
 
         Raises:
             RequestRejected: INVALID_ARGUMENT; the id is of an event of another API.
@@ -38,8 +36,10 @@ class AnswerEvents:
         self._events, self._characters, self._pieces = seen.events, seen.characters, seen.pieces
         self._events_to_skip, self._characters_to_skip = seen.events, seen.characters
         self._seen_position = 0 if last is None else last.resume.position
-        self._has_stop_strings = has_stop_strings
-        self._api = api.encode()
+        self._has_end = seen.is_end
+        self._api = api
+        self._ends = False  # True if the next events end the answer
+        self._is_end = False  # True if the latest event ends the answer, and is no piece of text
         self._token = ""
         self._position = 0
 
@@ -51,10 +51,13 @@ class AnswerEvents:
         """
         self._token = part.resume_token or self._token
         if isinstance(part, Delta):
-            goes_on = bool(part.token_ids) and self._position >= self._seen_position
-            if self._events_to_skip and goes_on and not self._has_stop_strings:
+            if self._has_end and part.token_ids and self._position >= self._seen_position:
                 raise ended_id_error()
             self._position += len(part.token_ids)
+
+    def end(self) -> None:
+        """Note that the next events end the answer."""
+        self._ends = True
 
     def is_new(self) -> bool:
         """Count an event between pieces, and return whether the client lacks it."""
@@ -62,13 +65,14 @@ class AnswerEvents:
             self._events_to_skip -= 1
             return False
         self._events += 1
+        self._is_end = self._ends
         return True
 
     def new_part(self, piece: str) -> str:
         """Count a piece of text, and return the part of it that the client lacks.
 
         Raises:
-            RequestRejected: INVALID_ARGUMENT; the client has later events, which are therefore events of the answer's end (rule 4).
+            RequestRejected: INVALID_ARGUMENT; the client has later events, so this answer is not the one that it has.
         """
         known = min(self._characters_to_skip, len(piece))
         self._characters_to_skip -= known
@@ -77,6 +81,7 @@ class AnswerEvents:
                 raise ended_id_error()
             self._characters += len(part)
             self._pieces += 1
+            self._is_end = False
         return part
 
     @property
@@ -89,4 +94,5 @@ class AnswerEvents:
         if not self._token:
             return b""
         counts = (self._position, self._events, self._characters, self._pieces)
-        return b"id: %b.%d.%d.%d.%d.%b\n" % (self._token.encode(), *counts, self._api)
+        api = self._api.upper() if self._is_end else self._api
+        return b"id: %b.%d.%d.%d.%d.%b\n" % (self._token.encode(), *counts, api.encode())

@@ -103,8 +103,7 @@ class TranslatedFrontend:
                 traced = structs.replace(asked.chat.request, trace=tracing.read(headers))
                 asked = structs.replace(asked, chat=structs.replace(asked.chat, request=traced))
             if asked.chat.stream:
-                has_stop_strings = bool(asked.chat.request.stop)
-                events = AnswerEvents(asked.chat.seen, api=api.letter, has_stop_strings=has_stop_strings)
+                events = AnswerEvents(asked.chat.seen, api=api.letter)
                 await self._stream(exchange, asked, events)
             else:
                 await self._collect(exchange, asked)
@@ -137,6 +136,7 @@ class TranslatedFrontend:
                             await exchange.drained()
                     case Finished():
                         assert writer is not None
+                        written.end()
                         exchange.end_events(writer.last_chunks(item), headers)
 
     async def _collect(self, exchange: Exchange, asked: TranslatedRequest) -> None:

@@ -376,8 +376,8 @@ class Generation:
             measured.ended(Reason.INTERNAL)
             raise
 
-    def check_together(self, request: GenerateRequest, authorization: str, count: int, field: str) -> None:
-        """Check that the tenant's limit allows the requests which a client's request starts together.
+    def check_count(self, request: GenerateRequest, authorization: str, count: int, field: str) -> None:
+        """Check that the tenant's limit allows the requests that a client's request becomes.
 
         Use this method before such a request costs anything, such as fetches of images. If it is refused, it is counted, logged and
         traced here.
@@ -385,7 +385,7 @@ class Generation:
         Args:
             request: The client's request, or the first one that it becomes.
             authorization: The header ``Authorization``, as for `generate`.
-            count: Number of the requests that start together.
+            count: Number of these requests.
             field: The client's field that makes so many requests, for the error.
 
         Raises:
@@ -395,7 +395,7 @@ class Generation:
             return
         try:
             request = structs.replace(request, tenant=self._tenants.tenant(authorization, request.tenant))
-            self._tenants.check_together(request.tenant, count, field)
+            self._tenants.check_count(request.tenant, count, field)
         except RequestRejected as refused:
             self._failed(request, self._begin(request)[1], refused.reason)
             raise

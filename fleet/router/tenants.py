@@ -200,8 +200,8 @@ class Tenants:
             raise invalid("tenant", "is not the tenant of the API key; leave it out")
         return known
 
-    def check_together(self, tenant: str, count: int, field: str) -> None:
-        """Check that a full bucket has so many requests, which one request of a client starts together.
+    def check_count(self, tenant: str, count: int, field: str) -> None:
+        """Check that a full bucket has so many requests, which one request of a client becomes.
 
         Args:
             tenant: Name of the tenant.
@@ -215,7 +215,7 @@ class Tenants:
         if limited is not None and limited.requests is not None and count > limited.requests.per_minute:
             raise invalid(
                 field,
-                f"makes {count} requests at a time, and this tenant has {limited.requests.per_minute:g} a minute; send fewer at a time",
+                f"makes {count} requests, and this tenant has {limited.requests.per_minute:g} a minute; send fewer at a time",
             )
 
     def admit(self, tenant: str, prompt_tokens: int, now: Nanos) -> RateLimitStatus | None:

@@ -139,7 +139,7 @@ class BranchedAnswers:
         """
         request, details = self._parsed.request, self._details
         field = "prompt" if details.more_prompts else "n" if details.n == details.best_of else "best_of"
-        self._generation.check_together(request, self._authorization, details.best_of * len(self._prompts), field)
+        self._generation.check_count(request, self._authorization, details.best_of * len(self._prompts), field)
         if not request.remote_images:
             await self._serve_prompts()
             return

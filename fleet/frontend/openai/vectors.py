@@ -175,7 +175,7 @@ class VectorFrontend:
         """
         requests = [asked.shared.prompted(prompt, task, dimensions=asked.dimensions) for prompt in asked.prompts]
         validate_task(requests[0].pooling, self._card(exchange, asked.shared))
-        self._check_together(exchange, requests[0], len(requests), "input")
+        self._check_count(exchange, requests[0], len(requests), "input")
         return await self._vectors(exchange, requests, "input")
 
     async def _rerank(self, exchange: Exchange) -> None:
@@ -238,13 +238,9 @@ class VectorFrontend:
         authorization = authorization_of(exchange.request.headers)
         return self._generation.card_of(shared.model, authorization, shared.options.tenant)
 
-    def _check_together(self, exchange: Exchange, first: GenerateRequest, count: int, field: str) -> None:
-        """Check that the tenant's limit allows those of `count` prompts that start together, before any is tokenized.
-
-        The limit fills up again while the others wait (rule 2). `first` is the request of the first prompt.
-        """
-        authorization = authorization_of(exchange.request.headers)
-        self._generation.check_together(first, authorization, min(count, CONCURRENT), field)
+    def _check_count(self, exchange: Exchange, first: GenerateRequest, count: int, field: str) -> None:
+        """Check that the tenant's limit allows so many prompts, before any is tokenized. `first` is the request of the first one."""
+        self._generation.check_count(first, authorization_of(exchange.request.headers), count, field)
 
     async def _scores(
         self, exchange: Exchange, asked: ScoringRequest
@@ -256,7 +252,7 @@ class VectorFrontend:
         texts = list(dict.fromkeys((*asked.firsts, *asked.seconds)))
         requests = [asked.shared.prompted(TextPrompt(text), PoolingTask.EMBED) for text in texts]
         validate_task(requests[0].pooling, card)
-        self._check_together(exchange, requests[0], len(requests), asked.second_field)
+        self._check_count(exchange, requests[0], len(requests), asked.second_field)
         found = await self._vectors(exchange, requests, "")
         by_text = dict(zip(texts, (each.numbers for each in found), strict=True))
         firsts = asked.firsts * (len(asked.seconds) if len(asked.firsts) == 1 else 1)
@@ -273,7 +269,7 @@ class VectorFrontend:
         firsts = asked.firsts * (len(asked.seconds) if len(asked.firsts) == 1 else 1)
         pairs = list(zip(firsts, asked.seconds, strict=True))
         first = asked.shared.prompted(TextPrompt("".join(pairs[0])), PoolingTask.CLASSIFY)
-        self._check_together(exchange, first, len(pairs), asked.second_field)
+        self._check_count(exchange, first, len(pairs), asked.second_field)
         if card.pooling.pairs is PairForm.JOINED:
             requests = [asked.shared.prompted(TextPrompt(one + other), PoolingTask.CLASSIFY) for one, other in pairs]
         else:

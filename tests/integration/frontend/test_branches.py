@@ -11,7 +11,6 @@ import pytest
 from fleet.core.errors import Reason, RequestRejected
 from fleet.core.requests import AnswerParsers, Logprobs, PairForm, PoolingModel, PoolingTask
 from fleet.frontend.generation import INLINE_CHARACTERS
-from fleet.frontend.openai.vectors import CONCURRENT
 from fleet.router.tenants import TenantSettings
 from tests.support.builders import token_ids
 from tests.support.frontend.frontends import Frontends, open_frontends
@@ -85,7 +84,7 @@ async def test_more_branches_than_the_limit_are_refused_for_free(model_dir, path
         answer = await http.post(path, json={"model": "tiny", "fleet": {"tenant": "acme"}, **fields})
 
         assert (answer.status_code, error_of(answer.content)["param"]) == (400, wrong)
-        assert "makes 6 requests at a time, and this tenant has 5 a minute" in answer.text
+        assert "makes 6 requests, and this tenant has 5 a minute" in answer.text
         assert frontends.tenants.usage()["acme"].requests == 0
 
 
@@ -102,20 +101,6 @@ async def test_request_with_too_many_branches_is_counted_once(model_dir):
             if sample.name == "fleet_requests_total" and sample.value
         }
         assert counted == {"invalid_argument": 1}
-
-
-async def test_inputs_that_start_later_need_no_room_in_the_limit(model_dir):
-    limits = {"acme": TenantSettings(requests_per_minute=CONCURRENT)}
-    async with open_frontends(model_dir, limits) as frontends, httpx.AsyncClient(base_url=frontends.url) as http:
-        frontends.router.cards = (EMBEDS,)
-        frontends.router.hold_after = 0
-        body = {"model": "tiny", "fleet": {"tenant": "acme"}, "input": ["once"] * (CONCURRENT + 1)}
-        asked = asyncio.create_task(http.post("/v1/embeddings", json=body))
-        await until(lambda: asked.done() or len(frontends.router.submitted) == CONCURRENT)
-
-        assert not asked.done()
-        asked.cancel()
-        await asyncio.gather(asked, return_exceptions=True)
 
 
 async def test_too_many_pairs_are_refused_before_tokenizing(model_dir, monkeypatch):

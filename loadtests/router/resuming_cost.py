@@ -22,6 +22,7 @@ import json
 import math
 import random
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -141,6 +142,24 @@ def service(
     command = [sys.executable, "-m", "fleet.cli.main", "serve", part, "--config", str(config)]
     with started(name, command, folder, cores, environment() | {"PYTHONPATH": str(checkout)}) as running:
         yield running
+
+
+def check_checkout(checkout: Path) -> None:
+    """Check that Python finds the native modules in a checkout. Without them, its code would be measured with slower twins.
+
+    Raises:
+        SystemUnavailable: A module is missing, or Python finds another one.
+    """
+    names = [f"kvstore.native.{name}" for name in ("_table", "_chain", "_kernels")] + ["fleet.router.native._costs"]
+    command = [sys.executable, "-c", f"import {', '.join(names)}; print({names[0]}.__file__)"]
+    with tempfile.TemporaryDirectory() as folder:
+        environment_of_checkout = environment() | {"PYTHONPATH": str(checkout)}
+        done = subprocess.run(
+            command, cwd=folder, env=environment_of_checkout, capture_output=True, text=True, check=False
+        )
+    if done.returncode or not Path(done.stdout.strip()).is_relative_to(checkout):
+        why = done.stderr.strip().rpartition("\n")[2] or f"Python finds {done.stdout.strip()}"
+        raise SystemUnavailable(f"--before {checkout}: build its native modules first ({why})")
 
 
 class Cluster:
@@ -390,6 +409,8 @@ def main() -> int:
     arguments = parser.parse_args()
 
     before = None if arguments.before is None else arguments.before.resolve()
+    if before is not None:
+        check_checkout(before)
     rows = compare(
         measure(arguments.rounds, arguments.requests, arguments.tokens, arguments.prompts, arguments.seed, before)
     )

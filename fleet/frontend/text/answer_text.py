@@ -47,7 +47,7 @@ class AnswerText:
         if len(token_ids) == 1 and self._stops is None:  # the most frequent case
             self.num_tokens += 1
             text = "" if token_ids[0] in self._end_token_ids else self._decoder.add(token_ids[0])
-            return Delta(text=text, token_ids=tuple(token_ids), logprobs=tuple(logprobs))
+            return Delta(text=text, token_ids=tuple(token_ids), logprobs=tuple(logprobs[:1]))
         texts = []
         taken = 0
         for token_id in token_ids:

@@ -13,7 +13,7 @@ Rules:
    count as reasoning if the step adds only reasoning. If it adds other content, too, its tokens are divided by the numbers of
    characters. Tokens of a step that adds nothing, such as delimiters, count as the next content.
 5. If no content follows such tokens, the parsers count differently. `TemplateParsedAnswer` knows whether it is within reasoning,
-   and there it counts tokens at once. `EngineParsedAnswer` does not know it. At the end of the answer it counts the tokens that
+   and there it counts tokens at once, unless they may begin a delimiter. `EngineParsedAnswer` does not know it. At the end of the answer it counts the tokens that
    are left as reasoning if the answer has nothing but reasoning.
 """
 

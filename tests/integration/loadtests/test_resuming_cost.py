@@ -5,9 +5,10 @@ import sys
 
 import pytest
 
+from loadtests.environments import SystemUnavailable
 from loadtests.kvstore.nodes import ROOT
 from loadtests.router import resuming_cost
-from loadtests.router.resuming_cost import VARIANTS, RoundFigures
+from loadtests.router.resuming_cost import VARIANTS, RoundFigures, check_checkout
 from tests.support.fleet_processes import run_load_test
 
 pytestmark = pytest.mark.integration
@@ -29,6 +30,14 @@ def test_tiny_run_measures_each_variant(tmp_path):
     assert all(each["cpu_microseconds"] > 0 for each in found)
     assert [each["cpu_ratio"] for each in found[-2:]] == [1.0, 1.0], "the ratios are to the other checkout"
     assert all(each["ttft_milliseconds"] > 70 for each in found), "2,048 tokens take 74 ms in the simulated engine"
+
+
+def test_checkout_without_native_modules_is_refused(tmp_path):
+    (tmp_path / "kvstore").mkdir()
+    (tmp_path / "kvstore" / "__init__.py").touch()
+
+    with pytest.raises(SystemUnavailable, match="build its native modules first"):
+        check_checkout(tmp_path)
 
 
 @pytest.mark.parametrize(

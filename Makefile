@@ -111,7 +111,7 @@ install: $(INSTALLED)
 # After a change of dependencies: install them by hand, see the tests pass, then write down what is there.
 lock:
 	@{ sed -n '/^#/p' constraints.txt; $(BIN)/python -m pip list --format=freeze --disable-pip-version-check | \
-	grep -viE '^(fleet-serving|pip|torch|torchvision|torchaudio|torchcodec)==' | grep -vxFf constraints-kube.txt; } > constraints.new
+	grep -viE '^(fleet-serving|pip|torch|torchvision|torchaudio|torchcodec)==' | grep -vxFf constraints-kube.txt -f constraints-sbom.txt; } > constraints.new
 	@mv constraints.new constraints.txt
 
 clean:
@@ -139,7 +139,7 @@ $(KUBE): $(DEV)
 	@$(PIP) install --prefer-binary -c constraints.txt -c constraints-kube.txt -e '.[kube-tests]'
 	@rm -f .venv/.kube-*; touch $@
 
-$(SBOM): | $(BIN)/python
+$(SBOM): | $(DEV)
 	@rm -rf build/sbom-tool; $(BIN)/python -m venv --without-pip build/sbom-tool
 	@$(PIP) --python build/sbom-tool/bin/python install --prefer-binary -c constraints.txt -c constraints-sbom.txt cyclonedx-bom
 	@touch $@

@@ -48,6 +48,7 @@ from fleet.core.requests import (
     IMAGES,
     TOKEN_BYTES,
     Admitted,
+    AnswerParsing,
     ChatPrompt,
     Delta,
     Finish,
@@ -81,7 +82,7 @@ from fleet.core.work import LoraAdapter, ParsingTask, Progress
 from fleet.frontend.access_log import AccessEntry, AccessLog, RequestTimes
 from fleet.frontend.request_tracing import RequestEnd, RequestTrace, RequestTracing, traced_request
 from fleet.frontend.resume_tokens import FIELD as RESUME_FIELD
-from fleet.frontend.resume_tokens import NO_RESUME_TOKENS, ResumeClaims, ResumeTokens, prompt_digest
+from fleet.frontend.resume_tokens import NO_RESUME_TOKENS, ResumeClaims, ResumeTokens, prompt_digest, shaped_digest
 from fleet.frontend.resumed_answer import Answer, EndedAnswer, ResumedAnswer
 from fleet.frontend.text.answer_text import AnswerText
 from fleet.frontend.text.image_keys import image_digests, image_keys
@@ -649,7 +650,8 @@ class Generation:
         replayed, ended = 0, None
         if resumed is not None:
             in_engine = isinstance(answer, EngineParsedAnswer)
-            digest = _digest(card, tokens, digests)
+            names_position = request.is_kept and not resumed.resume.from_start
+            digest = _digest(card, tokens, digests, request if names_position else None)
             resumed.check(sampling, digest, codec.vocab_size, in_engine=in_engine, is_kept=request.is_kept)
             with self._affordable(resumed.claims, request.tenant):
                 if len(resumed.token_ids) <= INLINE_TOKENS:
@@ -660,7 +662,9 @@ class Generation:
             # The replay ends early at a stop string that was not in the original request.
             replayed, ended = answer.num_tokens, resumed.end(answer, sampling)
         if request.resumable and self._resume_tokens is not None:
-            claims = self._claims(request, _digest(card, tokens, digests), resumed)
+            # Ids of chats and completions name only a position. The translated APIs, whose first resume token comes at once, count characters.
+            digest = _digest(card, tokens, digests, request if request.late_token else None)
+            claims = self._claims(request, digest, resumed)
         elif request.is_kept:  # the client asks for event ids, which contain resume tokens
             raise invalid("resumable", NO_RESUME_TOKENS)
         due = claims  # content of the next resume token to send; None: none has to be sent
@@ -1009,9 +1013,19 @@ class Generation:
         )
 
 
-def _digest(card: ModelCard, tokens: TokenBytes, images: Sequence[bytes]) -> bytes:
-    """Return the digest of a model, a prompt and its images. A resume token contains it, and is accepted only for the same digest."""
-    return prompt_digest(card.name, tokens + b"".join(images) if images else tokens)
+_PLAIN_PARSING = AnswerParsing()
+
+
+def _digest(card: ModelCard, tokens: TokenBytes, images: Sequence[bytes], shaping: GenerateRequest | None) -> bytes:
+    """Return the digest of a model, a prompt and its images. A resume token contains it, and is accepted only for the same digest.
+
+    The digest covers the fields of the request `shaping` that decide how much of the known text the client already has: stop
+    strings and the choice of tools. `shaping` is None if the client says which text it has.
+    """
+    digest = prompt_digest(card.name, tokens + b"".join(images) if images else tokens)
+    if shaping is None or (not shaping.stop and shaping.parsing in (None, _PLAIN_PARSING)):
+        return digest
+    return shaped_digest(digest, shaping.stop, shaping.sampling.min_tokens, shaping.parsing)
 
 
 class ModelTarget(Struct, frozen=True):

@@ -23,7 +23,7 @@ import re
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from binascii import Error as Base64Error
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from hashlib import blake2b, sha256
 from typing import Any
@@ -33,7 +33,7 @@ from msgspec import Struct
 
 from fleet.core.errors import RequestRejected, invalid
 from fleet.core.ids import ModelName, RequestId
-from fleet.core.requests import TokenBytes
+from fleet.core.requests import AnswerParsing, TokenBytes
 
 FIELD = "resume.token"
 NO_RESUME_TOKENS = (
@@ -58,7 +58,7 @@ class ResumeClaims(Struct, frozen=True):
     tenant: str
     issued: int  # when the original request arrived, Unix time in seconds
     resumes: int  # how often the answer was resumed before this token
-    prompt: bytes  # digest of model and prompt (`prompt_digest`)
+    prompt: bytes  # digest of the request (`prompt_digest`, `shaped_digest`)
     # A random number of 64 bits that identifies the stream at all routers, and under which workers keep its tokens. A resumed
     # answer is a stream of its own, and so is the rest of an answer after a failed attempt (`LiveRequest.answer_key`).
     stream: int
@@ -98,6 +98,18 @@ def prompt_digest(model: ModelName, tokens: TokenBytes) -> bytes:
     keyed = _keyed_digest(model).copy()
     keyed.update(tokens)
     return keyed.digest()
+
+
+def shaped_digest(prompt: bytes, stop: Sequence[str], min_tokens: int, parsing: AnswerParsing | None) -> bytes:
+    """Return the 12-byte digest of a digest of `prompt_digest` and of the fields that decide how much of an answer's text is held back.
+
+    Args:
+        prompt: The digest of model and prompt.
+        stop: The stop strings.
+        min_tokens: Number of tokens before which they do not count.
+        parsing: The demanded parsing; None if the answer is plain text.
+    """
+    return blake2b(prompt + msgspec.json.encode((stop, min_tokens, parsing)), digest_size=12).digest()
 
 
 @lru_cache(maxsize=256)  # one entry for each served model

@@ -65,7 +65,10 @@ class ResumedAnswer(Struct, kw_only=True):
         """
         resume = self.resume
         if self.claims.prompt != prompt:
-            raise invalid(FIELD, "is for another API, model or prompt; send the same request as before")
+            raise invalid(
+                FIELD,
+                "is for another API, model or prompt, or for other stop strings or another choice of tools; send the same request as before",
+            )
         if len(resume.token_ids) > sampling.max_tokens or resume.position > sampling.max_tokens:
             raise invalid("resume.token_ids", "names more tokens than max_tokens allows")
         if resume.token_ids and max(resume.token_ids) >= vocab_size:

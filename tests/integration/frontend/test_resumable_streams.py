@@ -207,6 +207,41 @@ async def test_stop_string_that_holds_text_back_is_no_end(frontends, are_kept):
         assert kinds(data for _, data in rest) == kinds(data for _, data in whole[cut:]), cut
 
 
+@pytest.mark.parametrize(("path", "body"), [CHAT, COMPLETION], ids=["chats", "completions"])
+@pytest.mark.parametrize(
+    ("first", "then"), [({}, {"stop": ["n and sea"]}), ({"stop": ["n and sea"]}, {})], ids=["new stop", "no stop"]
+)
+async def test_resumption_with_other_stop_strings_is_refused(frontends, path, body, first, then):
+    """A stop string holds text back, so an id would mean another part of the text: the client would get text twice, or never."""
+    frontends.will_answer("Sun and moon", then=(EOS,))
+    _, whole, _ = await stream(frontends.url, path, body_of(body, **first))
+    number = whole[4][0]
+
+    status, _, content = await stream(frontends.url, path, body_of(body, **then), {"last-event-id": number})
+    assert (status, error_of(content)["param"]) == (400, "last-event-id")
+    assert "for other stop strings" in error_of(content)["message"]
+
+    status, rest, _ = await stream(frontends.url, path, body_of(body, **first), {"last-event-id": number})
+    assert status == 200
+    assert [data for _, data in rest] == [data for _, data in whole[5:]]
+
+
+async def test_resumption_with_another_choice_of_tools_is_refused(model_dir, tmp_path):
+    """The parser holds the beginning of a call back, which plain text would not."""
+    path, body = CHAT
+    tools = [{"type": "function", "function": {"name": "get", "parameters": {"type": "object"}}}]
+    body = body_of(body, tools=tools)
+    async with open_frontends(with_tools(model_dir, tmp_path)) as frontends:
+        frontends.router.cards = (a_model_card(parsers=AnswerParsers(tool_calls="hermes")),)
+        frontends.will_answer("Sun <tool_call", then=(EOS,))
+        _, whole, _ = await stream(frontends.url, path, body)
+        headers = {"last-event-id": whole[2][0]}
+
+        status, _, content = await stream(frontends.url, path, {**body, "tool_choice": "none"}, headers)
+
+        assert (status, error_of(content)["param"]) == (400, "last-event-id")
+
+
 @pytest.mark.parametrize("fields", [{}, {"stop_sequences": ["moon and sea"]}], ids=["no stop string", "stop string"])
 async def test_end_events_of_an_answer_that_goes_on_by_a_call(model_dir, tmp_path, fields):
     """They are refused: the client would get the arguments of a call without the event that begins the call."""

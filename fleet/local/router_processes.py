@@ -43,13 +43,18 @@ def plan_routers(settings: RouterSettings, count: int, folder: Path) -> RouterPr
         folder: Private folder for settings, some of which are secret, and for sockets.
 
     Raises:
-        ConfigurationRefused: A public address is in use or invalid. Or the settings have `replicas_name`, which
-            these processes cannot use, because they have no addresses of their own behind that name.
+        ConfigurationRefused: A public address is in use or invalid. Or the settings have `replicas_name` or `replicas_listen`,
+            which these processes cannot use, because each of them needs an address of its own.
     """
     if settings.replicas_name:
         raise ConfigurationRefused(
             f"replicas_name: {settings.replicas_name}: the processes of one command have no addresses behind a name;"
             " use a router of one process, or leave it out"
+        )
+    if settings.replicas_listen:
+        raise ConfigurationRefused(
+            f"replicas_listen: {settings.replicas_listen}: the processes of one command cannot share this address, because each peer"
+            " router has a connection to each of them; use a router of one process, or leave it out"
         )
     with ExitStack() as held:
         http = claim_address("http_listen", settings.http_listen, held)

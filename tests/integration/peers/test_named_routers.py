@@ -158,5 +158,5 @@ def test_processes_of_one_command_refuse_a_name(tmp_path):
 def test_processes_of_one_command_refuse_one_peer_address(tmp_path):
     """They would not listen there, so other routers would never reach them."""
     settings = RouterSettings(replicas_listen="127.0.0.1:7000", replicas=("127.0.0.1:7001",))
-    with pytest.raises(ConfigurationRefused, match="replicas_listen: 127.0.0.1:7000: the processes of one command"):
+    with pytest.raises(ConfigurationRefused, match=r"replicas_listen: 127\.0\.0\.1:7000: the processes of one command"):
         plan_routers(settings, 2, tmp_path)

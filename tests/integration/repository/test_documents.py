@@ -118,6 +118,7 @@ def contains(whole, part):
     return whole == part
 
 
+@pytest.mark.timeout(900)  # the README's commands take a minute on two idle cores
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if any(map(is_step, blocks(page)))], ids=lambda page: str(page.relative_to(ROOT))
 )

@@ -9,8 +9,9 @@ Rules:
    letter of the API, because both translated APIs may make the same prompt of a text, but not the same events of an answer.
 3. A resumed answer is written again from its beginning (`Resume.from_start`). As many events and characters as the id names are left
    out. So the client gets exactly what it lacks, even if its stream was cut between two events of one step.
-4. The letter is a capital one if the event ends the answer, and is no piece of text. If other fields of the request let an answer
-   go on although the client has such an event, the request is refused: its events would not fit those that the client has.
+4. The letter is a capital one if the event comes after the last token of the answer. If other fields of the request let an answer
+   go on although the client has such an event, the request is refused: its events would not fit those that the client has, and
+   text that was held back until the end may mean something else there.
 """
 
 from fleet.core.requests import Admitted, Delta
@@ -39,7 +40,7 @@ class AnswerEvents:
         self._has_end = seen.is_end
         self._api = api
         self._ends = False  # True if the next events end the answer
-        self._is_end = False  # True if the latest event ends the answer, and is no piece of text
+        self._is_end = False  # True if the latest event is one of these
         self._token = ""
         self._position = 0
 
@@ -81,7 +82,7 @@ class AnswerEvents:
                 raise ended_id_error()
             self._characters += len(part)
             self._pieces += 1
-            self._is_end = False
+            self._is_end = self._ends
         return part
 
     @property

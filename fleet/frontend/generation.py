@@ -1013,7 +1013,8 @@ class Generation:
         )
 
 
-_PLAIN_PARSING = AnswerParsing()
+_TOOLS_AT_WILL = AnswerParsing()
+_REASONING_ALONE = AnswerParsing(tool_choice=ToolChoice.NONE)
 
 
 def _digest(card: ModelCard, tokens: TokenBytes, images: Sequence[bytes], shaping: GenerateRequest | None) -> bytes:
@@ -1023,9 +1024,20 @@ def _digest(card: ModelCard, tokens: TokenBytes, images: Sequence[bytes], shapin
     strings and the choice of tools. `shaping` is None if the client says which text it has.
     """
     digest = prompt_digest(card.name, tokens + b"".join(images) if images else tokens)
-    if shaping is None or (not shaping.stop and shaping.parsing in (None, _PLAIN_PARSING)):
+    if shaping is None or _is_shaped_by_default(shaping):
         return digest
-    return shaped_digest(digest, shaping.stop, shaping.sampling.min_tokens, shaping.parsing)
+    min_tokens = shaping.sampling.min_tokens if shaping.stop else 0
+    return shaped_digest(digest, shaping.stop, min_tokens, shaping.parsing)
+
+
+def _is_shaped_by_default(request: GenerateRequest) -> bool:
+    """Return whether a request has no stop strings, and makes no other choice of tools than requests do that say nothing about it."""
+    if request.stop:
+        return False
+    if request.parsing is None:
+        return True
+    has_tools = isinstance(request.prompt, ChatPrompt) and bool(request.prompt.tools)
+    return request.parsing == (_TOOLS_AT_WILL if has_tools else _REASONING_ALONE)
 
 
 class ModelTarget(Struct, frozen=True):

@@ -226,6 +226,17 @@ async def test_resumption_with_other_stop_strings_is_refused(frontends, path, bo
     assert [data for _, data in rest] == [data for _, data in whole[5:]]
 
 
+@pytest.mark.parametrize(("path", "body"), [CHAT, COMPLETION], ids=["chats", "completions"])
+async def test_resumption_without_stop_may_change_min_tokens(frontends, path, body):
+    frontends.will_answer("Sun and moon", then=(EOS,))
+    _, whole, _ = await stream(frontends.url, path, body_of(body))
+
+    headers = {"last-event-id": whole[4][0]}
+    status, rest, _ = await stream(frontends.url, path, body_of(body, min_tokens=3), headers)
+
+    assert (status, len(rest)) == (200, len(whole) - 5)
+
+
 async def test_resumption_with_another_choice_of_tools_is_refused(model_dir, tmp_path):
     """The parser holds the beginning of a call back, which plain text would not."""
     path, body = CHAT
@@ -269,6 +280,22 @@ async def test_end_events_are_refused_at_new_text_with_stop_strings(frontends):
     _, whole, _ = await stream(frontends.url, path, {**body, "max_tokens": 4})
 
     for number, _ in whole[-3:]:
+        status, _, content = await stream(frontends.url, path, body, {"last-event-id": number})
+
+        assert status == 400
+        assert b"last-event-id: is of the end of the answer, but" in content
+
+
+async def test_text_held_back_until_the_end_is_of_the_end(frontends):
+    """In a longer answer, a stop string may swallow it."""
+    limit = len(frontends.will_answer("Sun and mo"))
+    frontends.will_answer("Sun and moon, and more", then=(EOS,))
+    path, body = MESSAGE
+    body = {**body, "stop_sequences": ["moon,"]}
+    _, whole, _ = await stream(frontends.url, path, {**body, "max_tokens": limit})
+    assert texts(data for _, data in whole) == "Sun and mo"
+
+    for number, _ in whole[-4:]:  # the text "mo", and three events without text
         status, _, content = await stream(frontends.url, path, body, {"last-event-id": number})
 
         assert status == 400

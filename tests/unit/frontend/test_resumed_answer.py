@@ -464,7 +464,11 @@ async def test_parsed_answer_of_a_client_without_tokens_is_not_resumed(open_gene
     router.cards = (a_model_card(parsers=AnswerParsers(reasoning="qwen3", in_engine=True)),)
     router.parsed = [ParsedDelta(text=letter) for letter in "abcdefghij"]
     request = a_request(
-        sampling=structs.replace(GREEDY, max_tokens=10), resumable=True, is_kept=True, parsing=AnswerParsing()
+        sampling=structs.replace(GREEDY, max_tokens=10),
+        resumable=True,
+        is_kept=True,
+        late_token=True,
+        parsing=AnswerParsing(),
     )
     seen = (await events_of(open_generation(router), request))[:4]
     assert received(seen)[0] == "abc"

@@ -224,6 +224,8 @@ class FakeStream:
                 self._finish = Finish.STOP
                 break
         logprobs = self._logprobs[self._sent : self._sent + len(tokens)]
+        if not self._logprobs and sampling.logprobs is not None:
+            logprobs = [Logprobs(-1.0)] * len(tokens)
         prompt_logprobs: Sequence[Logprobs] = ()
         if not self._sent and sampling.prompt_logprobs is not None:
             alike = [Logprobs(-1.0)] * (len(self._arrived.tokens) // TOKEN_BYTES - 1)

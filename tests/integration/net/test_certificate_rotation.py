@@ -4,6 +4,7 @@ import asyncio
 import ssl
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from fleet.client import AsyncClient, Client, ClientTls
+from fleet.client.errors import Unavailable
 from operators.chart.metric_catalogue import PLANNER, STORE, WORKER
 from tests.support.metric_pages import differences
 from tests.support.tls_cluster import a_tls_cluster
@@ -161,6 +163,10 @@ def test_open_clients_follow_a_change_of_the_authority(cluster):
             found = [client.complete(PROMPT, **options), runner.run(aio_client.complete(PROMPT, **options))]
             return [each.usage.completion_tokens for each in found] == [4, 4]
 
+        def answered_if_served():
+            with suppress(Unavailable):  # the workers have not reached the new router yet
+                return answered()
+
         assert answered()
         cluster.trust(cluster.first, cluster.second)
         eventually(lambda: accepted(cluster, cluster.second_client) == set(cluster.ports), 120)
@@ -168,10 +174,7 @@ def test_open_clients_follow_a_change_of_the_authority(cluster):
         eventually(lambda: not ports_with_old_certificates(cluster), 120)
         cluster.trust(cluster.second)
         cluster.restart_peer()
-        eventually(
-            lambda: 'worker="prefill"} 2.0' in lines(metrics(cluster, "prefill-metrics"), "fleet_worker_routers")
-        )
-        assert answered()
+        eventually(answered_if_served)
         runner.run(aio_client.close())
 
 

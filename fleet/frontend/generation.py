@@ -1013,7 +1013,7 @@ class Generation:
         )
 
 
-_TOOLS_AT_WILL = AnswerParsing()
+_AUTOMATIC_TOOLS = AnswerParsing()
 _REASONING_ALONE = AnswerParsing(tool_choice=ToolChoice.NONE)
 
 
@@ -1037,7 +1037,7 @@ def _is_shaped_by_default(request: GenerateRequest) -> bool:
     if request.parsing is None:
         return True
     has_tools = isinstance(request.prompt, ChatPrompt) and bool(request.prompt.tools)
-    return request.parsing == (_TOOLS_AT_WILL if has_tools else _REASONING_ALONE)
+    return request.parsing == (_AUTOMATIC_TOOLS if has_tools else _REASONING_ALONE)
 
 
 class ModelTarget(Struct, frozen=True):

@@ -40,7 +40,6 @@ class AnswerEvents:
         self._has_end = seen.is_end
         self._api = api
         self._ends = False  # True if the next events end the answer
-        self._is_end = False  # True if the latest event is one of these
         self._token = ""
         self._position = 0
 
@@ -66,7 +65,6 @@ class AnswerEvents:
             self._events_to_skip -= 1
             return False
         self._events += 1
-        self._is_end = self._ends
         return True
 
     def new_part(self, piece: str) -> str:
@@ -82,7 +80,6 @@ class AnswerEvents:
                 raise ended_id_error()
             self._characters += len(part)
             self._pieces += 1
-            self._is_end = self._ends
         return part
 
     @property
@@ -95,5 +92,5 @@ class AnswerEvents:
         if not self._token:
             return b""
         counts = (self._position, self._events, self._characters, self._pieces)
-        api = self._api.upper() if self._is_end else self._api
+        api = self._api.upper() if self._ends else self._api
         return b"id: %b.%d.%d.%d.%d.%b\n" % (self._token.encode(), *counts, api.encode())

@@ -38,24 +38,20 @@ def plan_routers(settings: RouterSettings, count: int, folder: Path) -> RouterPr
     """Plan `count` router processes that share ports and are peers of each other, and write their settings files.
 
     Args:
-        settings: Settings of each process. The routers that its field `replicas` names are peers of all processes.
+        settings: Settings of each process.
         count: Number of processes.
         folder: Private folder for settings, some of which are secret, and for sockets.
 
     Raises:
-        ConfigurationRefused: A public address is in use or invalid. Or the settings have `replicas_name` or `replicas_listen`,
-            which these processes cannot use, because each of them needs an address of its own.
+        ConfigurationRefused: A public address is in use or invalid. Or the settings name routers outside this command as peers: these
+            could not send messages to a certain one of the processes, because the processes share all addresses.
     """
-    if settings.replicas_name:
-        raise ConfigurationRefused(
-            f"replicas_name: {settings.replicas_name}: the processes of one command have no addresses behind a name;"
-            " use a router of one process, or leave it out"
-        )
-    if settings.replicas_listen:
-        raise ConfigurationRefused(
-            f"replicas_listen: {settings.replicas_listen}: the processes of one command cannot share this address, because each peer"
-            " router has a connection to each of them; use a router of one process, or leave it out"
-        )
+    for field in ("replicas_listen", "replicas", "replicas_name"):
+        if value := getattr(settings, field):
+            raise ConfigurationRefused(
+                f"{field}: {value if isinstance(value, str) else ', '.join(value)}: the processes of one command cannot be peers of other"
+                " routers, which could not reach each of them; leave it out, or use routers of one process"
+            )
     with ExitStack() as held:
         http = claim_address("http_listen", settings.http_listen, held)
         grpc = claim_address("grpc_listen", settings.grpc_listen, held)
@@ -89,7 +85,7 @@ def plan_routers(settings: RouterSettings, count: int, folder: Path) -> RouterPr
             prompt_secret=prompt_secret,
             record=settings.record and f"{settings.record}-{number}",
             replicas_listen=own,
-            replicas=(*settings.replicas, *(other for other in sockets if other != own)),
+            replicas=tuple(other for other in sockets if other != own),
             overflow=overflow,
         )
         path = folder / f"router-{number}.json"

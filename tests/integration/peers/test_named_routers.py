@@ -149,14 +149,15 @@ def test_unprotected_name_is_refused():
         PeerRouters(settings, router, router, router, lambda: "")
 
 
-def test_processes_of_one_command_refuse_a_name(tmp_path):
-    settings = RouterSettings(replicas_listen="10.0.0.1:7000", replicas_name="routers:7000")
-    with pytest.raises(ConfigurationRefused, match="replicas_name: routers:7000: the processes of one command"):
-        plan_routers(settings, 2, tmp_path)
-
-
-def test_processes_of_one_command_refuse_one_peer_address(tmp_path):
-    """They would not listen there, so other routers would never reach them."""
-    settings = RouterSettings(replicas_listen="127.0.0.1:7000", replicas=("127.0.0.1:7001",))
-    with pytest.raises(ConfigurationRefused, match=r"replicas_listen: 127\.0\.0\.1:7000: the processes of one command"):
-        plan_routers(settings, 2, tmp_path)
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"replicas_listen": "127.0.0.1:7000"}, r"replicas_listen: 127\.0\.0\.1:7000"),
+        ({"replicas": ("10.0.0.6:7000", "10.0.0.7:7000")}, r"replicas: 10\.0\.0\.6:7000, 10\.0\.0\.7:7000"),
+        ({"replicas_name": "routers:7000"}, "replicas_name: routers:7000"),
+    ],
+    ids=["address", "peers", "name"],
+)
+def test_processes_of_one_command_refuse_outside_peers(tmp_path, settings, said):
+    with pytest.raises(ConfigurationRefused, match=f"{said}: the processes of one command"):
+        plan_routers(RouterSettings(**settings), 2, tmp_path)

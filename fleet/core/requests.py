@@ -221,6 +221,10 @@ class AnswerParsing(Struct, frozen=True, kw_only=True):
     parallel_calls: bool = True  # False: the answer has at most one call
 
 
+REASONING_ALONE = AnswerParsing(tool_choice=ToolChoice.NONE)
+"""Parsing of the answer to a chat without tools: the reasoning is separated from the text, and there are no calls."""
+
+
 class TextPrompt(Struct, frozen=True, tag=True):
     text: str
     # True if the tokenizer adds the model's special tokens, such as that for the beginning of a sequence.
@@ -474,6 +478,7 @@ class Delta(Struct, frozen=True, kw_only=True):
     calls: tuple[CallDelta, ...] = ()
     resume_token: str = ""  # new resume token; empty if the earlier one stays valid
     vector: Vector = b""  # the answer to a request with `pooling`
+    is_last: bool = False  # True for the `Delta` with what a parser held back until the last token had come
 
 
 class Finished(Struct, frozen=True, kw_only=True):

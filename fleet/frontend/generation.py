@@ -46,9 +46,9 @@ from fleet.core.errors import Reason, RequestRejected, invalid
 from fleet.core.ids import ModelName, RequestId, WorkerId
 from fleet.core.requests import (
     IMAGES,
+    REASONING_ALONE,
     TOKEN_BYTES,
     Admitted,
-    AnswerParsing,
     ChatPrompt,
     Delta,
     Finish,
@@ -648,10 +648,11 @@ class Generation:
         answer = begun()
         claims: ResumeClaims | None = None  # content of the stream's resume tokens; None: the stream has none
         replayed, ended = 0, None
+        digest = b""
+        if resumed is not None or request.resumable:
+            digest = _digest(card, tokens, digests, request)
         if resumed is not None:
             in_engine = isinstance(answer, EngineParsedAnswer)
-            names_position = request.is_kept and not resumed.resume.from_start
-            digest = _digest(card, tokens, digests, request if names_position else None)
             resumed.check(sampling, digest, codec.vocab_size, in_engine=in_engine, is_kept=request.is_kept)
             with self._affordable(resumed.claims, request.tenant):
                 if len(resumed.token_ids) <= INLINE_TOKENS:
@@ -659,11 +660,8 @@ class Generation:
                 else:
                     async with self._replays:
                         await self._threads.run(partial(resumed.replay, answer), len(resumed.token_ids))
-            # The replay ends early at a stop string that was not in the original request.
             replayed, ended = answer.num_tokens, resumed.end(answer, sampling)
         if request.resumable and self._resume_tokens is not None:
-            # Ids of chats and completions name only a position. The translated APIs, whose first resume token comes at once, count characters.
-            digest = _digest(card, tokens, digests, request if request.late_token else None)
             claims = self._claims(request, digest, resumed)
         elif request.is_kept:  # the client asks for event ids, which contain resume tokens
             raise invalid("resumable", NO_RESUME_TOKENS)
@@ -770,8 +768,12 @@ class Generation:
             if collected:
                 yield _joined(collected)
             text = answer.finish()
-        else:
+        elif request.whole:
             yield _joined_parts([*collected, answer.finish()])
+        else:
+            for delta in collected:
+                yield delta
+            yield structs.replace(answer.finish(), is_last=True)
         finish = Finish.STOP if answer.stopped or complete is None else complete.finish
         if prompt_only:
             finish = Finish.LENGTH
@@ -1013,31 +1015,33 @@ class Generation:
         )
 
 
-_AUTOMATIC_TOOLS = AnswerParsing()
-_REASONING_ALONE = AnswerParsing(tool_choice=ToolChoice.NONE)
+def _digest(card: ModelCard, tokens: TokenBytes, images: Sequence[bytes], request: GenerateRequest) -> bytes:
+    """Return the digest of what a resumption must have in common with the first request. It is a part of each resume token.
 
-
-def _digest(card: ModelCard, tokens: TokenBytes, images: Sequence[bytes], shaping: GenerateRequest | None) -> bytes:
-    """Return the digest of a model, a prompt and its images. A resume token contains it, and is accepted only for the same digest.
-
-    The digest covers the fields of the request `shaping` that decide how much of the known text the client already has: stop
-    strings and the choice of tools. `shaping` is None if the client says which text it has.
+    The digest covers the model, the prompt, the images, and the fields that decide which text follows from the tokens of the answer. With
+    other values of these fields, the client would get text twice, or miss text.
     """
     digest = prompt_digest(card.name, tokens + b"".join(images) if images else tokens)
-    if shaping is None or _is_shaped_by_default(shaping):
-        return digest
-    min_tokens = shaping.sampling.min_tokens if shaping.stop else 0
-    return shaped_digest(digest, shaping.stop, min_tokens, shaping.parsing)
-
-
-def _is_shaped_by_default(request: GenerateRequest) -> bool:
-    """Return whether a request has no stop strings, and makes no other choice of tools than requests do that say nothing about it."""
-    if request.stop:
-        return False
-    if request.parsing is None:
-        return True
-    has_tools = isinstance(request.prompt, ChatPrompt) and bool(request.prompt.tools)
-    return request.parsing == (_AUTOMATIC_TOOLS if has_tools else _REASONING_ALONE)
+    sampling = request.sampling
+    plain = REASONING_ALONE if isinstance(request.prompt, ChatPrompt) else None
+    if not (
+        request.stop
+        or sampling.stop_token_ids
+        or sampling.ignore_eos
+        or request.show_special_tokens
+        or request.parsing != plain
+    ):
+        return digest  # of such requests, routers of earlier commits accept the tokens, too
+    shape = (
+        request.stop,
+        sampling.min_tokens if request.stop else 0,
+        request.include_stop_string,
+        sorted(sampling.stop_token_ids),
+        sampling.ignore_eos,
+        request.show_special_tokens,
+        request.parsing,
+    )
+    return shaped_digest(digest, shape)
 
 
 class ModelTarget(Struct, frozen=True):

@@ -23,7 +23,7 @@ import re
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from binascii import Error as Base64Error
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
 from hashlib import blake2b, sha256
 from typing import Any
@@ -33,7 +33,7 @@ from msgspec import Struct
 
 from fleet.core.errors import RequestRejected, invalid
 from fleet.core.ids import ModelName, RequestId
-from fleet.core.requests import AnswerParsing, TokenBytes
+from fleet.core.requests import TokenBytes
 
 FIELD = "resume.token"
 NO_RESUME_TOKENS = (
@@ -100,16 +100,14 @@ def prompt_digest(model: ModelName, tokens: TokenBytes) -> bytes:
     return keyed.digest()
 
 
-def shaped_digest(prompt: bytes, stop: Sequence[str], min_tokens: int, parsing: AnswerParsing | None) -> bytes:
-    """Return the 12-byte digest of a digest of `prompt_digest` and of the fields that decide how much of an answer's text is held back.
+def shaped_digest(prompt: bytes, shape: object) -> bytes:
+    """Extend a digest of `prompt_digest` by further fields of the request; return 12 bytes.
 
     Args:
         prompt: The digest of model and prompt.
-        stop: The stop strings.
-        min_tokens: Number of tokens before which they do not count.
-        parsing: The demanded parsing; None if the answer is plain text.
+        shape: The fields, as an object that can be written as JSON.
     """
-    return blake2b(prompt + msgspec.json.encode((stop, min_tokens, parsing)), digest_size=12).digest()
+    return blake2b(prompt + msgspec.json.encode(shape), digest_size=12).digest()
 
 
 @lru_cache(maxsize=256)  # one entry for each served model

@@ -54,7 +54,7 @@ class ResumedAnswer(Struct, kw_only=True):
 
         Args:
             sampling: Sampling parameters for the engine.
-            prompt: Digest of the request's model and prompt.
+            prompt: Digest of the request's model and prompt, and of the fields that decide which text the answer has.
             vocab_size: Size of the vocabulary; all token ids must be smaller.
             in_engine: Whether the worker parses the answer.
             is_kept: Whether workers have kept the tokens, because the client keeps none.
@@ -67,7 +67,7 @@ class ResumedAnswer(Struct, kw_only=True):
         if self.claims.prompt != prompt:
             raise invalid(
                 FIELD,
-                "is for another API, model or prompt, or for other stop strings or another choice of tools; send the same request as before",
+                "is for another model or prompt, or for other stop strings, stop tokens or choice of tools; send the same request as before",
             )
         if len(resume.token_ids) > sampling.max_tokens or resume.position > sampling.max_tokens:
             raise invalid("resume.token_ids", "names more tokens than max_tokens allows")

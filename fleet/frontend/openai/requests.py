@@ -28,6 +28,7 @@ from fleet.core.clock import MILLISECOND, Nanos
 from fleet.core.errors import Reason, RequestRejected, invalid, split_validation_error, with_allowed_values
 from fleet.core.ids import ModelName, RequestId
 from fleet.core.requests import (
+    REASONING_ALONE,
     AnswerParsing,
     AnyObject,
     ChatMessage,
@@ -112,7 +113,6 @@ class Details(Struct, frozen=True, kw_only=True):
 
 
 ALLOWED_TOOLS = "tool_choice.allowed_tools"  # path of a field, for errors
-REASONING_ALONE = AnswerParsing(tool_choice=ToolChoice.NONE)
 MAX_PARTS = 4096  # limit of the parts of one message
 REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 

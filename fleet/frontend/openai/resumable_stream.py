@@ -42,7 +42,7 @@ class SeenEvents(Struct, frozen=True):
     characters: int = 0  # number of characters in all pieces of text
     pieces: int = 0  # number of pieces of text
     api: str = ""  # letter of the API
-    is_end: bool = False  # True if the last one of these events ends the answer
+    is_end: bool = False  # True if the last one of these events comes after the last token of the answer
 
 
 class LastEventId(Struct, frozen=True):
@@ -87,6 +87,14 @@ def ended_id_error() -> RequestRejected:
         LAST_EVENT_ID.decode(),
         "is of the end of the answer, but with these fields the answer goes on; send the fields of the first request, or the id of"
         " an event before the end",
+    )
+
+
+def other_answer_error() -> RequestRejected:
+    """Return the error for an answer that lacks events or text that the client has."""
+    return invalid(
+        LAST_EVENT_ID.decode(),
+        "is of another answer than the one that these fields give; send the fields of the first request",
     )
 
 

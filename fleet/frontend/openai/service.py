@@ -473,9 +473,6 @@ class HttpFrontend(HttpServer):
                     headers += rate_limit_headers(item.allowance)
                 else:
                     assert formatter is not None
-                    if item.stop_string and not has_tokens:
-                        # The client got this text earlier, with the token that completed the stop string.
-                        rest = b""
                     if not rest and not item.text and (begin := formatter.begin()):
                         # A resumed stream does not repeat the event with the role. So this event is not numbered as one of
                         # the last events: their numbers must be the same after a resumption.

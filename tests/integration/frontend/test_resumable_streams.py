@@ -187,43 +187,34 @@ async def test_end_events_of_an_answer_that_goes_on_are_refused(frontends, path,
             assert b"last-event-id: is of the end of the answer, but" in content
 
 
-@pytest.mark.parametrize("are_kept", [True, False])
-async def test_stop_string_that_holds_text_back_is_no_end(frontends, are_kept):
-    """The known text may be the beginning of a new stop string; its events then come later than its tokens."""
-    frontends.will_answer("Sun and moon", then=(EOS,))
-    path, body = MESSAGE
-    _, whole, _ = await stream(frontends.url, path, body)
-    first_text = next(place for place, (_, data) in enumerate(whole, 1) if texts([data]))
-    assert first_text == 3, "events that begin the message and the block come first"
-
-    stops = {**body, "stop_sequences": ["Sun and sea"]}
-    for cut in range(1, first_text + 1):
-        if not are_kept:
-            frontends.router.kept.clear()
-        status, rest, content = await stream(frontends.url, path, stops, {"last-event-id": whole[cut - 1][0]})
-
-        assert status == 200, (cut, content)
-        assert texts(data for _, data in [*whole[:cut], *rest]) == "Sun and moon"
-        assert kinds(data for _, data in rest) == kinds(data for _, data in whole[cut:]), cut
-
-
-@pytest.mark.parametrize(("path", "body"), [CHAT, COMPLETION], ids=["chats", "completions"])
-@pytest.mark.parametrize(
-    ("first", "then"), [({}, {"stop": ["n and sea"]}), ({"stop": ["n and sea"]}, {})], ids=["new stop", "no stop"]
-)
-async def test_resumption_with_other_stop_strings_is_refused(frontends, path, body, first, then):
+@pytest.mark.parametrize("api", [CHAT, COMPLETION, MESSAGE], ids=["chats", "completions", "messages"])
+async def test_resumption_with_other_stop_strings_is_refused(frontends, api):
     """A stop string holds text back, so an id would mean another part of the text: the client would get text twice, or never."""
     frontends.will_answer("Sun and moon", then=(EOS,))
-    _, whole, _ = await stream(frontends.url, path, body_of(body, **first))
-    number = whole[4][0]
+    path, body = api
+    stop = {"stop_sequences" if api is MESSAGE else "stop": ["n and sea"]}
+    for first, then in (({}, stop), (stop, {})):
+        _, whole, _ = await stream(frontends.url, path, body_of(body, **first))
+        headers = {"last-event-id": whole[4][0]}
 
-    status, _, content = await stream(frontends.url, path, body_of(body, **then), {"last-event-id": number})
+        status, _, content = await stream(frontends.url, path, body_of(body, **then), headers)
+        assert (status, "for other stop strings" in content.decode()) == (400, True)
+
+        status, rest, _ = await stream(frontends.url, path, body_of(body, **first), headers)
+        assert status == 200
+        assert comparable(path, rest) == comparable(path, whole[5:])
+
+
+async def test_resumption_with_other_stop_tokens_is_refused(frontends):
+    """The text of a stop token is held back, and would be missing if the answer went on after it."""
+    answer = frontends.will_answer("Sun and moon", then=(EOS,))
+    path, body = CHAT
+    first = body_of(body, stop_token_ids=[answer[5]], logprobs=True)
+    _, whole, _ = await stream(frontends.url, path, first)
+
+    status, _, content = await stream(frontends.url, path, body_of(body, logprobs=True), {"last-event-id": whole[4][0]})
+
     assert (status, error_of(content)["param"]) == (400, "last-event-id")
-    assert "for other stop strings" in error_of(content)["message"]
-
-    status, rest, _ = await stream(frontends.url, path, body_of(body, **first), {"last-event-id": number})
-    assert status == 200
-    assert [data for _, data in rest] == [data for _, data in whole[5:]]
 
 
 @pytest.mark.parametrize(("path", "body"), [CHAT, COMPLETION], ids=["chats", "completions"])
@@ -237,20 +228,50 @@ async def test_resumption_without_stop_may_change_min_tokens(frontends, path, bo
     assert (status, len(rest)) == (200, len(whole) - 5)
 
 
-async def test_resumption_with_another_choice_of_tools_is_refused(model_dir, tmp_path):
-    """The parser holds the beginning of a call back, which plain text would not."""
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        ({"tool_choice": "auto"}, {"tool_choice": "none"}),
+        ({"tool_choice": "none"}, {"tool_choice": "auto"}),
+        ({}, {"parallel_tool_calls": False}),
+    ],
+    ids=["none", "auto", "single call"],
+)
+async def test_resumption_with_another_choice_of_tools_is_refused(model_dir, tmp_path, first, then):
+    """The parser holds the beginning of a call back, which plain text would not. A prompt cut to one token is equal with and without tools."""
     path, body = CHAT
     tools = [{"type": "function", "function": {"name": "get", "parameters": {"type": "object"}}}]
-    body = body_of(body, tools=tools)
+    body = body_of(body, tools=tools, truncate_prompt_tokens=1)
     async with open_frontends(with_tools(model_dir, tmp_path)) as frontends:
         frontends.router.cards = (a_model_card(parsers=AnswerParsers(tool_calls="hermes")),)
         frontends.will_answer("Sun <tool_call", then=(EOS,))
-        _, whole, _ = await stream(frontends.url, path, body)
+        _, whole, _ = await stream(frontends.url, path, {**body, **first})
         headers = {"last-event-id": whole[2][0]}
 
-        status, _, content = await stream(frontends.url, path, {**body, "tool_choice": "none"}, headers)
+        status, _, content = await stream(frontends.url, path, {**body, **then}, headers)
 
         assert (status, error_of(content)["param"]) == (400, "last-event-id")
+
+
+async def test_call_cut_by_the_token_limit_is_of_the_end(model_dir, tmp_path):
+    """A parser gives the beginning of a call back as text if the answer ends in it. In a longer answer it is no text."""
+    path, body = MESSAGE
+    body = {**body, "tools": [{"name": "get", "input_schema": {"type": "object"}}]}
+    async with open_frontends(with_tools(model_dir, tmp_path)) as frontends:
+        frontends.router.cards = (a_model_card(parsers=AnswerParsers(tool_calls="hermes")),)
+        limit = len(frontends.will_answer('Sun <tool_call>\n{"na'))
+        frontends.will_answer(
+            'Sun <tool_call>\n{"name": "get", "arguments": {"city": "Rome"}}\n</tool_call>', then=(EOS,)
+        )
+        _, whole, _ = await stream(frontends.url, path, {**body, "max_tokens": limit})
+        assert "<tool_call>" in texts(data for _, data in whole)
+        assert not any("<tool_call>" in data for _, data in whole[:-4]), "the parser holds it back until the end"
+
+        for number, _ in whole[-4:]:
+            status, _, content = await stream(frontends.url, path, body, {"last-event-id": number})
+
+            assert status == 400
+            assert b"last-event-id: is of the end of the answer, but" in content
 
 
 @pytest.mark.parametrize("fields", [{}, {"stop_sequences": ["moon and sea"]}], ids=["no stop string", "stop string"])
@@ -454,16 +475,15 @@ async def test_event_id_of_another_api_is_refused(frontends):
 
 @TRANSLATED
 async def test_forged_counts_of_translated_events_get_no_foreign_text(frontends, path, body):
-    """A client may claim to have more text than it has; then it gets less. Counts of events beyond the id are refused."""
+    """A client may claim to have more text than it has. Counts of text and of events beyond those of the answer are refused."""
     frontends.will_answer(TEXT, then=(EOS,))
     _, whole, _ = await stream(frontends.url, path, body)
     token, position, events, characters, _, letter = whole[4][0].split(".")
 
-    _, rest, _ = await stream(
+    status, _, content = await stream(
         frontends.url, path, body, {"last-event-id": f"{token}.{position}.{events}.999999.0.{letter}"}
     )
-    got = [data for _, data in rest]
-    assert (texts(got), kinds(got)) == ("", kinds(data for _, data in whole[5:]))
+    assert (status, b"is of another answer" in content) == (400, True)
     status, _, _ = await stream(
         frontends.url, path, body, {"last-event-id": f"{token}.{position}.999999.{characters}.0.{letter}"}
     )

@@ -185,18 +185,18 @@ async def test_charged_resumption_counts_the_tokens_that_it_brings(open_generati
 
 
 async def test_stop_string_in_known_tokens_gives_no_tokens_back(open_generation, codec):
-    """A client may resume with a stop string that its first request did not have, so the replay ends before the last known token."""
+    """A client may claim tokens beyond the stop string that ended its answer, so the replay ends before the last known token."""
     answer = token_ids(codec.encode(TEXT))[1:]
     tenants = Tenants({"acme": TenantSettings()}, SystemClock().now())
     generation = open_generation(FakeRouter(answer), counts=tenants)
-    request = a_request(sampling=GREEDY, resumable=True, tenant="acme")
+    request = a_request(sampling=GREEDY, resumable=True, tenant="acme", stop=(TEXT[:1],))
     first = await events_of(generation, request)
     usage = tenants.usage()["acme"]
     before = usage.answer_tokens
-    seen = resumption(first)
+    claimed = structs.replace(resumption(first), token_ids=tuple(answer))
 
     for _ in range(2):
-        events = await events_of(generation, structs.replace(request, resume=seen, stop=(seen.text[:1],)))
+        events = await events_of(generation, structs.replace(request, resume=claimed))
         assert isinstance(events[-1], Finished)
 
     assert usage.answer_tokens == before

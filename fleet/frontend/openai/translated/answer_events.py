@@ -15,7 +15,13 @@ Rules:
 """
 
 from fleet.core.requests import Admitted, Delta
-from fleet.frontend.openai.resumable_stream import LastEventId, SeenEvents, ended_id_error, foreign_id_error
+from fleet.frontend.openai.resumable_stream import (
+    LastEventId,
+    SeenEvents,
+    ended_id_error,
+    foreign_id_error,
+    other_answer_error,
+)
 
 
 class AnswerEvents:
@@ -39,7 +45,7 @@ class AnswerEvents:
         self._seen_position = 0 if last is None else last.resume.position
         self._has_end = seen.is_end
         self._api = api
-        self._ends = False  # True if the next events end the answer
+        self._ends = False  # True once the last token has come
         self._token = ""
         self._position = 0
 
@@ -51,19 +57,28 @@ class AnswerEvents:
         """
         self._token = part.resume_token or self._token
         if isinstance(part, Delta):
-            if self._has_end and part.token_ids and self._position >= self._seen_position:
-                raise ended_id_error()
             self._position += len(part.token_ids)
+            if self._has_end and self._position > self._seen_position:
+                raise ended_id_error()
+            self._ends = self._ends or part.is_last
 
     def end(self) -> None:
-        """Note that the next events end the answer."""
+        """Note that the next events come after the last token."""
         self._ends = True
 
     def is_new(self) -> bool:
-        """Count an event between pieces, and return whether the client lacks it."""
+        """Count an event between pieces, and return whether the client lacks it.
+
+        Raises:
+            RequestRejected: INVALID_ARGUMENT; the client has more text, or more events before the end, than this answer has.
+        """
         if self._events_to_skip:
+            if self._ends and not self._has_end:
+                raise other_answer_error()
             self._events_to_skip -= 1
             return False
+        if self._characters_to_skip:
+            raise other_answer_error()
         self._events += 1
         return True
 
@@ -77,7 +92,7 @@ class AnswerEvents:
         self._characters_to_skip -= known
         if part := piece[known:]:
             if self._events_to_skip:
-                raise ended_id_error()
+                raise other_answer_error()
             self._characters += len(part)
             self._pieces += 1
         return part

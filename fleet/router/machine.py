@@ -790,7 +790,7 @@ class RouterMachine:
         return None if live is None else live.placed
 
     def decisions(self, request_id: RequestId) -> tuple[Decision, ...]:
-        """Return the decisions for a request in their order; empty if the request was never placed, or too long ago."""
+        """Return the decisions for a request in their order; empty if it was never placed, or is not among the latest ones that are kept."""
         return self._statistics.decisions(request_id)
 
     def queue_seconds(self, request_id: RequestId) -> float | None:
@@ -819,7 +819,7 @@ class RouterMachine:
         return {worker.description.worker_id: worker.address for worker in self.registry}
 
     def explain(self, request_id: RequestId) -> Explanation | None:
-        """Return why a request was placed as it was; None if the request was never placed, or too long ago."""
+        """Return why a request was placed as it was; None if it was never placed, or is not among the latest ones that are kept."""
         return self._statistics.explain(request_id)
 
     def demand_by_model(self, now: Nanos) -> tuple[ModelDemand, ...]:

@@ -226,7 +226,7 @@ class _PredictedWorker:
         self._prompts: dict[RequestId, _PredictedPrompt] = {}  # prompts in the order in which they were sent
         self._streams: dict[RequestId, _PredictedStream] = {}
         self._since = Nanos(0)  # instant from which the worker could compute the first prompt in `_prompts`
-        self._computed = Nanos(-1)  # instant at which the last prompt was computed or dropped
+        self._computed = Nanos(-1)  # instant at which a prompt was last computed or dropped
 
     def send(self, now: Nanos, work_id: RequestId, tokens: int, to_compute: int) -> None:
         if not self._prompts:
@@ -259,7 +259,8 @@ class _PredictedWorker:
             if next(iter(self._prompts)) == work_id:
                 self._since = now
             del self._prompts[work_id]
-            self._computed = now  # until now, the worker may have computed a part of this prompt, which delayed all answers
+            # Until now, the worker may have computed a part of this prompt, which delayed all answers.
+            self._computed = now
 
     def expected(self) -> list[PredictionAccuracy]:
         return [errors.expected(self._description, kind) for kind, errors in self.errors.items() if errors.predictions]

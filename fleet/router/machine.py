@@ -5,8 +5,8 @@ Rules:
 1. A request that arrives is placed at once, waits in the admission queue (`fleet.router.queueing.admission`), or is rejected. It is
    rejected at once if its predicted wait is above the limit. Every request ends exactly once: by `Complete`, by `Reject`, or without a
    command to its client when the client has cancelled it.
-2. Placement and reservation happen in one step, on both workers of a pair. The prefill worker's reservation ends with its attempt. The
-   worker that answers releases the prefill share of its reservation at the first token, and the rest at the end of the request.
+2. Placement and reservation happen in one step, on both workers of a pair. The prefill worker's reservation ends with its attempt. On the
+   worker that answers, the prefill share of the reservation is released at the first token, and the rest at the end of the request.
 3. After a prefill attempt the request is over if the one token of this attempt ends the answer. Otherwise the decode worker gets the handoff.
    `LiveRequest.ends_with_prefill_token` and `emits_prefill_token` decide what happens with that token.
 4. An attempt fails if its worker leaves, cannot be reached, cancels it, sends no usable handoff, or rejects it for a reason that is not
@@ -148,7 +148,7 @@ class RouterMachine:
             hasher: Computes the block keys of prompts whose frontend does not provide them.
 
         Raises:
-            ConfigurationRefused: The settings name an unknown policy, or parameters that it does not accept.
+            ConfigurationRefused: The settings name an unknown policy, or parameters that the policy does not accept.
         """
         self.settings = settings
         self.policy = policy or built_in_policy(settings.policy, parameters(settings))
@@ -624,7 +624,7 @@ class RouterMachine:
         """Place a request again, or end it, after its attempt has ended without a result."""
         assert live.attempt is not None
         worker = self.registry.get(blamed or live.attempt.worker_id)
-        # A worker that has left needs no entry: it gets no requests any more, and its next incarnation counts as another worker.
+        # A worker that has left needs no entry in `failed_on`: it gets no requests any more, and its next incarnation counts as another one.
         if worker is not None:
             live.failed_on[worker.description.worker_id, worker.description.incarnation] = None
         live.failures += 1
@@ -809,7 +809,7 @@ class RouterMachine:
         return "" if worker is None else worker.address
 
     def places(self, model: ModelName) -> int:
-        """Return how many requests the workers of a model may answer at once: the sum of the limits of all decoding, not draining workers."""
+        """Return how many requests a model may have at once: the sum of the limits of its workers that decode and do not drain."""
         return sum(
             worker.request_limit for worker in self.registry.serving(model) if worker.decodes and not worker.draining
         )

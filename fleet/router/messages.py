@@ -82,7 +82,7 @@ class CacheAged(Struct, frozen=True, kw_only=True):
 
 
 class CacheReported(Struct, frozen=True, kw_only=True):
-    """Event: a server without KV events reports how many tokens of a prompt were cached. It comes before the end of the attempt."""
+    """Event: a server without KV events reports how many tokens of a prompt were cached. The event comes before the end of the attempt."""
 
     worker_id: WorkerId
     request_id: RequestId
@@ -213,7 +213,7 @@ class Arrived(Struct, frozen=True, kw_only=True, rename={"external": "second_han
     )
     parsing: ParsingTask | None = None  # what workers need to parse the answer; None: they do not parse it
     answered: tuple[int, ...] = ()  # tokens of the answer that another router has sent already; fewer than `max_tokens`
-    fingerprint: str = ""  # fingerprint of the worker that sent the first of these tokens; empty: unknown
+    fingerprint: str = ""  # fingerprint of the worker that generated the first token in `answered`; empty: unknown
     # The vector that the client wants instead of tokens; `sampling.max_tokens` is then 0.
     pooling: Pooling | None = None
     images: tuple[bytes, ...] = ()  # content of the image files of the prompt (`Start.images`)
@@ -270,7 +270,7 @@ class Emit(Struct, frozen=True, kw_only=True):
 
 @final
 class Complete(Struct, frozen=True, kw_only=True):
-    """Command: tell the client that its answer is complete. Nothing follows."""
+    """Command: tell the client that its answer is complete. No other command for the request follows."""
 
     request_id: RequestId
     finish: Finish
@@ -285,7 +285,7 @@ class StartedOver(Struct, frozen=True, kw_only=True):
 
 
 class Reject(Struct, frozen=True, kw_only=True):
-    """Command: tell the client that its request has ended without an answer, or without the rest of it. Nothing follows."""
+    """Command: tell the client that its request has ended without an answer or its rest. No other command for the request follows."""
 
     request_id: RequestId
     reason: Reason

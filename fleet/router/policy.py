@@ -233,7 +233,7 @@ class RankingScorer(Protocol):
     """Port: a scorer that can find the lowest cost without computing an array of all costs."""
 
     def lowest(self, request: PlacementRequest, candidates: Candidates, phase: Phase, /) -> list[int]:
-        """Return the positions of all candidates with the lowest cost, in order.
+        """Return the positions of all candidates with the lowest cost, in ascending order.
 
         Raises:
             ValueError: A cost is not finite.

@@ -50,7 +50,7 @@ _PREFILL_LOST = PlacementReason.PREFILL_LOST
 class CountersByModel(dict[ModelName, RouterCounters]):
     """The counters of each model by its name. The counters of a model are made when they are first read.
 
-    If there are `MOST_MODELS` models already, the counters of a further one are not kept.
+    If there are `MOST_MODELS` models already, the counters of further models are not kept.
     """
 
     def __missing__(self, model: ModelName) -> RouterCounters:

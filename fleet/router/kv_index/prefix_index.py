@@ -67,8 +67,8 @@ KEY_BYTES = 8
 
 # Cache accuracy (rule 7):
 WINDOW = 64  # number of latest comparisons that count for each worker
-ENOUGH = 16  # number of comparisons that are needed before a cache can drift
-DRIFTS = 0.8  # a cache drifts below this precision or recall; one evicted block in ten is still normal
+ENOUGH = 16  # number of comparisons that are needed before a cache can count as drifting
+DRIFTS = 0.8  # a cache drifts if its precision or recall is below this; one evicted block in ten is still normal
 RECOVERED = 0.9  # drift ends when precision and recall are at least this
 
 
@@ -251,7 +251,7 @@ class Knowledge(StrEnum):
 
 
 class CacheComparison(Struct, frozen=True):
-    """Compares the predicted with the reported cached tokens of one prompt, or of several prompts as sums (rule 6)."""
+    """Compares the predicted with the reported cached tokens of one prompt, or the sums of both over several prompts (rule 6)."""
 
     prompt: int = 0
     predicted: int = 0

@@ -36,8 +36,8 @@ MAX_SECONDS = 1e9  # maximum of `priority_seconds` and `size_seconds`, because i
 # The maximum number of untried wait groups that are tried after a change, in addition to the limited number of failing tries. 1024 tries
 # take about 35 ms.
 MAX_FIRST_TRIES = 1024
-# The number of tenants without waiting requests whose clocks are kept. If there are more, all of their clocks that are not ahead of the
-# clock of the tenant that was served last are removed, because such a clock makes no difference (rule 2).
+# Number of clocks that are kept for tenants without waiting requests. If there are more, those clocks are removed that are not ahead of the
+# clock of the tenant that was served last, because they make no difference (rule 2).
 MAX_IDLE_CLOCKS = 64
 
 QueuePosition = tuple[int, int, RequestId]

@@ -528,7 +528,7 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
     """A worker is lost when it sends nothing for this time; workers report their load each second."""
 
     connect_timeout_seconds: PositiveSeconds = 5.0
-    """Time from dialling a worker to receiving its description."""
+    """The longest time from opening a connection to a worker until its description has arrived."""
 
     max_reconnect_seconds: PositiveSeconds = 2.0
     """Maximum pause between two attempts to reach a worker that is still a member; the first pause is 50 ms."""

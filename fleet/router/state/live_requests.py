@@ -48,7 +48,8 @@ class RequestTransition(IntEnum):
     DISPATCHED = auto()
     HANDED_OVER = auto()
     FIRST_TOKEN = auto()  # the first token of the worker that answers, not of a prefill worker
-    LOST = auto()  # the attempt failed: the worker left, rejected or cancelled it, could not be reached, or sent no usable handoff
+    # The attempt failed: the worker left, rejected or cancelled it, could not be reached, or sent no usable handoff.
+    LOST = auto()
 
 
 NEXT: dict[tuple[RequestStage, RequestTransition], RequestStage] = {

@@ -2,7 +2,7 @@
 
 Rules:
 
-1. A request has one attempt at a time. Each attempt has an id that is never used again. So the router recognises and ignores late messages
+1. A request has at most one attempt at a time. An attempt's id is never used again. So the router recognises and ignores late messages
    of an aborted attempt, and a client may reuse the id of a request that has ended.
 2. An engine computes prompts in the order in which it gets them, and a long prompt delays all later prompts. So a worker is sent prompts
    only while it has fewer than `prefill_window_tokens` tokens to compute (0: there is no limit). The other prompts wait in the worker's

@@ -7,8 +7,8 @@ Rules:
    do for prompts of their own. So requests with the same beginning are placed on one worker, whichever routers they use. Shorter prompts
    would cause too many announcements, and computing them twice costs little.
 2. A prompt of rule 1 is announced by the keys of some of its blocks, its *marks*: the first 16 blocks, then eight for each doubling of the
-   length, and the last block. That is less than 160 keys for any length, and less than 60 for up to 512 blocks. From the marks, a router knows at least
-   eight ninths of the blocks that two prompts have in common, and all of them if the prompts are equal.
+   length, and the last block. These are fewer than 160 keys for any length, and fewer than 60 for up to 512 blocks. From the marks, a
+   router knows at least eight ninths of the blocks that two prompts have in common, and all of them if the prompts are equal.
 3. A worker that does not report its prefix cache is assumed to hold what any router has sent to it (`fleet.router.kv_index.assumed_cache`).
    All prompts for such workers are announced, with the keys of their first `MAX_ANNOUNCED_KEYS` blocks (of 64 tokens or more). The
    assumption ends when its time is over, or when a full assumed cache forgets the prompt for newer ones. It does not end when the router

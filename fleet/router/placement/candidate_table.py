@@ -1,7 +1,7 @@
 """Candidate table: all workers of a model for one request, which of them are eligible, and why the others are not.
 
-The table holds the loads of the workers, and what each of them holds of the prompt. The values that stay the same until the next
-worker joins or leaves are the *topology* of the pool; they are computed once.
+The table holds the loads of the workers, and what each of them holds of the prompt. The values that change only when a worker joins, leaves
+or gets other KV paths, or when settings change, are the *topology* of the pool. They are not computed again for each request.
 
 Rules of eligibility:
 

@@ -1,4 +1,4 @@
-"""Clock: exports the time in integer nanoseconds and the port `Clock`, which `kvstore.clock` defines."""
+"""Clock: exports from `kvstore.clock` the type of times in integer nanoseconds, two units, and the port `Clock`."""
 
 from kvstore.clock import MILLISECOND, SECOND, Clock, Nanos
 

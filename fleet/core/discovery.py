@@ -98,7 +98,7 @@ class KubernetesDiscovery(
     """Time for which a worker's lease lasts after its last renewal; the worker renews it three times in this time.
 
     With the default, a worker renews its Lease only every ten seconds, like a Kubernetes node, because every write loads the
-    API server. A router notices a crashed worker before its lease ends, because its stream breaks.
+    API server. A router notices a crashed worker before the lease ends, because the stream to the worker breaks.
     """
 
     labels: dict[str, str] = {}

@@ -45,7 +45,7 @@ class Reason(StrEnum):
     # The client does not wait for the answer any more:
     DEADLINE_PASSED = "deadline_passed"
     CANCELLED = "cancelled"
-    # Fleet has a bug, and the log has the details:
+    # Fleet or an engine has failed, and the log has the details:
     INTERNAL = "internal"
 
 

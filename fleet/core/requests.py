@@ -51,7 +51,8 @@ class Pooling(Struct, frozen=True, kw_only=True):
 
     task: PoolingTask
     dimensions: int = 0  # number of dimensions of the embedding to return; 0 means all
-    # False: embeddings are returned without normalisation, and classes as logits. None: the model's default is used.
+    # True: embeddings are normalised, and the activation function is applied to the numbers of classes. False: neither is done, so classes
+    # are logits. None: the model's default is used.
     activation: bool | None = None
     # Number of tokens of the first text of a pair, if the model has token types; 0 if all tokens have one type.
     first_tokens: int = 0
@@ -160,8 +161,8 @@ STATE_FIELDS = (
     "bad_tokens",
 )
 """Fields of `Sampling` whose effect depends on the tokens that the engine has generated before. An engine that
-continues an answer of another engine has to compute its sampling state, such as the counts of penalties, from the tokens of
-that engine."""
+continues an answer of another engine has to rebuild the sampling state, such as the counts of penalties, from the tokens
+that the other engine has generated."""
 
 
 def state_fields(sampling: Sampling) -> tuple[str, ...]:
@@ -256,7 +257,7 @@ class Resume(Struct, frozen=True, kw_only=True):
     # Known tokens of the answer, from the first one on. The client has sent them, or a worker has kept them.
     token_ids: tuple[int, ...] = ()
     position: int = 0  # number of tokens of the answer that the client has
-    # True if the router has to return the known tokens again, because the frontend itself leaves out what the client has.
+    # True if the router has to return the known tokens again. The frontend then leaves out what the client has already.
     from_start: bool = False
     # The following fields contain what the client has of a parsed answer.
     text: str = ""

@@ -52,6 +52,6 @@ def process_start(pid: int) -> float | None:
 
 
 def process_age(pid: int) -> float:
-    """Return the seconds since the start of a process, or 0 if it has ended, and on systems other than Linux."""
+    """Return the seconds since the start of a process; 0 if the process has ended or the system is not Linux."""
     began = process_start(pid)
     return 0.0 if began is None else max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - began)

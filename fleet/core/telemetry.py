@@ -42,7 +42,7 @@ _STEPS = (
 
 
 def _per_decade(steps: Sequence[float], first: int, last: int) -> tuple[float, ...]:
-    """Return the numbers `steps` in each decade, from ten to the power of `first` to ten to the power of `last`."""
+    """Return the multiples `steps` of each power of ten from `first` to `last` - 1, and at the end ten to the power of `last`."""
     bounds = [float(f"{step}e{power}") for power in range(first, last) for step in steps]
     return (*bounds, float(f"1e{last}"))
 

@@ -2,12 +2,13 @@
 
 Rules:
 
-1. A request has one attempt at a time. Each attempt has an id that is never used again. So the router recognises and ignores late messages
+1. A request has at most one attempt at a time. An attempt's id is never used again. So the router recognises and ignores late messages
    of an aborted attempt, and a client may reuse the id of a request that has ended.
 2. An engine computes prompts in the order in which it gets them, and a long prompt delays all later prompts. So a worker is sent prompts
    only while it has fewer than `prefill_window_tokens` tokens to compute (0: there is no limit). The other prompts wait in the worker's
    prefill queue in this router, where a prompt with a lower queue position can still overtake them. The attempts of waiting prompts have
-   begun, but nothing was sent to the worker for them. A prompt is sent at once if the router may never learn when it is computed.
+   begun, but nothing was sent to the worker for them. If the router may never learn when a prompt is computed, the prompt is sent at once,
+   even if the worker has more tokens to compute.
 3. A queued prompt holds the same reservations as a sent one; only its dispatch is delayed. So placement sees the same
    loads with prefill queues and without.
 4. The prompt with the lowest queue position is sent first (`fleet.router.queueing.admission_queue`). The position depends on the arrival,
@@ -55,10 +56,10 @@ class Attempts:
         self._attempts: dict[RequestId, Attempt] = {}
         self._rates: dict[WorkerId, PrefillRate] = {}  # rates of the workers that were sent a prompt
         self._begun = 0
-        # Workers whose prefill queues may send a prompt now; call `move` while there are any.
+        # Workers whose prefill queues may send a prompt now. If there are any at the end of an event, the router machine calls `move`.
         self.opened = self._queues.opened
         self.get = self._attempts.get
-        """Return the attempt with this id, or None."""
+        """Return the attempt with this id; None if it has ended or never existed."""
 
     @property
     def waiting(self) -> int:
@@ -79,7 +80,7 @@ class Attempts:
         *,
         handoff: Handoff | None = None,
     ) -> None:
-        """Begin an attempt of a request on a worker. The attempt is sent now, or as soon as the worker's prefill queue allows it."""
+        """Begin an attempt of a request on a worker: send it now, or let its prompt wait in the prefill queue, from which `move` sends it."""
         self._begun += 1
         attempt = Attempt(id=attempt_id(live.id, self._begun), request_id=live.id, worker_id=worker_id, phase=phase)
         live.attempt = attempt
@@ -208,7 +209,7 @@ class Attempts:
 class _QueuedPrompt(Struct):
     worker_id: WorkerId
     tokens: int  # tokens that the worker has to compute
-    rank: int = 0  # `rank`, `seq` and `priority` are set only for prompts that have waited
+    rank: int = 0  # `rank`, `seq` and `priority` are set only for prompts that wait, or have waited, in a prefill queue
     seq: int = 0
     priority: int = 0
     sent: bool = True
@@ -229,7 +230,7 @@ class PrefillQueues:
         self._held: dict[WorkerId, OrderedRequests] = {}  # the prefill queue of each worker that has one
         self._prompts: dict[RequestId, _QueuedPrompt] = {}
         self.opened: dict[WorkerId, None] = {}
-        """Workers that may have room again because a prompt has left. While there are any, `next` may return a request."""
+        """Workers with a prefill queue that may have room again, because a prompt was computed or has ended. `next` sends prompts to them."""
         self._waiting = 0
 
     def __len__(self) -> int:
@@ -237,7 +238,7 @@ class PrefillQueues:
         return self._waiting
 
     def enter(self, request_id: RequestId, worker_id: WorkerId, tokens: int) -> bool:
-        """Record a prompt if it can be sent to its worker now. The worker has to compute `tokens` of its tokens.
+        """Record a prompt if it can be sent to its worker now. The worker has to compute `tokens` tokens of the prompt.
 
         Returns:
             True if the caller has to send the prompt now. False if the prompt has to wait: then nothing was recorded, and the caller has to
@@ -360,7 +361,7 @@ class PrefillRate:
         self._seconds = 0.0
         self._computed = 0
         # Start of the time that `_seconds` does not contain yet: when the worker became busy, or when it last finished a
-        # prompt. None: it has no prompt tokens to compute.
+        # prompt. None: the worker has no prompt tokens to compute.
         self._since: Nanos | None = None
 
     def busy(self, now: Nanos) -> None:

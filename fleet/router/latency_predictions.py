@@ -1,4 +1,4 @@
-"""Latency predictions: predicts the latencies of workers by their profiles, corrects them by measurements, and raises drift alarms.
+"""Latency predictions: latencies of workers, predicted by their profiles and corrected by measurements, and alarms when they drift.
 
 Rules:
 
@@ -6,8 +6,8 @@ Rules:
    many tokens of each prompt are to be computed, and when tokens came. They need no other reports from the engines.
 2. A worker computes prompts in the order in which they were sent. When a prompt is sent, its time to the first token is predicted: the
    remaining time of the earlier prompts on the worker, plus the time of the prompt itself. Prompts whose first tokens come in one message
-   are counted as computed together. The prediction is not compared with the measurement if the prompt has to wait for answers to end,
-   because the batch or the KV cache is full.
+   are counted as computed together. If the batch or the KV cache is full, a prompt has to wait until answers end. Its prediction is then
+   not compared with the measurement.
 3. The gap between two tokens is predicted from the requests that decode at that time. Gaps in which a prompt was computed are left
    out, because they last as long as that prompt's steps.
 4. Each prediction is made twice: by the profile alone, and corrected by what was learned about this worker
@@ -226,7 +226,7 @@ class _PredictedWorker:
         self._prompts: dict[RequestId, _PredictedPrompt] = {}  # prompts in the order in which they were sent
         self._streams: dict[RequestId, _PredictedStream] = {}
         self._since = Nanos(0)  # instant from which the worker could compute the first prompt in `_prompts`
-        self._computed = Nanos(-1)  # instant at which the last prompt was computed or dropped
+        self._computed = Nanos(-1)  # instant at which a prompt was last computed or dropped
 
     def send(self, now: Nanos, work_id: RequestId, tokens: int, to_compute: int) -> None:
         if not self._prompts:
@@ -259,7 +259,8 @@ class _PredictedWorker:
             if next(iter(self._prompts)) == work_id:
                 self._since = now
             del self._prompts[work_id]
-            self._computed = now  # until now the worker has computed a part of this prompt, which delayed all answers
+            # Until now, the worker may have computed a part of this prompt, which delayed all answers.
+            self._computed = now
 
     def expected(self) -> list[PredictionAccuracy]:
         return [errors.expected(self._description, kind) for kind, errors in self.errors.items() if errors.predictions]
@@ -357,7 +358,7 @@ class _PredictionErrors:
     def learn(self, profile: float, seconds: float) -> bool:
         """Learn from one measurement, and return True if an alarm begins.
 
-        Values that are not between 0 and `LONGEST`, as after a clock change, are ignored.
+        Values that are not between 0 and `LONGEST` are ignored. A change of the clock can cause them.
         """
         return 0 < seconds < LONGEST and 0 < profile < LONGEST and self.correction.observe(profile, seconds)
 

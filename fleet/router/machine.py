@@ -5,16 +5,16 @@ Rules:
 1. A request that arrives is placed at once, waits in the admission queue (`fleet.router.queueing.admission`), or is rejected. It is
    rejected at once if its predicted wait is above the limit. Every request ends exactly once: by `Complete`, by `Reject`, or without a
    command to its client when the client has cancelled it.
-2. Placement and reservation happen in one step, on both workers of a pair. The prefill worker's reservation ends with its attempt. The
-   worker that answers releases the prefill share of its reservation at the first token, and the rest at the end of the request.
+2. Placement and reservation happen in one step, on both workers of a pair. The prefill worker's reservation ends with its attempt. On the
+   worker that answers, the prefill share of the reservation is released at the first token, and the rest at the end of the request.
 3. After a prefill attempt the request is over if the one token of this attempt ends the answer. Otherwise the decode worker gets the handoff.
    `LiveRequest.ends_with_prefill_token` and `emits_prefill_token` decide what happens with that token.
-4. If an attempt fails (the worker left, could not be reached, cancelled it, sent no usable handoff, or rejected it for a reason that is not
-   the request's fault), the request is placed again on another worker, up to `max_attempts` placements in all. The tokens that were already
-   sent to the client are appended to the prompt, and the next attempt states their number (`Start.generated_tokens`). If no other worker
-   can continue the answer (`_hindrance`), the answer starts over, provided that the client has seen nothing of it (`Arrived.whole`). If the
-   client has seen a part, the request is rejected with WORKER_LOST. An answer that another router has begun (`Arrived.answered`) is
-   continued by the same rule.
+4. An attempt fails if its worker leaves, cannot be reached, cancels it, sends no usable handoff, or rejects it for a reason that is not
+   the request's fault. Then the request is placed again on another worker, up to `max_attempts` placements in all. The tokens that were
+   already sent to the client are appended to the prompt, and the next attempt states their number (`Start.generated_tokens`). If no other
+   worker can continue the answer (`_hindrance`), the answer starts over, provided that the client has seen nothing of it
+   (`Arrived.whole`). If the client has seen a part, the request is rejected with WORKER_LOST. An answer that another router has begun
+   (`Arrived.answered`) is continued by the same rule.
 5. Messages of attempts that were aborted are ignored, because each attempt has an id of its own
    (`fleet.router.attempts`).
 6. A deadline ends a request in any stage; the server sends `RouterTicked` when `next_deadline()` has come.
@@ -144,11 +144,11 @@ class RouterMachine:
         Args:
             settings: The router's settings.
             rng: The source of randomness for ties.
-            policy: The placement policy; by default the one that the settings name, if it is built in.
+            policy: The placement policy; None: the built-in policy that the settings name.
             hasher: Computes the block keys of prompts whose frontend does not provide them.
 
         Raises:
-            ConfigurationRefused: The settings name an unknown policy, or parameters that it does not accept.
+            ConfigurationRefused: The settings name an unknown policy, or parameters that the policy does not accept.
         """
         self.settings = settings
         self.policy = policy or built_in_policy(settings.policy, parameters(settings))
@@ -339,7 +339,8 @@ class RouterMachine:
 
         The result is None if the request need not wait, or if too little was measured.
 
-        It waits in the prefill queue, or in the engine of the worker that answers, or in both at the same time.
+        A request waits in the prefill queue of the worker that computes its prompt, in the engine of the worker that answers, or in both at
+        the same time.
         """
         prompt = self.attempts.seconds_to_wait(live, placed, now)
         table = placed.candidate_table
@@ -350,7 +351,9 @@ class RouterMachine:
         return None if prompt is None else _Wait(placed.prefill or placed.decode, prompt)
 
     def _shorter_wait(self, live: LiveRequest, placed: Decision, wait: _Wait, now: Nanos) -> Decision | None:
-        """Return a decision for other workers on which the request would wait only a short time; None if none is found.
+        """Return a decision for other workers on which the request would wait only a short time.
+
+        Return None if no such worker is found, or if the request must stay on one worker.
 
         The worker with the lowest cost may be slow, or busy because it holds most of the prompt. Then a worker with a higher cost may give
         the first token sooner. Several full workers may hold most of the prompt, so the last try leaves out all full workers.
@@ -503,7 +506,7 @@ class RouterMachine:
     ) -> WorkerId | None:
         """Return the decode worker that was chosen with the prefill worker.
 
-        If it is draining or gone, choose another one, reserve the request on it, and return it; None if there is none.
+        If this decode worker drains or has left, choose another one, reserve the request there, and return it; None if there is none.
         """
         for worker_id in live.reserved_on:
             worker = self.registry[worker_id]
@@ -588,7 +591,7 @@ class RouterMachine:
     def _to_blame(self, live: LiveRequest, attempt: Attempt, rejected: Rejected) -> WorkerId:
         """Return the worker that the next attempt must avoid.
 
-        If a decode worker cannot read a handoff, that worker is the prefill worker: the decode worker can still serve the whole request
+        If a decode worker cannot read a handoff, this is the prefill worker, because the decode worker can still serve the whole request
         alone.
         """
         if rejected.reason is Reason.KV_MISMATCH and attempt.phase is Phase.DECODE:
@@ -621,7 +624,7 @@ class RouterMachine:
         """Place a request again, or end it, after its attempt has ended without a result."""
         assert live.attempt is not None
         worker = self.registry.get(blamed or live.attempt.worker_id)
-        # A worker that has left needs no entry: it gets no requests any more, and its next incarnation counts as another worker.
+        # A worker that has left needs no entry in `failed_on`: it gets no requests any more, and its next incarnation counts as another one.
         if worker is not None:
             live.failed_on[worker.description.worker_id, worker.description.incarnation] = None
         live.failures += 1
@@ -760,7 +763,7 @@ class RouterMachine:
         return Thresholds(**{name: getattr(self.settings, name) for name in Thresholds.__struct_fields__})
 
     def remote_prefill(self) -> RemotePrefillSnapshot:
-        """Return what was measured about remote prefill, also if the router does not use it (the setting `learn_remote_prefill`)."""
+        """Return what was measured about remote prefill. The router measures it even if the setting `learn_remote_prefill` is off."""
         return self.placer.remote_prefill(self.registry.paces())
 
     def booked(self) -> dict[WorkerId, ReservationTotals]:
@@ -787,7 +790,7 @@ class RouterMachine:
         return None if live is None else live.placed
 
     def decisions(self, request_id: RequestId) -> tuple[Decision, ...]:
-        """Return the decisions for a request in their order; empty if the request was never placed, or too long ago."""
+        """Return the decisions for a request in their order; empty if it was never placed, or is not among the latest ones that are kept."""
         return self._statistics.decisions(request_id)
 
     def queue_seconds(self, request_id: RequestId) -> float | None:
@@ -806,7 +809,7 @@ class RouterMachine:
         return "" if worker is None else worker.address
 
     def places(self, model: ModelName) -> int:
-        """Return how many requests the answering workers of a model that do not drain may have at once: the sum of their limits."""
+        """Return how many requests a model may have at once: the sum of the limits of its workers that decode and do not drain."""
         return sum(
             worker.request_limit for worker in self.registry.serving(model) if worker.decodes and not worker.draining
         )
@@ -816,7 +819,7 @@ class RouterMachine:
         return {worker.description.worker_id: worker.address for worker in self.registry}
 
     def explain(self, request_id: RequestId) -> Explanation | None:
-        """Return why a request was placed as it was; None if the request was never placed, or too long ago."""
+        """Return why a request was placed as it was; None if it was never placed, or is not among the latest ones that are kept."""
         return self._statistics.explain(request_id)
 
     def demand_by_model(self, now: Nanos) -> tuple[ModelDemand, ...]:

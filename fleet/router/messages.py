@@ -82,7 +82,7 @@ class CacheAged(Struct, frozen=True, kw_only=True):
 
 
 class CacheReported(Struct, frozen=True, kw_only=True):
-    """Event: a server without KV events reports how many tokens of a prompt were cached. It comes before the end of the attempt."""
+    """Event: a server without KV events reports how many tokens of a prompt were cached. The event comes before the end of the attempt."""
 
     worker_id: WorkerId
     request_id: RequestId
@@ -91,7 +91,7 @@ class CacheReported(Struct, frozen=True, kw_only=True):
 
 
 class StoreChanged(Struct, frozen=True, kw_only=True):
-    """Event: one tier of a store node has stored and removed blocks of one namespace (of one fingerprint).
+    """Event: one tier of a store node has stored and removed blocks of one namespace, which `fingerprint` names.
 
     If `reset` is true, the router first forgets the blocks of this namespace in all tiers of the node.
     """
@@ -128,14 +128,14 @@ class PeerReserved(Struct, frozen=True, kw_only=True):
 
 
 class PeerPlaced(Struct, frozen=True, kw_only=True):
-    """Event: a peer router announces prompts that it has sent to workers, or the end of such prompts.
+    """Event: a peer router announces prompts that it has sent to workers, or that the reservations of announced prompts have ended.
 
     See `fleet.router.kv_index.peer_prompts`.
     """
 
     replica: str
     placed: tuple[PlacedPrompt, ...] = ()
-    over: tuple[int, ...] = ()  # numbers of the announced prompts that are finished
+    over: tuple[int, ...] = ()  # numbers of the announced prompts whose reservations have ended
 
 
 class PeerLeft(Struct, frozen=True, kw_only=True):
@@ -201,10 +201,10 @@ class Arrived(Struct, frozen=True, kw_only=True, rename={"external": "second_han
     # The LoRA adapter to use; `salt` then separates its blocks from those of the base model.
     adapter: LoraAdapter | None = None
     expected_tokens: int = 0  # length of the answer that the client expects; 0: unknown
-    # Another program sends the request and reports its progress, so its timing is not used for measurements.
+    # Another program sends the request to the worker and reports the progress, so the router does not measure the request's timing.
     external: bool = False
     keys: Mapping[int, tuple[int, ...]] = {}  # block keys of the prompt by block size, if the frontend knows them
-    only_end: bool = False  # the listener gets the answer in another way, and only its end from the router
+    only_end: bool = False  # the listener gets only the end of the answer from the router, and the rest in another way
     whole: bool = False  # the client gets the answer in one piece, so it has seen nothing before the end
     needs: tuple[str, ...] = ()  # the fields of `fleet.core.requests.ENGINE_FIELDS` that the sampling parameters use
     most_wait: Nanos | None = (
@@ -213,7 +213,7 @@ class Arrived(Struct, frozen=True, kw_only=True, rename={"external": "second_han
     )
     parsing: ParsingTask | None = None  # what workers need to parse the answer; None: they do not parse it
     answered: tuple[int, ...] = ()  # tokens of the answer that another router has sent already; fewer than `max_tokens`
-    fingerprint: str = ""  # fingerprint of the worker that sent the first of these tokens; empty: unknown
+    fingerprint: str = ""  # fingerprint of the worker that generated the first token in `answered`; empty: unknown
     # The vector that the client wants instead of tokens; `sampling.max_tokens` is then 0.
     pooling: Pooling | None = None
     images: tuple[bytes, ...] = ()  # content of the image files of the prompt (`Start.images`)
@@ -270,7 +270,7 @@ class Emit(Struct, frozen=True, kw_only=True):
 
 @final
 class Complete(Struct, frozen=True, kw_only=True):
-    """Command: tell the client that its answer is complete. Nothing follows."""
+    """Command: tell the client that its answer is complete. No other command for the request follows."""
 
     request_id: RequestId
     finish: Finish
@@ -285,7 +285,7 @@ class StartedOver(Struct, frozen=True, kw_only=True):
 
 
 class Reject(Struct, frozen=True, kw_only=True):
-    """Command: tell the client that its request has ended without an answer, or without the rest of it. Nothing follows."""
+    """Command: tell the client that its request has ended without an answer or its rest. No other command for the request follows."""
 
     request_id: RequestId
     reason: Reason

@@ -86,7 +86,7 @@ class Placer:
             self._break_even.handed_over(Nanos(now - live.handed_over_at))
 
     def remote_prefill(self, paces: Iterable[tuple[WorkerId, int, float]]) -> RemotePrefillSnapshot:
-        """Return what was measured about remote prefill, also if the router does not use it (the setting `learn_remote_prefill`).
+        """Return what was measured about remote prefill. The router measures it even if the setting `learn_remote_prefill` is off.
 
         Args:
             paces: For each answering worker its id, its number of requests and its seconds per prompt token.

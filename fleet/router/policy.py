@@ -90,7 +90,7 @@ class PlacementRequest(Struct, frozen=True, kw_only=True, gc=False):
 
 
 def token_seconds(columns: Floats, row: int) -> float:
-    """Return the seconds per prompt token on a worker; if not measured there, their mean over the workers of its model; 0: unknown."""
+    """Return the seconds per prompt token on a worker; if it has no measurement, the mean of the other workers of its model; 0: unknown."""
     known = columns[TOKEN_SECONDS]
     if known[row] > 0:
         return float(known[row])
@@ -233,7 +233,7 @@ class RankingScorer(Protocol):
     """Port: a scorer that can find the lowest cost without computing an array of all costs."""
 
     def lowest(self, request: PlacementRequest, candidates: Candidates, phase: Phase, /) -> list[int]:
-        """Return the positions of all candidates with the lowest cost, in order.
+        """Return the positions of all candidates with the lowest cost, in ascending order.
 
         Raises:
             ValueError: A cost is not finite.

@@ -77,7 +77,7 @@ class TextCodec(Protocol):
     def encode_pair(self, first: str, second: str) -> tuple[TokenBytes, int]:
         """Return the token ids of a pair of texts as one prompt, and how many of them belong to the first text.
 
-        If the tokenizer cannot say where the first text ends, the number is that of all tokens.
+        If the tokenizer cannot say where the first text ends, all tokens are counted.
         """
         ...
 

@@ -275,7 +275,7 @@ class RouterServer:
             self.close(request_id, stream)
 
     def open(self, arrived: Arrived, stream: RequestListener) -> None:
-        """Submit a request. Its listener gets the events until the request is over, or until `close` is called.
+        """Submit a request. Its listener gets the commands for the request until the request is over, or until `close` is called.
 
         Raises:
             RequestRejected: This router takes no requests, or already has a request with this id.

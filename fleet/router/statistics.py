@@ -9,7 +9,7 @@ Rules:
 
 Rules of demand (`RouterDemand`). The planner learns from it what clients ask for and how well they are served.
 
-3. To count a request takes only a few increments and three look-ups in a table of bucket edges. Everything else is computed when a report
+3. Counting a request takes only a few increments and three look-ups in a table of bucket edges. Everything else is computed when a report
    is made.
 4. TTFT and queue wait are measured from the request's arrival at the machine, which is after its prompt was tokenized.
 5. TTFT and queue wait are counted at the first token, once for each request. A request that is placed again after a failure does not count
@@ -50,7 +50,7 @@ _PREFILL_LOST = PlacementReason.PREFILL_LOST
 class CountersByModel(dict[ModelName, RouterCounters]):
     """The counters of each model by its name. The counters of a model are made when they are first read.
 
-    If there are `MOST_MODELS` models already, the counters of a further one are not kept.
+    If there are `MOST_MODELS` models already, the counters of further models are not kept.
     """
 
     def __missing__(self, model: ModelName) -> RouterCounters:
@@ -139,11 +139,11 @@ class RouterStatistics:
         )
 
     def decisions(self, request_id: RequestId) -> tuple[Decision, ...]:
-        """Return the decisions for a request in their order; empty if the request was never placed, or too long ago."""
+        """Return the decisions for a request in their order; empty if it was never placed, or is not kept any more (rule 1)."""
         return self._explained.get(request_id, ())
 
     def explain(self, request_id: RequestId) -> Explanation | None:
-        """Return why a request was placed as it was; None if the request was never placed, or too long ago."""
+        """Return why a request was placed as it was; None if it was never placed, or is not kept any more (rule 1)."""
         placements = self._explained.get(request_id)
         return None if placements is None else Explanation(placements=tuple(each.explained() for each in placements))
 
@@ -268,7 +268,7 @@ class RouterDemand:
         counters.cached_tokens += live.cached_tokens
 
     def ended(self, live: LiveRequest, now: Nanos) -> None:
-        """Count a request that was completed or cancelled. If it has had no first token, it counts as abandoned."""
+        """Count a request that was completed or cancelled: as finished if it has had a first token, or else as abandoned."""
         counters = self._models.get(model := live.arrived.model) or self._new(model)
         if not live.first_token_at:
             counters.abandoned += 1

@@ -16,9 +16,9 @@ Rules:
    or one request if the share is smaller (`is_unsure`). N routers together admit at most N - 1 requests too many. The level of the bucket
    is then below zero, so these requests are made up for later.
 5. A request that needs work before its admission first asks whether it would be admitted (`expected`), so that no work is done for a
-   tenant over its limit. Such work is to fetch images, or to search and replay the tokens of an answer that is resumed. The question takes
-   nothing from the buckets. But until the work is done, the request counts as expected when other requests ask. The question is decided by
-   the buckets of this router alone; the later admission follows rules 2 to 4.
+   tenant over its limit. Examples are fetching images, and finding and replaying the tokens of an answer that is resumed. The question
+   takes nothing from the buckets. But until the work is done, the request counts as expected when other requests ask. The question is
+   decided by the buckets of this router alone; the later admission follows rules 2 to 4.
 """
 
 from collections.abc import Awaitable, Callable, Iterator, Mapping
@@ -201,12 +201,12 @@ class Tenants:
         return known
 
     def check_count(self, tenant: str, count: int, field: str) -> None:
-        """Check that a full bucket has so many requests, which one request of a client becomes.
+        """Check that a client's request, which becomes `count` requests, does not need more of them than a full bucket holds.
 
         Args:
             tenant: Name of the tenant.
-            count: Number of the requests.
-            field: The client's field that makes so many requests, for the error.
+            count: Number of requests that the client's request becomes.
+            field: The client's field that causes this number, for the error.
 
         Raises:
             RequestRejected: INVALID_ARGUMENT. The client's request would use up the limit and then fail, and so would a retry.

@@ -1,9 +1,9 @@
 """Assumed cache: what a worker without KV events is believed to hold, from the prompts that it was sent.
 
 Whole prompts are kept, in the order in which they were sent. When the cache is full, the least recently sent prompt is forgotten. A prompt
-is also forgotten when the time is over for which it is assumed to be cached. A prompt that continues an earlier one, like the next turn of
-a conversation, replaces the earlier one if no other prompt contains the last blocks of the earlier one. A block that several prompts share
-is kept as long as one of these prompts.
+is also forgotten when it expires, because it is assumed to be cached only for a limited time. A prompt may continue an earlier one, like
+the next turn of a conversation. It replaces the earlier prompt if no other prompt contains the last blocks of the earlier one. A block that
+several prompts share is kept as long as one of these prompts.
 """
 
 import heapq
@@ -36,9 +36,9 @@ class AssumedCache:
         self._held = ChainHolder(bit)
         # The assumed prompts by their last block key. The least recently sent one is first.
         self._sent: OrderedDict[int, Chain] = OrderedDict()
-        # The prompts that `add_earlier` has added. In `_sent` they may come after prompts that expire later, so `expire` finds them by this
-        # heap. An entry is the instant at which the prompt expires and its last block key. Entries may be out of date, because prompts are
-        # forgotten, replaced or sent again.
+        # Heap of the prompts that `add_earlier` has added. In `_sent` they may come after prompts that expire later, so `expire` finds them
+        # here. An entry has the instant at which the prompt expires, and the prompt's last block key. Entries may be out of date, because
+        # prompts are forgotten, replaced or sent again.
         self._earlier: list[tuple[Nanos, int]] = []
         self.listed = 0
 
@@ -47,9 +47,9 @@ class AssumedCache:
         return self._held.blocks
 
     def sent(self, keys: Keys, until: Nanos) -> None:
-        """Add a prompt, cut to the capacity. It expires at `until`, or later if it continues a prompt that expires later.
+        """Add a prompt, cut to the capacity. It expires at `until`, or later if it repeats or continues a prompt that expires later.
 
-        The `until` of successive calls must not decrease, because `expire` checks the prompts in the order in which they were added. A prompt
+        From call to call, `until` must not decrease, because `expire` checks the prompts in the order in which they were added. A prompt
         that expires earlier than the prompts before it is added by `add_earlier`.
         """
         keys = keys[: self.capacity]
@@ -71,7 +71,7 @@ class AssumedCache:
             self._forget_first()
 
     def add_earlier(self, keys: Keys, until: Nanos) -> None:
-        """Add a prompt that was sent some time ago, unless it is known already. For the order of forgetting, it counts as sent now."""
+        """Add a prompt that was sent some time ago, unless it is known already. It becomes the last one that a full cache forgets."""
         keys = keys[: self.capacity]
         if not keys or keys[-1] in self._sent:
             return

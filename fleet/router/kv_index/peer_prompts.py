@@ -7,8 +7,8 @@ Rules:
    do for prompts of their own. So requests with the same beginning are placed on one worker, whichever routers they use. Shorter prompts
    would cause too many announcements, and computing them twice costs little.
 2. A prompt of rule 1 is announced by the keys of some of its blocks, its *marks*: the first 16 blocks, then eight for each doubling of the
-   length, and the last block. That is less than 160 keys for any length, and less than 60 for up to 512 blocks. From the marks, a router knows at least
-   eight ninths of the blocks that two prompts have in common, and all of them if the prompts are equal.
+   length, and the last block. These are fewer than 160 keys for any length, and fewer than 60 for up to 512 blocks. From the marks, a
+   router knows at least eight ninths of the blocks that two prompts have in common, and all of them if the prompts are equal.
 3. A worker that does not report its prefix cache is assumed to hold what any router has sent to it (`fleet.router.kv_index.assumed_cache`).
    All prompts for such workers are announced, with the keys of their first `MAX_ANNOUNCED_KEYS` blocks (of 64 tokens or more). The
    assumption ends when its time is over, or when a full assumed cache forgets the prompt for newer ones. It does not end when the router
@@ -16,10 +16,10 @@ Rules:
    with a secret; routers without a common secret do not announce these prompts.
 4. Both kinds of announcements are limited. A router announces at most `MAX_ANNOUNCED_PROMPTS` unfinished prompts at a time (rule 1), first
    come first served. One announcement contains at most the latest `MAX_SENT_PROMPTS` prompts of rule 3. Peers do not know the prompts beyond
-   these limits, so they may have the same blocks computed again on another worker. Nothing else follows.
+   these limits. The only effect is that they may have the same blocks computed again on another worker.
 5. When a router leaves, its peers forget its announcements by rule 1. A router that connects later gets the earlier announcements of
-   unfinished prompts (rule 1), and the latest `MAX_SENT_PROMPTS` assumptions by rule 3 with their ages. It keeps the assumptions about a
-   worker that it does not know yet until that worker joins.
+   unfinished prompts (rule 1), and the latest `MAX_SENT_PROMPTS` assumptions by rule 3 with their ages. If it does not know a worker yet,
+   it keeps the assumptions about this worker until the worker joins.
 6. A router without peers announces nothing.
 """
 
@@ -32,8 +32,8 @@ from msgspec import Struct
 from fleet.core.ids import WorkerId
 from fleet.router.kv_index.radix_tree import Chain, ChainHolder, Keys, RadixTree
 
-# Minimum number of tokens that a worker has to compute of an announced prompt (rule 1). A large GPU computes 512 tokens in about 30 ms; an
-# announcement costs a router with three peers about 10 us.
+# A prompt is announced by rule 1 if the worker has to compute at least this many of its tokens. A large GPU computes 512 tokens in about
+# 30 ms; an announcement costs a router with three peers about 10 us.
 MIN_ANNOUNCED_TOKENS = 512
 # maximum number of block keys of a prompt that is announced by rule 3: 4 KB, for at least 32,768 tokens
 MAX_ANNOUNCED_KEYS = 512
@@ -52,7 +52,7 @@ class PlacedPrompt(Struct, frozen=True, kw_only=True):
 
     worker_id: WorkerId
     number: int = 0
-    """The router's number of an unfinished prompt (rule 1). 0: the prompt is assumed to be cached since it was sent (rule 3)."""
+    """The number that the announcing router gave to an unfinished prompt (rule 1). 0: the prompt is assumed to be cached (rule 3)."""
 
     # Block keys of the prompt's marks (rule 2), or of all its blocks if the prompt is assumed to be cached.
     keys: tuple[int, ...]
@@ -70,7 +70,7 @@ class PromptAnnouncements:
         self._over: list[int] = []
         self._sent: deque[tuple[WorkerId, Keys]] = deque(maxlen=MAX_SENT_PROMPTS)
         self.changes = 0
-        """Number of changes of reservations since the last call of `news`."""
+        """Number of reservations that were added, changed or released since the last call of `news`."""
 
     def has_prompts(self, *, assumed: bool) -> bool:
         """Return whether `news` would return prompts of rule 1, or, if `assumed` is true, prompts of rule 3."""
@@ -79,7 +79,8 @@ class PromptAnnouncements:
     def placed(self, worker_id: WorkerId, keys: Keys) -> int | None:
         """Record a prompt that a worker has to compute.
 
-        Return the prompt's number, which the caller passes to `over` when the prompt's reservation ends; None if there are too many prompts.
+        Return the prompt's number, which the caller passes to `over` when the prompt's reservation ends. If there are already
+        `MAX_ANNOUNCED_PROMPTS` unfinished prompts, record nothing and return None.
         """
         if len(self._placed) >= MAX_ANNOUNCED_PROMPTS:
             return None
@@ -100,7 +101,7 @@ class PromptAnnouncements:
         self._sent.append((worker_id, keys))
 
     def news(self) -> tuple[list[PlacedPrompt], list[int]]:
-        """Return the prompts to announce since the last call, and the numbers of announced prompts whose reservations have ended since then."""
+        """Return the prompts that are new since the last call, and the numbers of the announced prompts that have ended since then."""
         news = [self._make_announcement(number) for number in self._unannounced]
         news += [
             PlacedPrompt(worker_id=worker_id, keys=tuple(keys[:MAX_ANNOUNCED_KEYS])) for worker_id, keys in self._sent
@@ -121,7 +122,7 @@ class PromptAnnouncements:
 
 
 class PeerPrompts:
-    """Keeps the announced prompts on one worker, by the router that announced them and the number that it gave them."""
+    """Keeps the prompts that peer routers have announced for one worker, by the router and the number that the router gave to the prompt."""
 
     def __init__(self, chains: RadixTree, bit: int) -> None:
         """Start without prompts.

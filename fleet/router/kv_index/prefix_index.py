@@ -3,9 +3,10 @@
 Rules:
 
 1. A *holder* is anything that keeps reusable blocks: a worker's prefix cache, or one namespace in one tier of a store node. Each holder has
-   a bit, and the key of a block maps to the bits of all its holders. Bits are reused, so masks stay short.
+   a bit, and the key of a block maps to a mask: the bits of all holders of the block. New holders get the bits of holders that have left,
+   so masks stay short.
 2. A block key is the first 8 bytes of a block hash as an integer. If the keys of two blocks collide, the router expects a
-   hit that is not there. Engines and stores compare all 16 bytes, so this costs a computation and nothing else.
+   hit that is not there. Engines and stores compare all 16 bytes, so the only effect is that the block is computed.
 3. The *leading blocks* of a holder are the consecutive blocks of a prompt that it holds, from the first one on. Holders may
    evict blocks in any order; blocks behind a hole do not count, because no engine could use them.
 4. A holder is never believed to hold more blocks than its capacity: further blocks are not added (and are counted
@@ -16,7 +17,7 @@ holder's set and the dict share one integer object. The time to remove a holder 
 
 The worker registry (`fleet.router.state.worker_registry`) enters what workers report (`fleet.backends.workers.streams`), what store nodes
 report (`fleet.backends.workers.store_watch`), and what external servers report (`fleet.backends.kv_events.stream`). These three modules
-also detect gaps between sequence numbers. After a gap they replace all that the index holds of the sender.
+also detect gaps between sequence numbers. After a gap they replace everything that the index knows about the sender.
 
 Rules of cache accuracy, which compares the predicted cached tokens with those that workers report:
 
@@ -66,8 +67,8 @@ KEY_BYTES = 8
 
 # Cache accuracy (rule 7):
 WINDOW = 64  # number of latest comparisons that count for each worker
-ENOUGH = 16  # number of comparisons that are needed before a cache can drift
-DRIFTS = 0.8  # a cache drifts below this precision or recall; one evicted block in ten is still normal
+ENOUGH = 16  # number of comparisons that are needed before a cache can count as drifting
+DRIFTS = 0.8  # a cache drifts if its precision or recall is below this; one evicted block in ten is still normal
 RECOVERED = 0.9  # drift ends when precision and recall are at least this
 
 
@@ -87,7 +88,7 @@ def keys_of(hashes: Sequence[BlockHash]) -> tuple[int, ...]:
 def runs(masks: Mapping[int, int], keys: Sequence[int]) -> list[tuple[int, int]]:
     """Return how many leading blocks of a prompt the holders have (rule 3).
 
-    The result has pairs of a number of leading blocks and the bits of the holders with exactly this number, in ascending order.
+    The result is a list of pairs, in ascending order: a number of leading blocks, and the bits of the holders with exactly this number.
 
     Leading blocks never go beyond a block that has no holder. So a long prompt is first cut at such a block, which is found by bisecting.
     Only the blocks before the cut are checked one by one.
@@ -95,7 +96,6 @@ def runs(masks: Mapping[int, int], keys: Sequence[int]) -> list[tuple[int, int]]
     if not keys or keys[0] not in masks:
         return []
     if len(keys) > WORTH_BISECTING:
-        # The keys are cut at a key without a holder, because leading blocks cannot go beyond it.
         keys = keys[: bisect_left(keys, True, key=lambda key: key not in masks)]
     holders = list(map(masks.get, keys, repeat(0)))
     if 0 in holders:
@@ -145,8 +145,8 @@ class PrefixIndex:
         Args:
             holder: The holder.
             alike: Bits of the holders that can replace this one; a block that one of them has is not lost.
-            elsewhere: The part of a block, from 0 to 1, that counts as lost if only holders outside `alike` have it, because loading takes
-                time.
+            elsewhere: The part of a block, from 0 to 1, that counts as lost if only holders outside `alike` have the block. It is above 0
+                if loading a block takes time.
         """
         held, others = self.held[holder], ~self._bits[holder]
         if not held:
@@ -251,7 +251,7 @@ class Knowledge(StrEnum):
 
 
 class CacheComparison(Struct, frozen=True):
-    """Compares the predicted with the reported cached tokens of one prompt, or of several prompts as sums (rule 6)."""
+    """Compares the predicted with the reported cached tokens of one prompt, or the sums of both over several prompts (rule 6)."""
 
     prompt: int = 0
     predicted: int = 0

@@ -5,14 +5,15 @@ Rules:
 1. A *chain* is the sequence of block keys of a prompt, held as a whole by one holder. A key covers its block and everything
    before it, so chains with a common key have everything before it in common.
 2. Chains are paths in a tree of *nodes*: runs of blocks that belong to the same chains. A chain that branches off in the middle of a node
-   splits it. Most prompts are a shared beginning and an end of their own: two nodes, whatever their length. The time for a query or a
-   change is proportional to the number of nodes on its path.
-3. A node is removed with its last chain, so there are never more nodes than blocks. After that, neighbouring nodes may belong to exactly
-   the same chains. They are joined when an added chain passes through many of them, so an old split does not cost time for ever.
-4. Each node counts, for each holder, its child nodes and the chains that end in it, but not the chains that pass through it. Adding or
-   removing a chain changes only the nodes that no other chain of its holder passes through, and the node before them, however deep the tree
-   is.
-5. If the keys of two prompts collide, which an attacker may provoke, some numbers of blocks are slightly wrong, but nothing else fails: a
+   splits it. Most prompts have a shared beginning and an end of their own, so they need two nodes, whatever their length. The time for a
+   query or a change is proportional to the number of nodes on its path.
+3. A node is removed with its last chain, so there are never more nodes than blocks. When chains are removed, neighbouring nodes may remain
+   that belong to exactly the same chains. They are joined when an added chain passes through many of them, so an old split does not cost
+   time for ever.
+4. Each node counts, for each holder, its child nodes and the chains that end in it, but not the chains that pass through it. So adding or
+   removing a chain changes few nodes, however deep the tree is: those that no other chain of its holder passes through, and the node
+   before them.
+5. An attacker may make the keys of two prompts collide. Then some numbers of blocks are slightly wrong, but nothing else fails: a
    chain that meets a node of another path is recorded only up to that node.
 """
 
@@ -26,8 +27,8 @@ from fleet.core.clock import Nanos
 
 Keys = Sequence[int]
 
-# When a chain is added, and more nodes than this on its path have one child node and no chain that ends in them, each of these nodes is
-# merged with its child node.
+# Maximum number of nodes with one child node, and without a chain that ends in them, on the path of an added chain. If there are more, each
+# of them is merged with its child node.
 JOIN_ABOVE = 16
 
 
@@ -273,7 +274,7 @@ def _continuations(node: RadixNode) -> dict[ChainHolder, int]:
 
 
 def _count_chain(first: RadixNode, holder: ChainHolder) -> None:
-    """Count one more chain of a holder that ends in a node, or one more child node of that holder."""
+    """Count one more chain of a holder that ends in a node. If the holder is new in the node, count the node as a child of its parent too."""
     node: RadixNode | None = first
     while node is not None:
         continuations = _continuations(node)

@@ -108,7 +108,7 @@ def credit_of(
 ) -> tuple[Floats, Floats]:
     """Return the credit of each worker, and how many blocks of the worker's backlog the request needs itself.
 
-    The module `fleet.router.placement.policies.fleet` defines both (items 2 and 3).
+    The module `fleet.router.placement.policies.fleet` defines both (items 2, 3 and 6).
     """
     credit: Floats = engine * columns[ENGINE_BLOCKS]
     coming = columns[COMING_BLOCKS]
@@ -156,7 +156,7 @@ def lowest(costs: Floats, /) -> list[int]:
 
 
 def all_have_room(columns: Floats, /) -> bool:
-    """Return whether no worker is at its limit of requests."""
+    """Return whether every worker has fewer requests than its limit."""
     return bool((columns[REQUESTS] < columns[LIMIT]).all())
 
 

@@ -9,10 +9,11 @@ Rules:
    worker is delayed by n × s seconds. A handoff delays only the new request, by h seconds. The total delays are equal at n = h / (s × r).
 2. h is learned from handoffs: the time from the prefill worker's end to the decode worker's first token. s is the recent time per
    prompt token on the decode worker. If this worker has computed no prompt, s is taken from the workers of its pool that have computed one.
-3. Until `MIN_SAMPLES` handoffs have been measured, every prompt of `MIN_TOKENS` or more uncached tokens is handed over. Otherwise, if the
-   constant were too high, no handoff would ever be measured. The timing of external requests (`Arrived.external`) is not measured, so
-   during that time the constant applies to them. After that time, the constant applies to a request only while s is unknown. The learned
-   number is always between `MIN_TOKENS` and `MAX_TOKENS`, so that prompts go both ways and both delays can be measured.
+3. Until `MIN_SAMPLES` handoffs have been measured, every prompt of `MIN_TOKENS` or more uncached tokens is handed over. If the constant
+   applied from the start and were too high, no handoff would ever be measured. External requests (`Arrived.external`) are the exception:
+   their timing is not measured, so the constant applies to them at first. Once `MIN_SAMPLES` handoffs have been measured, the constant
+   applies to a request only while s is unknown. The learned number is always between `MIN_TOKENS` and `MAX_TOKENS`, so that some prompts
+   are handed over and others are not, and both delays can be measured.
 """
 
 from fleet.core.clock import SECOND, Nanos

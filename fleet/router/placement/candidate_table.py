@@ -1,15 +1,15 @@
 """Candidate table: all workers of a model for one request, which of them are eligible, and why the others are not.
 
-The table holds the loads of the workers, and what each of them holds of the prompt. The values that stay the same until the next
-worker joins or leaves are the *topology* of the pool; they are computed once.
+The table holds the loads of the workers, and what each of them holds of the prompt. The values that change only when a worker joins, leaves
+or gets other KV paths, or when settings change, are the *topology* of the pool. They are not computed again for each request.
 
 Rules of eligibility:
 
 1. A candidate decodes, has room, does not drain, and has not failed this request. It supports the request's length, LoRA adapter and output
    format, and satisfies the client's demands. If the client demands a pair, a prefill worker that pairs with the candidate has room as
    well. If an answer has begun, a candidate has the fingerprint of the worker that began it: other weights would continue it with another
-   model's tokens. It can also rebuild the state of all sampling fields whose effect depends on the tokens of the answer so far.
-2. Most requests demand nothing special, and mostly all workers have room. In this case the workers need not be checked one by one.
+   model's tokens. The candidate can also rebuild the state of all sampling fields whose effect depends on the tokens of the answer so far.
+2. Most requests demand nothing special, and usually all workers have room. Then the workers are not checked one by one.
 3. If several reasons exclude a worker, only the first one is reported. Demands of the client are checked before the state of the worker.
 """
 
@@ -279,7 +279,7 @@ class IneligibleReason(StrEnum):
 
 
 def eligible(request: PlacementRequest, table: CandidateTable) -> Rows:
-    """Return the rows of the workers that could answer a request now; for a LoRA adapter, only those that serve it best."""
+    """Return the rows of the workers that could answer a request now; for a LoRA adapter, only its best group (`prefer_lora_workers`)."""
     fits = table.topology.all_fit(request.prompt_tokens, request.answer_tokens)
     if fits and table.failed is None and all_have_room(table.columns) and _has_no_demands(request):
         return table.serving.rows  # the most frequent case
@@ -303,7 +303,7 @@ def _has_no_demands(request: PlacementRequest) -> bool:
 
 
 def _able_workers(request: PlacementRequest, table: CandidateTable) -> Flags:
-    """Return a flag for each worker that could answer the request now. The choice by LoRA adapter comes later."""
+    """Return a flag for each worker: True if it could answer the request now. `prefer_lora_workers` is applied later."""
     topology, columns = table.topology, table.columns
     able = capable(request, topology, table.answering & (columns[REQUESTS] < columns[LIMIT]), request.answer_tokens)
     if request.pin is not None or request.labels or request.must_keep:
@@ -317,7 +317,7 @@ def _able_workers(request: PlacementRequest, table: CandidateTable) -> Flags:
 
 
 def capable(request: PlacementRequest, topology: PoolTopology, flags: Flags, answer_tokens: int) -> Flags:
-    """Return `flags` without the workers that could not serve the request even if they were idle.
+    """Return `flags`, but with False for each worker that could not serve the request even when idle.
 
     The pin, the labels and the session of the request are not considered here.
     """

@@ -5,16 +5,16 @@ Rules:
 1. The decode worker is chosen first, as if it also had to compute the prompt: the policy chooses among the eligible workers
    (`fleet.router.placement.candidate_table`). The default policy's cost is counted in blocks of prefill
    (`fleet.router.placement.policies.fleet`).
-2. The function `split` defines whether another worker computes the prompt. Unless the client demands one worker or a pair, another worker
-   computes a prompt if the prompt has at least `remote_prefill_min_tokens` uncached tokens, or at least the number that the router has
-   learned (`fleet.router.placement.break_even`), and if a compatible prefill worker has room.
-3. The same policy chooses the prefill worker among those that pair with the decode worker, without the decode part of the cost, because a
-   prefill worker holds blocks only while it computes. A prefill pool consists of workers with the role PREFILL. A worker with the role BOTH
-   computes prompts for a worker with the role DECODE. It does so for another worker with the role BOTH only when the client demands it,
-   because both can do the same work.
-4. Two workers pair when their blocks hold the same values (equal fingerprints), they are of one generation, and they share a KV
-   path: one store, which takes any layout and number of ranks, or the direct path, for which layout and number of ranks must be equal. If
-   both paths are possible, the store is used, unless the settings prefer the direct path.
+2. The function `split` defines whether another worker computes the prompt. The client may demand one worker, or a pair. If it demands
+   neither, another worker computes a prompt that has enough uncached tokens, provided that a compatible prefill worker has room. Enough is
+   `remote_prefill_min_tokens`, or the number that the router has learned (`fleet.router.placement.break_even`).
+3. The same policy chooses the prefill worker among those that pair with the decode worker. It leaves out the decode part of the cost,
+   because a prefill worker holds blocks only while it computes. A prefill pool consists of workers with the role PREFILL. A worker with the
+   role BOTH computes prompts for a worker with the role DECODE. It does so for another worker with the role BOTH only when the client
+   demands a pair, because both workers can do the same work.
+4. Two workers pair when their blocks hold the same values (equal fingerprints), they are of one generation, and they share a KV path. The
+   path through a common store takes any layout and number of ranks. The direct path needs equal layouts and equal numbers of ranks. If both
+   paths are possible, the store is used, unless the settings prefer the direct path.
 5. A decision keeps the data that it was made on. When an explanation is requested, the same functions compute the cost terms of all
    candidates from this data.
 6. If no worker can serve the request, it is rejected with a cause. If the workers that can serve it are at their limits, it waits
@@ -242,8 +242,8 @@ def decide_decode(
 ) -> WorkerId | None:
     """Return another decode worker for blocks that `prefill` has computed; None if there is none.
 
-    The decode worker that was chosen first has gone, or drains. A worker at its limit may be chosen if no other has room: the prompt is
-    already computed, and waiting would only keep its blocks occupied.
+    The decode worker that was chosen first has left or drains. If no worker has room, one at its limit is chosen: the prompt is already
+    computed, and waiting would only keep the prompt's blocks occupied.
     """
     topology, columns = candidate_table.topology, candidate_table.columns
     able = capable(request, topology, candidate_table.answering, request.answer_tokens)
@@ -313,7 +313,7 @@ def _pool(candidate_table: CandidateTable, rows: Rows) -> PrefillPoolState:
 
 
 def _uncached(request: PlacementRequest, candidate_table: CandidateTable, row: int) -> tuple[int, int]:
-    """Return the number of prompt tokens that neither a worker nor its store holds, and the number that the worker would have to compute.
+    """Return how many prompt tokens neither a worker nor its store holds, and how many prompt tokens the worker would have to compute.
 
     Both numbers are at least one, because engines always compute the last prompt token. Blocks that live requests will soon compute on the
     worker are not held yet, but need not be computed again. So the first number includes their tokens, and the second one does not.

@@ -5,8 +5,8 @@ Rules:
 1. Entry points of the groups `fleet.policies`, `fleet.filters`, `fleet.scorers` and `fleet.pickers` name Structs whose fields are
    their parameters (`fleet.router.policy`). An entry point with the name of a built-in plug-in is ignored.
 2. A policy that comes from another package, or has a part from one, decides in a thread of its own, on a copy of the data. If it exceeds
-   its time budget, raises an exception or names no candidate, the default policy decides with the parameters that the settings have for it,
-   and the failure is counted. If it exceeds its budget, it is not called again before its call has ended.
+   its time budget, raises an exception or names no candidate, the default policy decides, with its own parameters in the settings. The
+   failure is counted. While a call that has exceeded the budget is still running, the policy is not called again.
 3. Such a policy has the same time budget for explaining its costs, because the whole router waits for the explanation too. If it does not
    give a finite number for each candidate, the explanation has no cost terms.
 """
@@ -99,8 +99,8 @@ class GuardedPolicy:
 
         Args:
             guarded: The policy of another package, or with parts from one.
-            fallback: The policy that decides in its place.
-            budget_seconds: Seconds for one decision. The router's thread waits for it, at most about 5 ms longer than this.
+            fallback: The policy that decides if `guarded` fails.
+            budget_seconds: Seconds for one decision. The router's thread waits for the decision, at most about 5 ms longer than this.
         """
         self._guarded = guarded
         self._fallback = fallback

@@ -2,10 +2,10 @@
 
 Rules:
 
-1. If some worker is excluded only because it is at its limit, the request waits, whatever excludes the other workers. The admission queue
-   can still reject it, if the queue is full or the predicted wait too long (`fleet.router.queueing.admission`). The order of the waiting
-   requests is decided in `fleet.router.queueing.admission_queue`. After a request was placed, its prompt may wait once more in the prefill
-   queue of its worker (`fleet.router.attempts`, rule 2).
+1. If some worker is excluded only because it is at its limit, the request waits, whatever excludes the other workers. The request is
+   still rejected if the admission queue is full or the predicted wait is too long (`fleet.router.queueing.admission`). The order of the
+   waiting requests is decided in `fleet.router.queueing.admission_queue`. After a request was placed, its prompt may wait once more in the
+   prefill queue of its worker (`fleet.router.attempts`, rule 2).
 2. Otherwise the request is rejected. If there are several causes, most demands of the client (a worker, structured output, a session, a
    pair, a length) are named before the state of the workers. A length is named only if the request fits on no worker that meets the other
    demands, so that a client does not give up a request that would fit on a draining worker.
@@ -25,7 +25,7 @@ from fleet.router.policy import PlacementRequest
 
 
 class RejectionCause(StrEnum):
-    """The cause why no worker can serve a request. The values are public and stable like `Reason`, but more detailed."""
+    """The cause of a rejection: why no worker can serve a request. The values are public and stable like `Reason`, but more detailed."""
 
     NO_WORKER = "no_worker"
     ALL_DRAINING = "all_draining"
@@ -55,7 +55,7 @@ class WaitForRoom(Struct, frozen=True):
     """Result: the request waits, because all workers that could serve it are at their limits."""
 
     busy: frozenset[WorkerId] = frozenset()
-    """The workers for which the request waits. Empty if a pair was demanded, because the worker at its limit may be either one of the pair."""
+    """The workers for which the request waits. Empty if a pair was demanded, because either worker of a pair may be the one at its limit."""
 
 
 class Rejection(Struct, frozen=True, kw_only=True):

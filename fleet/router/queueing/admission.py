@@ -2,14 +2,14 @@
 
 Rules:
 
-1. A request whose first token would come later than the settings, its deadline or the limit for overflow allow is rejected at once, because
-   an early rejection is better than one after a wait. The predicted wait is computed from the rate at which requests have left the queue
+1. A request is rejected at once if its first token would come later than the settings, its deadline or the limit for overflow allow. An
+   early rejection is better than one after a wait. The predicted wait is computed from the rate at which requests have left the queue
    (`admission_queue`, rule 5), and from the rate of first tokens of full workers (`fleet.router.state.worker_table`, rule 8). Before it is
    compared with the limit of the settings, a margin for errors of the prediction is added to it (`prediction_errors`).
 2. If more requests wait than allowed, the last request of the tenant with the largest backlog is rejected. A request that was admitted
    before and lost its worker stays.
-3. A request that is rejected for want of room gets a retry hint: the predicted wait of a request that its tenant would add to the queue, or
-   the predicted wait on the chosen worker if it was rejected for this wait.
+3. A request that is rejected because no worker has room gets a retry hint: the predicted wait of one more request of its tenant in the
+   queue. If it is rejected because it would wait too long on the chosen worker, the hint is the predicted wait there.
 4. The queue is notified of everything that may end a wait: released room, workers that come and go, changed limits, and sessions that have
    moved. After the whole event was processed, queued requests are placed until no more can be placed, or until `MAX_FAILED_TRIES` tries
    have failed.
@@ -127,7 +127,7 @@ class QueueAdmission:
         return self.queue.request_to_drop() if len(self.queue) > self.settings.max_queued else None
 
     def retry_after_ms(self, arrived: Arrived, now: Nanos) -> int:
-        """Return the retry hint in milliseconds for a request that cannot enter the queue (rule 3)."""
+        """Return the retry hint in milliseconds for a request that cannot enter the queue (rule 3); without a prediction, the setting."""
         seconds = self.queue.seconds_to_wait(arrived.model, arrived.tenant, now)
         return self.settings.retry_after_ms if seconds is None else self.hint_ms(seconds)
 
@@ -191,7 +191,7 @@ class QueueAdmission:
 
 
 def _move_next(search: QueueSearch, place: TryPlace) -> bool:
-    """Try queued requests until one is placed or rejected. Return True if there was one."""
+    """Try queued requests until one is placed or rejected. Return False if none was."""
     for request_id in search.candidates():
         if (busy := place(request_id)) is None:
             return True

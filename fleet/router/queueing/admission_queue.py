@@ -10,8 +10,8 @@ Rules:
    the queue, divided by the tenant's weight (start-time fair queueing, Goyal, Vin and Cheng, SIGCOMM 1996). This measure is the tenant's
    *clock*. A tenant that begins to wait starts at least at the clock of the tenant that was served last, so it gains nothing by having been
    idle. When the queue is empty, all clocks start again at 0.
-3. Among the requests of a tenant, the lowest queue position is next. The position is an instant: the arrival, moved to an earlier instant
-   for preferred requests. So no request is overtaken for ever.
+3. Among the requests of a tenant, the lowest queue position is next. The position is a fixed instant: the arrival, made earlier by a
+   priority and, if the settings say so, later by a long prompt (`queue_position`). So no request is overtaken for ever.
 4. When the queue is full, the last request of the tenant with the most waiting tokens, divided by its weight, is dropped. That may be the
    new request. A request that had been placed before stays, because its client may have begun to read the answer.
 5. The predicted wait is the backlog before a request (by rules 2 and 3), divided by the rate at which requests have left the queue. Both
@@ -36,8 +36,8 @@ MAX_SECONDS = 1e9  # maximum of `priority_seconds` and `size_seconds`, because i
 # The maximum number of untried wait groups that are tried after a change, in addition to the limited number of failing tries. 1024 tries
 # take about 35 ms.
 MAX_FIRST_TRIES = 1024
-# The number of tenants without waiting requests whose clocks are kept. If there are more, all of their clocks that are not ahead of the
-# clock of the tenant that was served last are removed, because such a clock makes no difference (rule 2).
+# Number of clocks that are kept for tenants without waiting requests. If there are more, those clocks are removed that are not ahead of the
+# clock of the tenant that was served last, because they make no difference (rule 2).
 MAX_IDLE_CLOCKS = 64
 
 QueuePosition = tuple[int, int, RequestId]
@@ -119,7 +119,7 @@ class QueuedRequest(Struct, frozen=True, kw_only=True):
     tokens: int  # tokens of the prompt
     whole_tokens: int = 0  # tokens of the prompt and of the longest possible answer
     wait_key: Hashable = (
-        # A value that is equal for requests that the same workers may serve, if their lengths and sessions are left out. None: all may.
+        # A value that is equal for requests that the same workers may serve, apart from their lengths and sessions. None: every worker may.
         None
     )
     session: SessionKey | None = None  # the session, if only the worker to which it is bound may serve the request
@@ -330,9 +330,9 @@ class FairQueue:
     def seconds_to_wait(self, name: str, now: Nanos, place: int | None = None) -> float | None:
         """Estimate how long a new request of this tenant would wait, in seconds, at the queue position `place` (None: last).
 
-        The backlog of the tenant is served with the tenant's share of the departure rate, but its wait is never longer than the whole queue
-        takes. The result is None if too little was measured, 0 if no request of the tenant is before the new one, and infinite if the
-        departure rate is 0.
+        The backlog of the tenant is served with the tenant's share of the departure rate. The estimate is never longer than the time that
+        the whole queue takes. The result is None if too little was measured, 0 if no request of the tenant is before the new one, and
+        infinite if the departure rate is 0.
         """
         if (rate := self._rate.per_second(now)) is None:
             return None
@@ -478,7 +478,7 @@ class AdmissionQueue:
             queue.groups.changed(worker_id)
 
     def room_released(self, model: ModelName, worker_id: WorkerId) -> None:
-        """Record that a request has released its place on a worker, so that queued requests of the model may be placed."""
+        """Record that a request has released its reservation on a worker, so that queued requests of the model may be placed."""
         self.changed(model, worker_id)
         self.may_move.setdefault(model, False)
 
@@ -492,7 +492,7 @@ class AdmissionQueue:
         return [model for model, queue in self.queues.items() if queue.groups.session_moved(session)]
 
     def all_changed(self, *models: ModelName) -> None:
-        """Record that every worker of these models may have room for any queued request."""
+        """Record that any queued request of these models may be served now, so that all of them are tried again."""
         for model in models:
             if (queue := self.queues.get(model)) is not None:
                 queue.groups.all_changed()

@@ -3,8 +3,8 @@
 A predicted wait is a mean, so about half of all requests wait longer. If requests were admitted up to the limit by the mean alone, the queue of an
 overloaded router would stay at the limit, and half of the answers would come too late. So a prediction is compared with the limit together with a
 margin: the 98th percentile of the latest errors. The expected time of the request's own prefill is first subtracted from
-an error (`fleet.router.queueing.admission.QueueAdmission.first_token`). What else the prediction leaves out is a part of the error, and so
-of the margin.
+an error (`fleet.router.queueing.admission.QueueAdmission.first_token`). Everything else that the prediction leaves out is a part of the
+error, and so of the margin.
 """
 
 from collections import deque

@@ -99,7 +99,7 @@ class WaitGroups:
                 del self._by_session[group.session]
 
     def mark_rejected(self, group: WaitGroup, busy: BusyWorkers) -> None:
-        """Record that a request of this group was tried and has to wait for these workers."""
+        """Record that a request of this group was tried and has to wait for the workers `busy` (empty: they are not known)."""
         self.untried -= not group.rejected_in
         group.rejected_in = self.searches
         if group.blocked_on.busy != busy:

@@ -176,8 +176,8 @@ class OpenAiWorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fie
     go on. The time also applies to a request that no other server can take."""
 
     trial_requests: bool = True
-    """True if a silent server is asked for a completion of one token, on a separate connection and with `api_key`. Otherwise three silent
-    requests take it out of rotation, and clients' requests find out whether it is back."""
+    """True if a silent server is asked for a completion of one token, on a separate connection and with `api_key`. If off, three silent
+    requests take the server out of rotation, and clients' requests find out whether it is back."""
 
     def __post_init__(self) -> None:
         refuse_credentials("url", self.url, "api_key")
@@ -266,8 +266,8 @@ class Thresholds(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     oversubscribe: Annotated[float, Meta(gt=0, le=1e6)] = 2.0
     """Maximum number of requests that are placed on a worker, as a multiple of its batch size. With a value above 1, the engine can refill
-    its batch without a round trip to the router. But the value should not be large, because only a request that waits in the router
-    instead can still be placed better, or be rejected in time."""
+    its batch without a round trip to the router. But the value should not be large: a request that waits in the router can still be placed
+    on a better worker or be rejected in time, and a request that waits in an engine cannot."""
 
     max_queued: Annotated[int, Meta(ge=0, le=2**32 - 1)] = 1024
     """Maximum number of requests that wait because every worker is at its limit. If one more comes, the last request of the tenant with
@@ -295,8 +295,8 @@ class Thresholds(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_fields=True):
     router_id: Annotated[str, Meta(min_length=1)] = "router"
     """Name of this router at workers and peers; two routers of one cluster must have different names.
-    A worker keeps one stream for each name, so routers with the same one cut each other's requests; workers and peers log
-    it."""
+    A worker keeps one stream for each name, so routers with the same name interrupt each other's requests. Workers and peers
+    log this."""
 
     http_listen: str = "127.0.0.1:8000"
     """host:port of the OpenAI API, health and metrics; port 0 takes a free one."""
@@ -361,7 +361,7 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
 
     control_listen: str = ""
     """Control port: ``unix:/path``, or host:port with `control_credentials`. It serves the registry, at which workers register,
-    `fleet.v1.Cluster` and `fleet.v1.Selection`. No API key protects it, so it is never the clients' port. Empty: a Unix socket that only
+    `fleet.v1.Cluster` and `fleet.v1.Selection`. No API key protects it, so clients must not reach it. Empty: a Unix socket that only
     the router's own user can reach, with a path derived from `grpc_listen` so that commands find it (`fleet status --address`)."""
 
     control_credentials: Credentials = Credentials()
@@ -414,8 +414,8 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
 
     prompt_secret: str = ""
     """Common secret of peer routers that tell each other which prompts they have sent to servers without `kv_events`:
-    block names follow from it, so that no client can construct two prompts with the same name. Empty: `tenant_secret`; if that is
-    empty too, only the processes of one `fleet serve router --processes` share a secret. The key of resume tokens follows from it, too."""
+    block names are computed with it, so that no client can construct two prompts with the same name. Empty: `tenant_secret`; if that is
+    empty too, only the processes of one `fleet serve router --processes` share a secret. The key of resume tokens is derived from it, too."""
 
     resume: ResumeSettings = ResumeSettings()
     """Streams that go on after the death of their router."""
@@ -528,7 +528,7 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
     """A worker is lost when it sends nothing for this time; workers report their load each second."""
 
     connect_timeout_seconds: PositiveSeconds = 5.0
-    """Time from dialling a worker to receiving its description."""
+    """The longest time from opening a connection to a worker until its description has arrived."""
 
     max_reconnect_seconds: PositiveSeconds = 2.0
     """Maximum pause between two attempts to reach a worker that is still a member; the first pause is 50 ms."""

@@ -38,7 +38,7 @@ class DepartureRate:
         self._since = now
 
     def per_second(self, now: Nanos) -> float | None:
-        """Return the rate, or None if too little was measured."""
+        """Return how much leaves the queue per second while something waits; None if too little was measured."""
         amount, seconds = self._faded(now)
         return None if self._departures < EVIDENCE or seconds <= 0 else amount / seconds
 

@@ -48,7 +48,8 @@ class RequestTransition(IntEnum):
     DISPATCHED = auto()
     HANDED_OVER = auto()
     FIRST_TOKEN = auto()  # the first token of the worker that answers, not of a prefill worker
-    LOST = auto()  # the attempt failed: the worker left, rejected it, could not be reached, or sent no usable handoff
+    # The attempt failed: the worker left, rejected or cancelled it, could not be reached, or sent no usable handoff.
+    LOST = auto()
 
 
 NEXT: dict[tuple[RequestStage, RequestTransition], RequestStage] = {
@@ -115,7 +116,8 @@ class LiveRequest(Struct):
     placed: Decision | None = None
     attempt: Attempt | None = None
     reserved_on: list[WorkerId] = []
-    # Tokens of the answer that this or another router has passed to the client, or that are kept if the client gets the answer in one piece.
+    # Tokens of the answer so far: passed to the client by this or another router, kept for a client that gets the answer in one piece, or
+    # only counted (`Arrived.only_end`).
     sent: list[int] = []
     fingerprint: str = ""  # fingerprint of the worker that sent the first token in `sent`
     kv: tuple[KvPhase, ...] = ()  # KV reports of all attempts so far
@@ -293,8 +295,8 @@ class LiveRequest(Struct):
     def ends_with_prefill_token(self, kv_path: KvPath) -> bool:
         """Return whether an end-of-sequence token of the prefill worker ends the answer.
 
-        It does not, if the token is dropped and the decode worker draws a new one at random: otherwise the end of the answer would be drawn
-        twice, and would be too likely.
+        It does not if the token is dropped and the decode worker draws a new one at random. If it did, two draws could end the answer, and
+        the end would be too likely.
         """
         sampling = self.arrived.sampling
         return self.emits_prefill_token(kv_path) or sampling.temperature == 0 or sampling.seed is not None

@@ -1,4 +1,4 @@
-"""LoRA adapters: which ones the workers serve, and which workers suit a request for one.
+"""LoRA adapters: which adapters the workers serve, and which workers suit a request for an adapter.
 
 Rules:
 

@@ -34,7 +34,7 @@ from fleet.router.state.snapshot import PoolSnapshot, StoreSnapshot, WorkerSnaps
 from fleet.router.state.worker_table import RegisteredWorker, WorkerTable
 
 UNKNOWN_PACE = 1e-6
-"""Seconds per prompt token where nothing was measured yet. With it, workers are still ordered by the sizes of their caches."""
+"""Seconds per prompt token that `cache_seconds` assumes if none were measured. So its results still order workers by their cache sizes."""
 
 
 class WorkerRegistry:
@@ -60,7 +60,7 @@ class WorkerRegistry:
         self._early_prompts: deque[tuple[PlacedPrompt, Nanos]] = deque(maxlen=MAX_SENT_PROMPTS)
         self._no_workers = WorkerTable(settings, self.index)
         self.get = self.workers.get
-        """Return the worker with this id, or None."""
+        """Return the worker with this id; None if it is unknown or has left."""
 
     def __iter__(self) -> Iterator[RegisteredWorker]:
         return iter(self.workers.values())
@@ -132,7 +132,7 @@ class WorkerRegistry:
         live.reserved_on.remove(worker_id)
 
     def drain(self, worker_id: WorkerId) -> None:
-        """Give no more requests to a worker."""
+        """Record that a worker drains, so that it gets no new requests."""
         self._cards = None
         self.tables[self.workers[worker_id].description.model].drain(worker_id)
 
@@ -143,7 +143,7 @@ class WorkerRegistry:
         self.tables[worker.description.model].describe()
 
     def resume(self, worker_id: WorkerId) -> None:
-        """Give requests to a draining worker again."""
+        """Record that a worker no longer drains, so that it gets requests again."""
         self._cards = None
         self.tables[self.workers[worker_id].description.model].resume(worker_id)
 
@@ -188,7 +188,7 @@ class WorkerRegistry:
         return len(self.index) + sum(len(pool.assumed) for pool in self.tables.values())
 
     def worth_trying(self, model: ModelName) -> bool:
-        """Return False if no queued request of this model can be placed: all answering workers are at their limits."""
+        """Return False if trying queued requests of this model is useless, because all answering workers are at their limits."""
         pool = self.tables.get(model)
         return pool is None or pool.has_room()
 

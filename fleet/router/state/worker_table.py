@@ -1,8 +1,8 @@
 """Worker table: the workers of one model, with the capacity that live requests reserve on them, kept up to date as requests come and go.
 
-Each request gets a copy of the table. More has to be computed only for the workers that hold a part of its prompt.
+Each request gets a copy of the table. Only for workers that hold a part of its prompt, more values have to be computed.
 
-Rules of reservations. A reservation begins when a request is sent, not when the worker reports it.
+Rules of reservations. A reservation begins when a request is placed on a worker, not when the worker reports the request.
 
 1. A request reserves, on each worker that works or will work for it: one request, the prompt tokens that the worker has to compute,
    and the blocks that the request holds there.
@@ -20,8 +20,8 @@ Rules of reservations. A reservation begins when a request is sent, not when the
 
 Rules of the wait for a first token (`FirstTokenRate`).
 
-7. A worker is full if more requests are reserved on it than it runs at once, or more blocks than it has. Its engine then keeps requests
-   waiting, because the router sends some more requests than the engine can run at once (the setting `oversubscribe`).
+7. A worker is full if more requests are reserved on it than it runs at once, or more blocks than it has. Some requests then wait in its
+   engine. The setting `oversubscribe` says how many more requests the router sends than the engine can run at once.
 8. While a worker is full, the router measures how many first tokens the worker sends per second. A new request waits about as long as the
    worker needs for the first tokens of all earlier requests that have none yet (J. D. C. Little, Operations Research 9, 1961). That wait
    includes the prefill, and on a decode worker the prefill on another worker.

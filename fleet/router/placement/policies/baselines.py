@@ -61,7 +61,7 @@ class BoundedRing:
 
     def __init__(self, load_factor: float):
         self._load_factor = load_factor
-        # All workers are on the ring, also those that are not candidates, so that the ring must seldom be built again.
+        # All workers of the model are on the ring, candidates or not, so that the ring is built again only when a worker joins or leaves.
         self._members: tuple[str, ...] = ()
         self._points: list[int] = []
         self._owners: list[int] = []  # the worker of each point of the ring, as an index in `_members`
@@ -94,7 +94,7 @@ class BoundedRing:
 
 
 class ConsistentHash(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Policy that sends a session, or prompts with the same first block, to one worker as long as the worker's load is bounded."""
+    """Policy that sends a session, or prompts with the same first block, to one worker until it has too many requests (`BoundedRing`)."""
 
     load_factor: float = 1.25
 

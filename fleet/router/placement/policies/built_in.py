@@ -70,7 +70,8 @@ BUILT_IN = PolicyCatalog(
 def parameters(settings: RouterSettings) -> dict[str, Any]:
     """Return the parameters of the policy that the settings name.
 
-    The default policy also gets the values of the fields of `RouterSettings` that have the names of its own fields.
+    Some parameters of the default policy are also fields of `RouterSettings`, with the same names. If the policy's own parameters do not
+    contain them, the values of these fields are used.
     """
     table = settings.policies.get(settings.policy, {})
     if settings.policy != DEFAULT:

@@ -27,7 +27,7 @@ class PolicyPart(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     name: str
     weight: float = 1.0
-    """The weight of a scorer; for a filter or a picker, it means nothing."""
+    """The weight of a scorer; ignored for a filter or a picker."""
 
     parameters: dict[str, Any] = {}
     """The fields of the plug-in."""

@@ -13,9 +13,9 @@
 4. *work* is the number of blocks that the request has to compute on the worker: prompt minus credit. The terms up to here measure the
    request's own wait. Other requests wait for the work too, and the *price* of a block says for how long. Later requests are delayed by
    busy / (workers + 1 - busy) blocks, where busy is the number of workers that compute prompts now. Requests that run on the worker are
-   delayed by the steps that compute the block. With this price, an idle cluster rather computes a prompt again than waits a moment, and a
-   busy cluster rather waits for the worker that holds the prompt. Without a price, every request would be placed where its own first token
-   comes soonest, and together the requests would compute shared prefixes several times (ADR 0014).
+   delayed by the steps that compute the block. With this price, requests in an idle cluster do not wait for the worker that holds their
+   prompt, but have it computed again elsewhere. In a busy cluster they wait for that worker. Without a price, every request would be placed
+   where its own first token comes soonest, and together the requests would compute shared prefixes several times (ADR 0014).
 5. *decode blocks* are the unique blocks that live requests hold on the worker, including those of this request. An answer near its expected
    end counts less.
 6. On a worker with a full batch, the credit is multiplied by 1 - `spread` × waiting requests / batch size, or by 0 if this is negative. The
@@ -78,8 +78,8 @@ class FleetCost(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Credit for a block that the store has to fetch from a lower tier first."""
 
     running_request_blocks: float = 1.0
-    """Cost of each request on a worker, in blocks of prefill, for the time that it adds to decode steps besides the time to read its
-    blocks."""
+    """Cost of each request on a worker, in blocks of prefill. It stands for the time that a request adds to decode steps, apart from the
+    time to read its blocks."""
 
     decode_weight: float = 0.3
     """Cost of a block that live requests hold, in blocks of prefill. Each decode step reads the block once. For an answer of

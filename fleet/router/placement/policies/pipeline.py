@@ -50,7 +50,7 @@ class Pipeline:
         self.scorers = tuple(scorers)
         self._picker: Picker = picker or Lowest()
         self._total = self._sum
-        # The only scorer, if it can find the lowest cost directly and the policy needs nothing else.
+        # The only scorer, if it has weight 1 and can find the lowest costs itself, and the picker is `Lowest`; None: all costs are computed.
         self._ranking: RankingScorer | None = None
         if len(self.scorers) == 1 and self.scorers[0][1] == 1:
             scorer = self.scorers[0][2]

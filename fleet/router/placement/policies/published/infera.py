@@ -58,7 +58,7 @@ class RecentMisses:
 
 
 class Infera(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """AMD Infera's policy: blocks to compute, blocks of running requests, and the blocks that were to be computed lately."""
+    """AMD Infera's policy: its cost counts blocks to compute, blocks of running requests, and blocks that were to be computed lately."""
 
     weight: float = 1.0
 

@@ -8,7 +8,7 @@
     evicted = sum over the prefixes that would be evicted: prefill(their tokens) × share of the worker's requests that have this prefix
     prefill = prefill(uncached tokens of this prompt)
 
-Then follow the paper's two adjustments of an exploiting choice, in its order:
+If a request exploits, the paper then adjusts the choice by two rules, in this order:
 
 1. Rebalancing. While the most loaded worker has more than `imbalance` times the load of the least loaded worker, requests that would
    exploit the most loaded worker go to the least loaded one. That worker computes the prefix and holds it from then on. This rule applies
@@ -34,7 +34,7 @@ The interface of policies lacks some of the rule's inputs. They are replaced as 
 - The tree of prompts: a policy knows only the key of the first block, and how many leading blocks each worker holds. So the worker "with the longest node"
   is the one with the longest match, and a subtree is all prompts with one first block, split between its copies request by request.
 - Times: the paper fits them offline. Here they are seconds for each token, and `quadratic_seconds` for attention.
-- Pairs: the cost of the decode worker also contains the prompt's time, because it is chosen as if it also computed the prompt.
+- Pairs: the cost of the decode worker also contains the prompt's time, because this worker is chosen as if it also computed the prompt.
 
 The order of requests inside a worker (section 3.3) is outside a router's control.
 """

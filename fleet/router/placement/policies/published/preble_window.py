@@ -5,7 +5,7 @@
 2. A prefix is identified by the key of its first block. The first prompt with this prefix that a worker computes becomes a node, which
    later prompts with the prefix share. The uncached tokens of each later prompt become a node of their own, which no other prompt shares.
 3. The nodes of a worker are kept in the order of their last use. The worker is assumed to evict the least recently used node first.
-4. A prefix on a worker is forgotten with its last request in the window.
+4. A prefix on a worker is forgotten when its last request leaves the window.
 """
 
 from collections import deque
@@ -44,7 +44,7 @@ class CachedPrefix:
 
     def __init__(self) -> None:
         self.requests = 0
-        self.is_copy = False  # True if the prefix is here because of rule 2 of `preble`
+        self.is_copy = False  # True if the worker got the prefix as a copy (rule 2 of `preble`)
         self.tokens = WindowTokens()
 
 

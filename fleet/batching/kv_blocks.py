@@ -7,8 +7,8 @@ Rules:
 2. A block without a name belongs to one attempt: it is a block of a prompt that is not computed yet, a partly filled block, or a block
    of an answer. An attempt only counts such blocks. They get their names when all their tokens are computed, so that other attempts
    find them. If a block of that name exists already, the attempt's block stays without a name until the attempt ends.
-3. A prompt is admitted with blocks for all its tokens and one more token. Blocks in the cache are used, and the others are taken from
-   the free and idle blocks.
+3. A prompt is admitted with blocks for all its tokens and one more token. Its leading blocks in the cache are used, and the others are
+   taken from the free and idle blocks.
 4. If no block is free, the idle block that was released first loses its name and is used again. An attempt releases its last block
    first, so the end of a chain is evicted before its beginning.
 """
@@ -65,9 +65,9 @@ class KvBlocks(Generic[Name]):
         return len(self._stored) + len(self._removed)
 
     def changes(self) -> tuple[list[Name], list[Name]]:
-        """Return two lists: the names that were stored and those that were removed since the last call.
+        """Return two lists: the names that were stored since the last call and are still in the cache, and the names that were removed.
 
-        A name in both lists was first removed and then stored again.
+        A name in both lists was removed and then stored again.
         """
         stored, removed = self._stored, self._removed
         if removed:

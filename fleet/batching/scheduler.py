@@ -9,7 +9,7 @@ Rules:
    priority, preempted attempts come first. While the first attempt cannot be admitted, no other one is admitted before it.
 2. A block supply (`fleet.batching.attempts.BlockSupply`) says which blocks of a prompt can be fetched from a store or a
    prefill worker. The scheduler calls it once for each attempt, when there is room for the attempt's prompt. If a fetch
-   begins, blocks are reserved for the prompt at once. The attempt then no longer is the first one of rule 1, so others
+   begins, blocks are reserved for the prompt at once. The attempt then leaves the queue of rule 1, so other attempts
    are admitted during the fetch. After the fetch, even if it has failed, the attempt is admitted before all attempts that
    wait for room.
 3. A step gives one token to each running attempt, and the other tokens of `step_tokens` to prompts, in the order of admission. A
@@ -18,8 +18,8 @@ Rules:
 4. Each decode step gives one token to every running attempt. So the steps at which an attempt needs its next block, or ends, are
    known when it joins the batch, and are kept in heaps. If an attempt leaves the batch, its entry stays in the heap and is skipped
    later. If the attempt has joined again, the entry is recognised as old by its number in the order of admission.
-5. If an attempt needs a block and none is left, the attempt that was admitted last is preempted. It starts again from its prompt
-   and the tokens that it has generated (vLLM's recomputation).
+5. If a running attempt needs a block and none is left, the running attempt that was admitted last is preempted: it loses its blocks
+   and waits again. Then its prompt and the tokens that it had generated are computed again (vLLM's recomputation).
 6. An attempt that is handed off keeps its blocks after its end, until `release`.
 """
 
@@ -49,7 +49,7 @@ class StepPlan(Struct, Generic[Name], frozen=True):
     prompt_tokens: int  # number of prompt tokens in all chunks
     prompt_pairs: float  # number of pairs of a prompt token and an earlier token that it attends to, in all chunks
     decodes: int  # number of running attempts, each of which gets one token
-    context: int  # number of tokens of all running attempts together
+    context: int  # number of prompt and answer tokens of all running attempts together
 
 
 class BatchScheduler(Generic[Name]):
@@ -82,7 +82,7 @@ class BatchScheduler(Generic[Name]):
         """Attempts that generate tokens; other classes only read it."""
         self.kept: dict[RequestId, BatchedAttempt[Name]] = {}
         """Ended attempts whose blocks are not released yet; other classes only read it."""
-        self.context = 0  # number of tokens of all running attempts together
+        self.context = 0  # number of prompt and answer tokens of all running attempts together
         self.steps = 0  # number of decode steps that were computed
         self.preempted = 0
 
@@ -93,7 +93,7 @@ class BatchScheduler(Generic[Name]):
 
     @property
     def wanted(self) -> bool:
-        """True if an attempt waits for room. Attempts whose blocks are being fetched do not count."""
+        """True if an attempt waits for room. Attempts that have room, and wait for a fetch or after it, do not count."""
         return bool(self._waiting)
 
     # Methods that add and end attempts:
@@ -108,8 +108,8 @@ class BatchScheduler(Generic[Name]):
         """Add an attempt whose prompt blocks come from a prefill worker, and take blocks for its prompt.
 
         Returns:
-            The number of blocks to fetch. The caller then has to call `fetched` at the end of the fetch. None if there is no room now; then
-            nothing was added.
+            The number of blocks to fetch; the caller has to call `fetched` at the end of the fetch. Or None, if there is no room now
+            and the attempt was not added.
         """
         attempt = BatchedAttempt(job, job.fetched_tokens, asked=True)
         if not self.blocks.reserve(attempt, self.blocks.leading(job.keys)):

@@ -84,7 +84,7 @@ class Gpu(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def computes_in(self, stored: Number) -> Number:
         """Return the data type in which this GPU multiplies numbers that are stored in the type `stored`.
 
-        A GPU that cannot multiply in this type converts the numbers to bf16, or on AMD's GPUs from fp4 to fp8.
+        A GPU that cannot multiply in this type converts the numbers to bf16. AMD's GPUs convert fp4 to fp8 instead, if they have fp8.
         """
         if stored in self.flops:
             return stored

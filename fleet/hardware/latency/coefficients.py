@@ -258,7 +258,10 @@ def scaled(efficiency: Efficiency, placement: ShardedModel, known: Coefficients)
 def _relative(
     operators: Sequence[OperatorEfficiency], gpu: str, measured: set[str], number: Number
 ) -> tuple[float, float]:
-    """Return the efficiencies of compute and bandwidth on a GPU, relative to the measured GPUs; 1 if unknown."""
+    """Return the efficiencies of compute and bandwidth on a GPU, relative to the measured GPUs.
+
+    Return 1 for both if matrix products in this data type were not measured on the GPU, or on no measured GPU.
+    """
     here = [each for each in operators if each.gpu == gpu and each.number is number]
     there = [each for each in operators if each.gpu in measured and each.number is number]
     if not here or not there:

@@ -14,8 +14,8 @@ Rules:
 4. A two-sided cumulative sum of log(measured / corrected prediction) detects drift (Page, Biometrika 41, 1954) after
    `SETTLED` samples. `SLACK` is the error that is tolerated, and `ALARM` is the sum that raises an alarm. With random
    errors of 20 %, there is less than one false alarm in a million steps; a change by 50 % is detected within twenty steps.
-5. After an alarm, everything that was learnt before has the weight of only `PRIOR` samples, so the new difference
-   from the profile is learnt as fast as the first one was.
+5. After an alarm, everything that was learnt before has the weight of only `PRIOR` samples. So the new difference
+   from the profile is learnt as fast as the difference at the start.
 """
 
 from collections.abc import Sequence

@@ -7,10 +7,10 @@ Rules:
    and `both`). They are divided among the prefill pools as well, because each request needs both phases.
 2. A pool grows at once. It shrinks only to its highest need during the last cool-down, so that a short pause of the
    load changes nothing.
-3. A pinned pool keeps its number, and every other pool stays within its bounds. If the GPU budget or the price limit
-   is too small for all needs, each pool that is not pinned gets its minimum, and further replicas are given to the pools
-   in the order of their names. Replicas that drain or are still to end use up the budget, too. So if one pool shrinks
-   in favour of another pool, the other pool grows when the replicas have drained.
+3. A pinned pool keeps its number, and every other pool stays within its bounds. The GPU budget or the price limit may
+   be too small for all needs. Then each pool that is not pinned gets its minimum, and further replicas are given to the
+   pools in the order of their names. Replicas that drain or are still to end use up the budget, too. So if one pool
+   shrinks in favour of another pool, the other pool grows only when these replicas have drained.
 4. All numbers stay as they are if demand is stale, a number is impossible, the clock went back, or a pool is not
    reported.
 """

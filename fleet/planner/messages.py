@@ -10,8 +10,8 @@ Rules:
 3. A plan is made from an observation. If somebody has written a pool's number after the observation, the plan does not
    overwrite this number.
 4. A written number stays valid after its writer has ended. The number before the plan is stored as well, so that
-   anybody can restore it. If a plan supersedes an unfinished plan, the number before the first of these plans stays
-   stored, unless more replicas than this serve by then (`PoolObservation.fallback`).
+   anybody can restore it. If a plan supersedes an unfinished plan, the number before the unfinished plan stays stored.
+   If more replicas than that serve already, their number is stored instead (`PoolObservation.fallback`).
 """
 
 from enum import StrEnum
@@ -137,5 +137,5 @@ class Plan(Struct, frozen=True, kw_only=True):
     id: PlanId
     replicas: dict[PoolName, Replicas]
     within: Nanos
-    """Time limit, from the writing of the plan, within which its replicas must serve. Replicas that do not serve then
-    are rolled back."""
+    """Time from the writing of the plan within which its replicas must serve. Replicas that do not serve at the end of
+    this time are rolled back."""

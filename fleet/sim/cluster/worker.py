@@ -220,7 +220,7 @@ class SimulatedWorker:
     # Commands from the router.
 
     def execute(self, command: Dispatch | CancelAttempt) -> None:
-        """Execute a command that has arrived. A worker that is dead or between two roles ignores it."""
+        """Execute a command that has arrived. A worker that is dead, or that is changing its role, ignores it."""
         if self.until is not None or self.away:
             return
         if isinstance(command, Dispatch):
@@ -313,5 +313,5 @@ class _WorkerBlockSupply:
 
 @lru_cache(4096)
 def _kv_report(cached_tokens: int) -> KvReport:
-    """Return a KV report that states only the cached tokens, because the simulated router reads no other field."""
+    """Return a KV report that states only the cached tokens, because nothing in a simulation reads its other fields."""
     return KvReport(prompt_blocks=0, origins=(), cached_tokens=cached_tokens)

@@ -13,8 +13,8 @@ Rules:
    are admitted during the fetch. After the fetch, even if it has failed, the attempt is admitted before all attempts that
    wait for room.
 3. A step gives one token to each running attempt, and the other tokens of `step_tokens` to prompts, in the order of admission. A
-   prompt may take several steps. At least one token of each prompt is computed, because its logits are needed. The last step of a
-   prompt produces the first token of the answer.
+   prompt may take several steps. Even if the whole prompt is in the cache, its last token is computed, because the logits of this
+   token are needed. The last step of a prompt produces the first token of the answer.
 4. Each decode step gives one token to every running attempt. So the steps at which an attempt needs its next block, or ends, are
    known when it joins the batch, and are kept in heaps. If an attempt leaves the batch, its entry stays in the heap and is skipped
    later. If the attempt has joined again, the entry is recognised as old by its number in the order of admission.
@@ -127,7 +127,7 @@ class BatchScheduler(Generic[Name]):
         return attempt
 
     def end(self, attempt: BatchedAttempt[Name]) -> None:
-        """End an attempt that has generated all its tokens."""
+        """End an attempt that has generated all its tokens. Free its blocks, unless it is handed off (rule 6)."""
         attempt_id = attempt.job.attempt_id
         del self.attempts[attempt_id]
         if attempt.job.handed_off:
@@ -144,7 +144,7 @@ class BatchScheduler(Generic[Name]):
         return True
 
     def cancel(self, attempt_id: RequestId) -> bool:
-        """Forget an attempt that has not ended. Return False if it is unknown."""
+        """Remove an attempt before its end, and free its blocks. Return False if the attempt is unknown or has ended."""
         if (attempt := self.attempts.pop(attempt_id, None)) is None:
             return False
         self._stop(attempt)
@@ -205,7 +205,8 @@ class BatchScheduler(Generic[Name]):
     def computed(self, attempt: BatchedAttempt[Name], tokens: int) -> bool:
         """Record that `tokens` prompt tokens of an attempt were computed. Return True if its prompt is complete.
 
-        The last prompt token also produces the first token of the answer. If the result is True, the caller has to call `join` or `end`.
+        The last prompt token also produces the next token of the answer, which is the first one except after a preemption. If the result is
+        True, the caller has to call `join` or `end`.
         """
         attempt.computed += tokens
         if attempt.computed < attempt.prompt_tokens:

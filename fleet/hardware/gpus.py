@@ -48,8 +48,8 @@ class GpuLink(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Time in microseconds between the start of a transfer and its first byte."""
 
     links: Annotated[int, Meta(ge=1)] = 1
-    """Number of links that one GPU can use at the same time. It is more than 1 if GPUs are wired to each other in pairs, and 1
-    if one link leads to a switch."""
+    """Number of links that one GPU can use at the same time. It is more than 1 if each pair of GPUs has a link of its own, and 1
+    if a single link connects the GPU to a switch."""
 
 
 class GpuPrice(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -41,8 +41,9 @@ from fleet.hardware.latency.closed_loop import BenchmarkClient
 from fleet.hardware.latency.step_model import StepModel, pairs
 
 IMBALANCE = 0.25
-"""Share of the variance of random spreading that remains although a router balances the load (rule 5). This value is an
-assumption. The planner corrects its predictions by measured latencies (`fleet.planner.sizing.capacity`)."""
+"""Variance of the number of requests on one engine if a router balances them over very many engines, divided by the
+variance if they are spread at random (rule 5). This value is an assumption. The planner corrects its predictions by
+measured latencies (`fleet.planner.sizing.capacity`)."""
 
 
 class RequestShape(Struct, frozen=True, kw_only=True):

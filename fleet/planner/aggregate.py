@@ -223,7 +223,7 @@ class DemandAggregator:
         return window
 
     def _replaced(self, process: _Process) -> bool:
-        """Return whether a process has ended, because its source was removed or has later reported another process."""
+        """Return whether a process counts as ended: its source was removed, or has reported another process later."""
         last_report_time = self._report_times.get(process.source)
         return last_report_time is None or last_report_time > process.reported_at
 

@@ -104,7 +104,7 @@ class PlanBudget(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class PlanConditionType(StrEnum):
-    """Types of conditions (rule 3)."""
+    """Types of conditions: the problems that a decision or a planner can report."""
 
     NO_DEMAND_SIGNAL = "NoDemandSignal"
     GOAL_OUT_OF_REACH = "GoalOutOfReach"

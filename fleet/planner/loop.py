@@ -626,6 +626,6 @@ def _error(predicted: float | None, observed: float | None) -> float | None:
 
 
 def _share_within(counts: Counts, seconds: float) -> float | None:
-    """Return the share of durations in the buckets up to the one of `seconds`, or None if there are no durations."""
+    """Return the share of durations in the buckets up to the one that contains `seconds`, or None without durations."""
     total = sum(counts)
     return sum(counts[: bucket_of(seconds) + 1]) / total if total else None

@@ -109,7 +109,7 @@ the served rate then grows at least by this factor."""
 
 
 class PlannerMachine:
-    """Decides the sizes of the pools of one model. Implements `ScalingRule`."""
+    """Decides the sizes of the pools of one model. Implements `fleet.planner.decisions.ScalingRule`."""
 
     def __init__(
         self,
@@ -187,7 +187,7 @@ class PlannerMachine:
         """Typical relative errors of the corrected predictions of TTFT and TPOT."""
         return {"ttft": self._model.ttft.error, "tpot": self._model.tpot.error}
 
-    # Rule 1.
+    # Rule 1: checks of the input.
 
     def _doubts(self, now: Nanos, demand: DemandWindow, seen: Observation) -> Iterator[PlanCondition]:
         yield from demand_doubts(demand)
@@ -209,7 +209,7 @@ class PlannerMachine:
             self._elapsed += min((now - self._now) / SECOND, 3.0 * self._settings.interval_seconds)
         self._now = now
 
-    # Rules 2 and 3.
+    # Rules 2 and 3: the load for which pools are sized.
 
     def _view(self, demand: DemandWindow, seen: Observation) -> "_PlanningView":
         """Return the pools and the load of this round, from which all further rules decide."""
@@ -287,7 +287,7 @@ class PlannerMachine:
                     type=PlanConditionType.PINNED, field=f"pools.{each.pool.name}", message=each.seen.pinned
                 )
 
-    # Rules 4 to 10.
+    # Rules 4 to 10: the decision.
 
     def _decide(self, now: Nanos, view: "_PlanningView") -> PlanDecision:
         conditions = list(self._model.out_of_reach(view.load))
@@ -536,7 +536,7 @@ class PlannerMachine:
         return self._demand.recent_rate * self._model.used_share(phase) / most if most else 0.0
 
     def _shortage(self, view: "_PlanningView", needed: Mix) -> PlanCondition:
-        """Return the condition that the limits do not allow enough replicas for the rate.
+        """Return a condition which says that the limits do not allow enough replicas for the rate.
 
         The condition names the limit: a budget, or the maximum number of replicas of the pools.
         """

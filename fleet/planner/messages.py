@@ -106,9 +106,9 @@ class PoolObservation(Struct, frozen=True, kw_only=True):
     def fallback(self) -> int:
         """The number of replicas to which a later plan is rolled back.
 
-        It is the requested number, without replicas that the plan `plan` has added and that do not serve. A rollback
-        must not keep such replicas: if the plan `plan` is unfinished, the later plan has superseded it, and if it has
-        ended, there may be no room for them.
+        This is the requested number, less the replicas that the plan `plan` has added and that do not serve. A rollback
+        must not keep these replicas. If `plan` is unfinished, the later plan has superseded it; if `plan` has ended,
+        there may be no room for its missing replicas.
         """
         if self.before is None or not self.plan or not self.pending:
             return self.wanted

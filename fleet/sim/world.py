@@ -194,7 +194,7 @@ class World:
     # The router.
 
     def fail(self, fault: Fault) -> None:
-        """Schedule a fault. The fault has no effect if its worker does not exist at the instant of the fault."""
+        """Schedule a fault. The fault has no effect if its worker or node does not exist at the instant of the fault."""
         self._cluster.fail(fault)
 
     def _handle(self, event: RouterEvent) -> None:
@@ -274,7 +274,7 @@ class World:
         )
         client.ended(ended)
 
-    # The digest of all ends, and what other modules read.
+    # The digest of all ended requests, and values that other modules read.
 
     def _note(self, end: str) -> None:
         self._ends.append(end)

@@ -183,7 +183,7 @@ class NodeStore:
         return worth
 
     def _runs(self, keys: Sequence[int]) -> list[_TierRun]:
-        """Return the leading blocks that are in some tier, as consecutive runs of one tier each."""
+        """Return the leading blocks that are in any tier, grouped into runs of consecutive blocks from the same tier."""
         places: list[tuple[SimulatedTier, int]] = []
         for key in keys:
             tier = next((tier for tier in self.tiers if key in tier), None)

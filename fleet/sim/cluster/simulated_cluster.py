@@ -193,7 +193,7 @@ class SimulatedCluster:
     # Faults.
 
     def fail(self, fault: Fault) -> None:
-        """Schedule a fault. The fault has no effect if its worker does not exist at the instant of the fault."""
+        """Schedule a fault. The fault has no effect if its worker or node does not exist at the instant of the fault."""
         if isinstance(fault, WorkerLost | NodeLost | NetworkCut):
             self._kernel.at(max(0, fault.at - JUST_BEFORE), partial(self._report_progress, fault))
         self._kernel.at(fault.at, partial(self._happen, fault))

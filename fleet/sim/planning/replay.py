@@ -135,7 +135,7 @@ class Replay:
         return self.run(name, settings.open(self.context()))
 
     def run(self, name: str, rule: ScalingRule, on_end: Callable[[EndedRequest], None] | None = None) -> ReplayResult:
-        """Replay all requests with a rule, until the last one has ended. `on_end` is called with each ended request."""
+        """Replay all requests with a rule, until the last request has ended. `on_end` is called with each ended request."""
         profiles = self._profiles()
         if isinstance(rule, ScheduledReplicas):
             begin = rule.begin

@@ -94,7 +94,8 @@ def sessions_of(workload: Workload, folder: Path, *, block_tokens: int, seed: in
     """Return the sessions of a workload.
 
     Raises:
-        ConfigurationRefused: As for `requests_of`, or the trace has no sessions, or the settings select a span of recorded time.
+        ConfigurationRefused: The trace cannot be used for a reason that `requests_of` names, or it has no sessions, or the settings
+            select a span of recorded time.
     """
     if isinstance(workload, DrawnWorkload):
         return drawn_sessions(workload, block_tokens, Random(seed))

@@ -67,7 +67,7 @@ class _Chiron:
     def _pressure(self, pool: PlannedPool) -> float:
         """Return the number of busy instances divided by the number of instances; 0 if there are none.
 
-        Requests that wait in the router count as additional busy instances, except for decode pools.
+        Requests that wait in the router are added as the number of instances that they would fill, except for decode pools.
         """
         workers = self._load.workers(pool.name)
         if not workers:

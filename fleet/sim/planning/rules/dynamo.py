@@ -99,7 +99,7 @@ class _Dynamo:
     def _relative_load(self, pool: PlannedPool, running: float, waiting: float) -> float:
         """Return the estimated latency of one engine divided by its goal. If the engine prefills and decodes, return the larger ratio.
 
-        For prefills, the latency is the wait of a new prompt, and the goal is what the prompt's own prefill leaves of the TTFT goal.
+        For prefills, the latency is the wait of a new prompt, and its goal is the TTFT goal less the time of the prompt's own prefill.
         If the engine decodes, the ratio is at least its number of requests divided by the most requests that it can run.
         """
         capacity, shape, goals = self._context.capacities[pool.name], self._load.shape, self._context.goals

@@ -11,8 +11,8 @@ Rules, in the order in which `PlannerMachine.decide` applies them:
 2. **Demand.** The arrival rate and the mean lengths of prompts and answers are levels
    (`fleet.planner.forecasting.level`): each is a mean over all windows since it last changed by more than chance
    explains. Bursts raise the dispersion of arrivals, and a higher dispersion needs more free capacity. The rate is 0
-   when the load has ended: no request waits or runs, and none has arrived for a while. This while is the cool-down, or
-   `fleet.planner.forecasting.history.QUIET_GAPS` times the mean gap between requests, whichever is longer.
+   when the load has ended: no request waits or runs, and none has arrived for a certain time. This time is the cool-down
+   or `fleet.planner.forecasting.history.QUIET_GAPS` times the mean gap between requests, whichever is longer.
 3. **Two horizons.** The rate to serve is the larger of two numbers: the present level, which reacts within seconds, and
    the forecast for the time at which a replica that is started now would serve. From that rate, the capacity model and
    the solver compute the replicas for prefill, decode and all GPU types at once.
@@ -28,7 +28,8 @@ Rules, in the order in which `PlannerMachine.decide` applies them:
    the goals were missed. Measured latencies correct the predictions; if the ratio of measured to predicted latencies
    changes, the condition `ModelDrift` reports it.
 6. **Shrinking** is allowed only if the smaller pools can still serve the highest rate of the last cool-down, increased
-   by the share `deadband`. If even the present pools cannot serve so much, the smaller pools must serve as much as they.
+   by the share `deadband`. If the present pools cannot serve so much either, the smaller pools must serve as much as the
+   present pools.
    Shrinking also waits in these cases: a change is under way, the last growth is less than a cool-down ago, a mean
    length has changed in the last `LENGTHS_SECONDS`, or more requests are late than the goals allow. One step removes at
    most half of a pool, because the caches of removed replicas are lost; if the load has ended, this limit does not hold.

@@ -260,7 +260,7 @@ def _relative(
 ) -> tuple[float, float]:
     """Return the efficiencies of compute and bandwidth on a GPU, relative to the measured GPUs.
 
-    Return 1 for both if matrix products in this data type were not measured on this GPU, or not on any GPU of the fit.
+    Return 1 for both if matrix products in this data type were not measured on this GPU, or on none of the measured GPUs.
     """
     here = [each for each in operators if each.gpu == gpu and each.number is number]
     there = [each for each in operators if each.gpu in measured and each.number is number]

@@ -31,8 +31,8 @@ CHANCE = 3.0
 chance."""
 
 UNSPENT = 0.5
-"""Hardly any request counts as late (`Attainment.unspent`) if at most this share of the allowed number of late requests
-was late."""
+"""`Attainment.unspent` is true only if the number of late requests is at most this share of the number that the goals
+allow."""
 
 FEWEST_LATE = 2.0
 """With fewer late requests than this, no goal counts as missed: at low traffic, a single late request is chance."""

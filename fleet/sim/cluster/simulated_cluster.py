@@ -2,9 +2,9 @@
 
 Rules:
 
-1. A worker that dies loses its sequences, its cache and its transfers. Events that it sent before its death still arrive, unless its network
-   was cut. All tokens that it had generated arrive too, because a real worker sends each token at once. A new worker starts under the same
-   name.
+1. A worker that dies loses its sequences, its cache and its transfers. Events that it sent before its death still arrive, unless its
+   network was cut. All tokens that it had generated arrive too, because a real worker sends each token at once. A new worker starts under
+   the same name.
 2. A worker whose network is cut for longer than the router's heartbeat timeout counts as lost at the router, and drops
    its attempts. It keeps its cache, and sends the cache's content to the router after the cut.
 3. To change its role, a worker drains, leaves when it is idle, and joins again in the new role with its cache. If

@@ -7,7 +7,7 @@ The prefill engine is the lender, the decode engine the borrower. Rules:
 2. The borrower accepts the handoff when it has room for the prompt. It pulls all blocks that it lacks in one exchange, and then
    returns the lease. A borrower that lacks no block returns the lease at once.
 3. If a step fails (no connection, no answer in time, a missing or wrong block), the borrower computes the blocks that it lacks. It
-   never tries the lease again.
+   does not use this lease any more.
 4. After a lease has ended, a late borrower gets no blocks, because the memory of the blocks may already have other content. The leases
    of a lender end with its process, and the process that follows it does not know them.
 5. `NEXT_LEASE` and `NEXT_LOAN` are the transition tables of the two sides. `fleet.app.fault_simulation.handoff_states` runs the code

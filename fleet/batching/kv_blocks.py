@@ -5,10 +5,10 @@ Rules:
 1. A block is free, used by attempts, or idle. No attempt uses an idle block, but the block has a name, so that a later prompt can use
    it again. A handoff lease uses the blocks that it keeps, like an attempt.
 2. A block without a name belongs to one attempt: it is a block of a prompt that is not computed yet, a partly filled block, or a block
-   of an answer. An attempt only counts such blocks. They get their names when all their tokens are computed, so that other attempts
-   find them. If a block of that name exists already, the attempt's block stays without a name until the attempt ends.
-3. A prompt is admitted with blocks for all its tokens and one more token. Blocks in the cache are used, and the others are taken from
-   the free and idle blocks.
+   of an answer. Only the number of these blocks is stored in the attempt. They get their names when all their tokens are computed, so
+   that other attempts find them. If a block of that name exists already, the attempt's block stays without a name until the attempt ends.
+3. A prompt is admitted with blocks for all its tokens and one more token. Its leading blocks in the cache are used, and the others are
+   taken from the free and idle blocks.
 4. If no block is free, the idle block that was released first loses its name and is used again. An attempt releases its last block
    first, so the end of a chain is evicted before its beginning.
 """
@@ -27,7 +27,7 @@ class KvBlocks(Generic[Name]):
     def __init__(self, blocks: int, block_tokens: int):
         assert blocks >= 1, blocks
         self._free = blocks
-        self._users: dict[Name, int] = {}  # number of users of each named block (rule 1); 0 if it is idle
+        self._users: dict[Name, int] = {}  # number of attempts and handoff leases that use each named block; 0: idle
         self._idle: OrderedDict[Name, None] = OrderedDict()  # idle blocks, in the order of their release
         self._stored: list[Name] = []
         self._removed: list[Name] = []
@@ -65,9 +65,9 @@ class KvBlocks(Generic[Name]):
         return len(self._stored) + len(self._removed)
 
     def changes(self) -> tuple[list[Name], list[Name]]:
-        """Return two lists: the names that were stored and those that were removed since the last call.
+        """Return two lists: the names that were stored since the last call and are still in the cache, and the names that were removed.
 
-        A name in both lists was first removed and then stored again.
+        A name in both lists was removed and then stored again.
         """
         stored, removed = self._stored, self._removed
         if removed:

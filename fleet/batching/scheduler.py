@@ -9,17 +9,17 @@ Rules:
    priority, preempted attempts come first. While the first attempt cannot be admitted, no other one is admitted before it.
 2. A block supply (`fleet.batching.attempts.BlockSupply`) says which blocks of a prompt can be fetched from a store or a
    prefill worker. The scheduler calls it once for each attempt, when there is room for the attempt's prompt. If a fetch
-   begins, blocks are reserved for the prompt at once. The attempt then no longer is the first one of rule 1, so others
+   begins, blocks are reserved for the prompt at once. The attempt then leaves the queue of rule 1, so other attempts
    are admitted during the fetch. After the fetch, even if it has failed, the attempt is admitted before all attempts that
    wait for room.
 3. A step gives one token to each running attempt, and the other tokens of `step_tokens` to prompts, in the order of admission. A
-   prompt may take several steps. At least one token of each prompt is computed, because its logits are needed. The last step of a
-   prompt produces the first token of the answer.
+   prompt may take several steps. Even if the whole prompt is in the cache, its last token is computed, because the logits of this
+   token are needed. The last step of a prompt produces the first token of the answer.
 4. Each decode step gives one token to every running attempt. So the steps at which an attempt needs its next block, or ends, are
    known when it joins the batch, and are kept in heaps. If an attempt leaves the batch, its entry stays in the heap and is skipped
    later. If the attempt has joined again, the entry is recognised as old by its number in the order of admission.
-5. If an attempt needs a block and none is left, the attempt that was admitted last is preempted. It starts again from its prompt
-   and the tokens that it has generated (vLLM's recomputation).
+5. If a running attempt needs a block and none is left, the running attempt that was admitted last is preempted: it loses its blocks
+   and waits again. Then its prompt and the tokens that it had generated are computed again (vLLM's recomputation).
 6. An attempt that is handed off keeps its blocks after its end, until `release`.
 """
 
@@ -49,7 +49,7 @@ class StepPlan(Struct, Generic[Name], frozen=True):
     prompt_tokens: int  # number of prompt tokens in all chunks
     prompt_pairs: float  # number of pairs of a prompt token and an earlier token that it attends to, in all chunks
     decodes: int  # number of running attempts, each of which gets one token
-    context: int  # number of tokens of all running attempts together
+    context: int  # number of prompt and answer tokens of all running attempts together
 
 
 class BatchScheduler(Generic[Name]):
@@ -82,7 +82,7 @@ class BatchScheduler(Generic[Name]):
         """Attempts that generate tokens; other classes only read it."""
         self.kept: dict[RequestId, BatchedAttempt[Name]] = {}
         """Ended attempts whose blocks are not released yet; other classes only read it."""
-        self.context = 0  # number of tokens of all running attempts together
+        self.context = 0  # number of prompt and answer tokens of all running attempts together
         self.steps = 0  # number of decode steps that were computed
         self.preempted = 0
 
@@ -93,7 +93,7 @@ class BatchScheduler(Generic[Name]):
 
     @property
     def wanted(self) -> bool:
-        """True if an attempt waits for room. Attempts whose blocks are being fetched do not count."""
+        """True if an attempt waits for room. Attempts that have room, and wait for a fetch or after it, do not count."""
         return bool(self._waiting)
 
     # Methods that add and end attempts:
@@ -108,8 +108,8 @@ class BatchScheduler(Generic[Name]):
         """Add an attempt whose prompt blocks come from a prefill worker, and take blocks for its prompt.
 
         Returns:
-            The number of blocks to fetch. The caller then has to call `fetched` at the end of the fetch. None if there is no room now; then
-            nothing was added.
+            The number of blocks to fetch; the caller has to call `fetched` at the end of the fetch. Or None, if there is no room now
+            and the attempt was not added.
         """
         attempt = BatchedAttempt(job, job.fetched_tokens, asked=True)
         if not self.blocks.reserve(attempt, self.blocks.leading(job.keys)):
@@ -127,7 +127,7 @@ class BatchScheduler(Generic[Name]):
         return attempt
 
     def end(self, attempt: BatchedAttempt[Name]) -> None:
-        """End an attempt that has generated all its tokens."""
+        """End an attempt that has generated all its tokens. Free its blocks, unless it is handed off (rule 6)."""
         attempt_id = attempt.job.attempt_id
         del self.attempts[attempt_id]
         if attempt.job.handed_off:
@@ -144,7 +144,7 @@ class BatchScheduler(Generic[Name]):
         return True
 
     def cancel(self, attempt_id: RequestId) -> bool:
-        """Forget an attempt that has not ended. Return False if it is unknown."""
+        """Remove an attempt before its end, and free its blocks. Return False if the attempt is unknown or has ended."""
         if (attempt := self.attempts.pop(attempt_id, None)) is None:
             return False
         self._stop(attempt)
@@ -205,7 +205,8 @@ class BatchScheduler(Generic[Name]):
     def computed(self, attempt: BatchedAttempt[Name], tokens: int) -> bool:
         """Record that `tokens` prompt tokens of an attempt were computed. Return True if its prompt is complete.
 
-        The last prompt token also produces the first token of the answer. If the result is True, the caller has to call `join` or `end`.
+        The last prompt token also produces the next token of the answer, which is the first one except after a preemption. If the result is
+        True, the caller has to call `join` or `end`.
         """
         attempt.computed += tokens
         if attempt.computed < attempt.prompt_tokens:

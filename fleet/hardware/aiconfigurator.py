@@ -7,12 +7,12 @@ collections contradict others. This module corrects the rows in this way:
 
 1. In two collections ("2026-04-06" and "db-dump"), the stated tensor-parallel or data-parallel degree is multiplied by
    the expert-parallel degree. The collection "2026-03-25" has the same measurements with the true degrees.
-   So in aggregated rows of the two collections with expert parallelism, this module divides the product of the two
-   stated degrees by the expert-parallel degree, which gives the number of GPUs.
+   This module corrects the aggregated rows of the two collections that have expert parallelism. It divides the product
+   of the two stated degrees by the expert-parallel degree, which gives the number of GPUs.
 2. In these two collections, some aggregated rows of vLLM with expert parallelism are wrongly marked as data-parallel
-   attention: they state as many data-parallel as tensor-parallel ranks. This module reads such
-   rows as tensor-parallel attention. The batch size in these rows is that of one supposed data-parallel rank, and so too
-   small; it stays uncorrected, and is used only where rule 3 needs it.
+   attention: they state as many data-parallel as tensor-parallel ranks. This module reads these rows as tensor-parallel
+   attention. Their batch size counts the requests of only one of the stated data-parallel ranks, so it is too small.
+   This module does not correct it, and uses it only if rule 3 needs it.
 3. The concurrency is taken from the column `silicon_data_source`, or computed from the batch size if that column does
    not contain it.
 4. DeepSeek-R1 and DeepSeek-V3 count as one model, and so do checkpoints of one model in different precisions.

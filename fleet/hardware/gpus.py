@@ -48,8 +48,8 @@ class GpuLink(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Time in microseconds between the start of a transfer and its first byte."""
 
     links: Annotated[int, Meta(ge=1)] = 1
-    """Number of links that one GPU can use at the same time. It is more than 1 if GPUs are wired to each other in pairs, and 1
-    if one link leads to a switch."""
+    """Number of links that one GPU can use at the same time. It is more than 1 if each pair of GPUs has a link of its own, and 1
+    if a single link connects the GPU to a switch."""
 
 
 class GpuPrice(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -84,7 +84,7 @@ class Gpu(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def computes_in(self, stored: Number) -> Number:
         """Return the data type in which this GPU multiplies numbers that are stored in the type `stored`.
 
-        A GPU that cannot multiply in this type converts the numbers to bf16, or on AMD's GPUs from fp4 to fp8.
+        A GPU that cannot multiply in this type converts the numbers to bf16. AMD's GPUs convert fp4 to fp8 instead, if they have fp8.
         """
         if stored in self.flops:
             return stored

@@ -45,7 +45,7 @@ def known_models() -> Mapping[str, KnownModel]:
 
 
 def model_by_repository(repository: str) -> SizedModel | None:
-    """Return the model in a repository, or None if it is unknown; case does not matter, as on Hugging Face."""
+    """Return the model in a repository, or None if the repository is unknown. Upper and lower case are equal, as on Hugging Face."""
     return _by_repository().get(repository.lower())
 
 

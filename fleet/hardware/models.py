@@ -2,8 +2,8 @@
 
 Rules:
 
-1. This module counts parameters, cached values and operations of a whole model. The modules `sharding` and
-   `latency.step_model` compute bytes and times on GPUs. A multiply-add counts as two operations.
+1. This module counts parameters, cached values and operations of a whole model. `fleet.hardware.sharding` and
+   `fleet.hardware.latency.step_model` compute bytes and times on GPUs. A multiply-add counts as two operations.
 2. There are three kinds of attention: grouped heads (GQA, MHA), one latent vector per token (MLA), and linear
    attention, which keeps a state of fixed size. The layers of a model may differ: some may attend only to a window of
    tokens, and some may be linear.

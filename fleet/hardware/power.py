@@ -17,13 +17,13 @@ from msgspec import Struct
 from fleet.hardware.gpus import Gpu
 
 ALONE = 0.28
-"""The share (rule 1) during a step that decodes only one sequence."""
+"""The result of `power_share` for a step that decodes only one sequence."""
 
 DOUBLED = 0.064
-"""Increase of the share (rule 1) for every doubling of the tokens in a step."""
+"""Increase of the result of `power_share` for every doubling of the tokens in a step."""
 
 MOST = 0.90
-"""Highest value of the share (rule 1): an MI300X with prompts of 8,192 tokens draws 662 to 671 of 750 W (InferenceX,
+"""Highest result of `power_share`. Source: an MI300X with prompts of 8,192 tokens draws 662 to 671 of 750 W (InferenceX,
 issue 828, 2026-03)."""
 
 ERROR = 0.30
@@ -67,7 +67,7 @@ PUBLISHED = (
 
 
 def power_share(tokens: float) -> float:
-    """Return how much power a step adds to `idle_watts`, as a share of the difference between the power limit and `idle_watts` (rule 1).
+    """Return the power that a step adds to `idle_watts`, as a share of the difference between the power limit and `idle_watts`.
 
     `tokens` counts the prompt and answer tokens of the step.
     """
@@ -75,5 +75,5 @@ def power_share(tokens: float) -> float:
 
 
 def watts(gpu: Gpu, share: float) -> float:
-    """Return the power of a GPU in watts for a share (rule 1); a share of 0 gives the idle power."""
+    """Return the power of a GPU in watts, for a share as `power_share` returns it; a share of 0 gives the idle power."""
     return gpu.idle_watts + (gpu.watts - gpu.idle_watts) * share

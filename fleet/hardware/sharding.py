@@ -84,7 +84,7 @@ class ShardedModel(Struct, frozen=True, kw_only=True):
         return self.gpu.memory_bytes * share - self.weights_bytes - RESERVE_BYTES
 
     def kv_capacity_tokens(self, share: float = MEMORY_SHARE) -> int:
-        """Return the number of tokens whose KV a replica can hold; windows and states of sequences are neglected."""
+        """Return the number of tokens whose KV a replica can hold; window layers and linear layers are neglected."""
         return int(max(0.0, self.kv_room_bytes(share)) // max(self.kv_bytes_per_token, 1.0)) * self.parallelism.dp
 
     def kv_capacity_blocks(self, block_tokens: int, share: float = MEMORY_SHARE) -> int:

@@ -2,8 +2,8 @@
 
 Rules:
 
-1. A model is sharded by tensor parallelism over GPUs of one node. For each sharding, the limit of one engine is the
-   highest rate of requests that keeps both latency goals (`open_loop`) and uses at most the share `HEADROOM` of the
+1. A model is sharded by tensor parallelism over GPUs of one node. For each sharding, one engine has a limit: the highest
+   rate of requests that keeps both latency goals (`open_loop`). The rate may use at most the share `HEADROOM` of the
    engine's throughput. The number of replicas is the demanded rate divided by this limit, rounded up. If the load is a
    number of clients that wait for their answers, the limit is a number of running requests instead of a rate. Then
    `HEADROOM` applies only to prefill engines.
@@ -219,7 +219,10 @@ class _SizedSharding:
 
     @property
     def idle(self) -> float:
-        """Mean number of running requests at the lowest load of the search, at which requests rarely run together."""
+        """Mean number of running requests at the lowest load that a search for a limit tries.
+
+        It is 1 if each client always has a request, and 0 if requests arrive at a rate, which may be near 0.
+        """
         return 1.0 if self.occupancy.waiting_clients else 0.0
 
     # Aggregated serving.
@@ -286,7 +289,7 @@ class _SizedSharding:
     def _has_headroom(self, rate: Callable[[EngineReplica, RequestShape, float], float], running: float) -> bool:
         """Return whether an engine with this load uses at most the share `HEADROOM` of its throughput.
 
-        Return always True for clients that wait for their answers, because such clients limit the load themselves.
+        Always return True for clients that wait for their answers, because these clients limit the load themselves.
         """
         if self.occupancy.waiting_clients:
             return True
@@ -384,7 +387,7 @@ def _capacity(sharding: _SizedSharding, demand: Demand, gpus: int) -> float:
 
 
 def _missed_goal(shardings: list[_SizedSharding], goals: LatencyGoals) -> Shortfall:
-    """Return the latency goal that a lone request misses by the larger factor, on the sharding that misses least."""
+    """Choose the sharding on which a lone request comes nearest to both goals; return the goal that it misses most there."""
 
     def missed(sharding: _SizedSharding) -> tuple[float, float, float, float]:
         ways = (

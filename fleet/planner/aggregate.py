@@ -3,9 +3,9 @@
 Rules:
 
 1. `fleet.planner.sources` reads the reports. Their counters belong to one incarnation of a router process. If an
-   incarnation began within the window, or at most `stale_after` before it, all of its counts belong to the window. If it
-   is older and reports for the first time, only counts after its first report belong to the window, because it is
-   unknown when its earlier requests arrived.
+   incarnation began within the window, or at most `stale_after` before it, all of its counts belong to the window. If an
+   older incarnation reports for the first time, only counts after this report belong to the window: it is unknown when
+   the earlier requests arrived.
 2. A source is stale until its first report, and again when it has been silent for longer than `stale_after`. The counts
    of such a silent time are dropped, because they would look like a burst in the next window. The window in which the
    source reports again still names the source as stale.
@@ -223,7 +223,7 @@ class DemandAggregator:
         return window
 
     def _replaced(self, process: _Process) -> bool:
-        """Return whether a process has ended, because its source was removed or has later reported another process."""
+        """Return whether a process counts as ended: its source was removed, or has reported another process later."""
         last_report_time = self._report_times.get(process.source)
         return last_report_time is None or last_report_time > process.reported_at
 

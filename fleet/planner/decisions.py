@@ -5,9 +5,9 @@ Rules:
 1. A rule (`ScalingRule`) decides only from the demand windows and the observations of pools that it has received, each
    with its instant. So the same rule runs in production, in the simulator and in the study of baselines.
 2. A decision names every number that led to it, so that a person can follow it.
-3. A condition states a problem: a goal or a limit that cannot be kept, a pool that somebody has pinned, or an input, a
-   prediction or the rule itself that has failed. It names the setting, the pool, the demand source or the latency that
-   the problem is about.
+3. A condition states a problem. Examples are a goal or a limit that cannot be kept, a pool that somebody has pinned, and
+   wrong input or predictions. A condition names the setting, the pool, the demand source or the latency that the problem
+   is about.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -104,7 +104,7 @@ class PlanBudget(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class PlanConditionType(StrEnum):
-    """Types of conditions (rule 3)."""
+    """Types of conditions: the problems that a decision or a planner can report."""
 
     NO_DEMAND_SIGNAL = "NoDemandSignal"
     GOAL_OUT_OF_REACH = "GoalOutOfReach"

@@ -1,4 +1,4 @@
-"""Load rule: sizes each pool by its number of requests, without a model of its engines. It implements `ScalingRule`.
+"""Load rule: a scaling rule that sizes each pool by its number of requests, without a model of its engines.
 
 Rules:
 
@@ -7,10 +7,10 @@ Rules:
    and `both`). They are divided among the prefill pools as well, because each request needs both phases.
 2. A pool grows at once. It shrinks only to its highest need during the last cool-down, so that a short pause of the
    load changes nothing.
-3. A pinned pool keeps its number, and every other pool stays within its bounds. If the GPU budget or the price limit
-   is too small for all needs, each pool that is not pinned gets its minimum, and further replicas are given to the pools
-   in the order of their names. Replicas that drain or are still to end use up the budget, too. So if one pool shrinks
-   in favour of another pool, the other pool grows when the replicas have drained.
+3. A pinned pool keeps its number, and every other pool stays within its bounds. The GPU budget or the price limit may
+   be too small for all needs. Then each pool that is not pinned gets its minimum, and further replicas are given to the
+   pools in the order of their names. Replicas that drain or are still to end use up the budget, too. So if one pool
+   shrinks in favour of another pool, the other pool grows only when these replicas have drained.
 4. All numbers stay as they are if demand is stale, a number is impossible, the clock went back, or a pool is not
    reported.
 """
@@ -38,7 +38,10 @@ from fleet.planner.settings import LoadRuleSettings
 
 
 class LoadRule:
-    """Sizes each pool so that a replica has at most `requests_per_replica` requests. Implements `ScalingRule`."""
+    """Sizes each pool so that a replica has at most `requests_per_replica` requests.
+
+    Implements `fleet.planner.decisions.ScalingRule`.
+    """
 
     def __init__(self, settings: LoadRuleSettings, pools: Sequence[PlannedPool], budget: PlanBudget) -> None:
         self.interval = Nanos(round(settings.interval_seconds * SECOND))
@@ -97,8 +100,8 @@ class LoadRule:
         numbers[f"{pool.name}.load"] = float(load)
         needed = min(max(ceil(load / self._target), pool.least), pool.most)
         past = self._needs[pool.name]
-        # The load before the rule's first decision is unknown, so the replicas of that time count as needed for a
-        # cool-down.
+        # The load before the rule's first decision is unknown. So during the first cool-down, the number of replicas at
+        # the first decision counts as a past need.
         if not past:
             past.append((now, seen.wanted))
         past.append((now, needed))
@@ -158,7 +161,7 @@ class LoadRule:
         dollars = sum(pool.replica_dollars * used[pool.name] for pool in self._pools)
         for pool in self._pools:
             while replicas[pool.name] < most[pool.name]:
-                free = replicas[pool.name] < held[pool.name]  # the budget has this replica already
+                free = replicas[pool.name] < held[pool.name]  # the budget already counts this replica
                 own, price = (0, 0.0) if free else (pool.replica_gpus, pool.replica_dollars)
                 over = budget.gpus is not None and own and gpus + own > budget.gpus
                 dear = budget.dollars_per_hour is not None and price and dollars + price > budget.dollars_per_hour

@@ -5,9 +5,9 @@ Rules:
 1. Unless its mode is `off`, every planner asks its rule for decisions, also if it does not lead. So the rule knows the
    past demand when the planner begins to lead. Only the leader applies plans, and only in active mode.
 2. Only one plan is carried out at a time. It is superseded by a decision that requests more replicas of some pool than
-   are requested with this plan; every other decision has no effect while the plan is carried out. The new plan also
-   contains the replicas of the superseded plan that do not serve yet. So these are rolled back too if they do not serve
-   in time.
+   are requested with this plan. Every other decision has no effect while the plan is carried out. The new plan also
+   contains the pools of the superseded plan whose replicas do not all serve yet. So these replicas are rolled back too
+   if they do not serve in time.
 3. A new leader continues an unfinished plan of an earlier leader: it waits for the replicas, and rolls back those that
    do not serve in time.
 4. The loop limits the numbers of each decision to the bounds of the pools, because a rule may have a fault. Plans do
@@ -534,8 +534,8 @@ class PlannerLoop:
     def _within(self, sizes: Mapping[PoolName, tuple[int, int]]) -> Nanos:
         """Return the time that a plan may take; `sizes` has the number before and after the plan for each pool.
 
-        The time is twice the longest start-up time of a growing pool or the longest drain time of a shrinking pool,
-        whichever is longer, plus EXTRA_SECONDS.
+        A growing pool takes twice its start-up time, and a shrinking pool takes its drain time. The result is the
+        longest one of these times, plus EXTRA_SECONDS.
         """
         longest = 0.0
         for name, (before, after) in sizes.items():
@@ -626,6 +626,6 @@ def _error(predicted: float | None, observed: float | None) -> float | None:
 
 
 def _share_within(counts: Counts, seconds: float) -> float | None:
-    """Return the share of durations in the buckets up to the one of `seconds`, or None if there are no durations."""
+    """Return the share of durations in the buckets up to the one that contains `seconds`, or None without durations."""
     total = sum(counts)
     return sum(counts[: bucket_of(seconds) + 1]) / total if total else None

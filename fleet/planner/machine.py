@@ -5,42 +5,44 @@ Pure: it does no I/O, and gets the present instant as an argument. If the settin
 
 Rules, in the order in which `PlannerMachine.decide` applies them:
 
-1. **Doubts.** The planner distrusts its input if demand is stale, a number is missing or impossible, the clock goes
-   back, or a pool is not reported. Then the requested numbers stay as they are, and a condition names the field or the
-   source. The demand window of this round is not added to the history.
+1. **Doubts.** The planner does not trust its input in these cases: demand is stale, a number is impossible, the clock
+   goes back, or a pool is not reported. Then the requested numbers stay as they are, and a condition names the field or
+   the source. The demand window of this round is not added to the history.
 2. **Demand.** The arrival rate and the mean lengths of prompts and answers are levels
    (`fleet.planner.forecasting.level`): each is a mean over all windows since it last changed by more than chance
    explains. Bursts raise the dispersion of arrivals, and a higher dispersion needs more free capacity. The rate is 0
-   when no request waits or runs, and none has arrived for the cool-down and for
-   `fleet.planner.forecasting.history.QUIET_GAPS` times the mean gap between requests.
+   when the load has ended: no request waits or runs, and none has arrived for a certain time. This time is the cool-down
+   or `fleet.planner.forecasting.history.QUIET_GAPS` times the mean gap between requests, whichever is longer.
 3. **Two horizons.** The rate to serve is the larger of two numbers: the present level, which reacts within seconds, and
    the forecast for the time at which a replica that is started now would serve. From that rate, the capacity model and
    the solver compute the replicas for prefill, decode and all GPU types at once.
 4. **Growth** happens at once, if the replicas that serve or start are too few for the rate. Replicas that are starting
    count as existing, so no plan requests them twice. Only a higher need supersedes a plan that is under way. But growth
-   waits as long as the rate is at most `TOLERATED` times the capacity, hardly any request is late, and no change is
-   under way.
-5. **Latency.** If more requests are late than the goals allow (`fleet.planner.forecasting.attainment`), although the
-   capacity model says that the replicas suffice, one replica is added to the phase that causes the delay. This happens
-   only if no change is under way, at most once in the time that a replica needs to start, and at most once a minute.
+   waits while three conditions hold: the rate is at most `TOLERATED` times the capacity, hardly any request is late, and
+   no change is under way.
+5. **Latency.** More requests may be late than the goals allow (`fleet.planner.forecasting.attainment`), although the
+   capacity model says that the replicas suffice. Then one replica is added to the phase that causes the delay. This
+   happens only if no change is under way. The time from one such growth to the next is at least a minute, and at least
+   the time that a replica needs to start.
    For some hours after that, the planner uses a smaller share of the phase's predicted capacity than the share at which
    the goals were missed. Measured latencies correct the predictions; if the ratio of measured to predicted latencies
    changes, the condition `ModelDrift` reports it.
 6. **Shrinking** is allowed only if the smaller pools can still serve the highest rate of the last cool-down, increased
-   by the share `deadband`, or as much of this rate as the present pools can serve. Shrinking also waits in these cases:
-   a change is under way, the last growth is less than a cool-down ago, a mean length has changed in the last
-   `LENGTHS_SECONDS`, or more requests are late than the goals allow. Unless the load has ended, one step removes at
-   most half of a pool, because the caches of removed replicas are lost. In two cases, pools shrink without waiting. If
-   one phase grows because a mean length has changed, the other phase shrinks in the same plan. If the budget does not
-   allow a growth, pools shrink so that others can grow.
+   by the share `deadband`. If the present pools cannot serve so much either, the smaller pools must serve as much as the
+   present pools.
+   Shrinking also waits in these cases: a change is under way, the last growth is less than a cool-down ago, a mean
+   length has changed in the last `LENGTHS_SECONDS`, or more requests are late than the goals allow. One step removes at
+   most half of a pool, because the caches of removed replicas are lost; if the load has ended, this limit does not hold.
+   In two cases, pools shrink without waiting. If one phase grows because a mean length has changed, the other phase
+   shrinks in the same plan. If the budget does not allow a growth, pools shrink so that others can grow.
 7. **Cheaper mix.** Another mix of pools is used only if it saves at least the share `mix_saving` of the cost. Its new
    replicas start before old ones end.
 8. **Limits.** The requested numbers keep the bounds of the pools, and the bounds of the ratio of prefill to decode
    replicas. Budgets are kept at every instant, and also count replicas that start or drain. If no budget is free, a
    replica that replaces another one starts only when the other one has drained.
 9. **Pinned** pools keep their number, and the sizes of the other pools are computed with this number. A pool does not
-   grow for `retry_seconds` if its replicas find no room or fail, or if the orchestrator forbids its number, or if its
-   number was rolled back; the other pools grow instead.
+   grow for `retry_seconds` after one of these events: its replicas found no room or failed, the orchestrator forbade its
+   number, or its number was rolled back. The other pools grow instead.
 10. **Goals out of reach.** If no pool can reach a goal, the planner sizes pools for nearly the best latency that can be
     reached, and reports a condition. It then does not shrink pools unless the load ends.
 
@@ -95,20 +97,20 @@ TOLERATED = 1.1
 then, because `fleet.planner.sizing.capacity.StepCapacity` leaves a tenth of their throughput free."""
 
 LATE_SHARE = 0.5
-"""If a phase uses less than this share of its capacity, a missed goal has another cause than the load, and more
-replicas would not help."""
+"""If a phase uses less than this share of its capacity, the load is not the cause of a missed goal. More replicas would
+not help then."""
 
 LENGTHS_SECONDS = 60.0
-"""Seconds after a change of the mean lengths in which no pool shrinks, because the lengths of new answers are known
-only when the answers have ended."""
+"""Seconds after a change of the mean lengths in which no pool shrinks. The reason is that the length of an answer is
+known only when the answer has ended."""
 
 RATIO_GAIN = 1.05
-"""If the budget is used up, replicas of one pool are removed in favour of another pool only if the served rate then
-grows at least by this factor."""
+"""If the budget is used up, the planner may remove replicas of one pool in favour of another pool. It does so only if
+the served rate then grows at least by this factor."""
 
 
 class PlannerMachine:
-    """Decides the sizes of the pools of one model. Implements `ScalingRule`."""
+    """Decides the sizes of the pools of one model. Implements `fleet.planner.decisions.ScalingRule`."""
 
     def __init__(
         self,
@@ -186,7 +188,7 @@ class PlannerMachine:
         """Typical relative errors of the corrected predictions of TTFT and TPOT."""
         return {"ttft": self._model.ttft.error, "tpot": self._model.tpot.error}
 
-    # Rule 1.
+    # Rule 1: checks of the input.
 
     def _doubts(self, now: Nanos, demand: DemandWindow, seen: Observation) -> Iterator[PlanCondition]:
         yield from demand_doubts(demand)
@@ -208,7 +210,7 @@ class PlannerMachine:
             self._elapsed += min((now - self._now) / SECOND, 3.0 * self._settings.interval_seconds)
         self._now = now
 
-    # Rules 2 and 3.
+    # Rules 2 and 3: the load for which pools are sized.
 
     def _view(self, demand: DemandWindow, seen: Observation) -> "_PlanningView":
         """Return the pools and the load of this round, from which all further rules decide."""
@@ -286,7 +288,7 @@ class PlannerMachine:
                     type=PlanConditionType.PINNED, field=f"pools.{each.pool.name}", message=each.seen.pinned
                 )
 
-    # Rules 4 to 10.
+    # Rules 4 to 10: the decision.
 
     def _decide(self, now: Nanos, view: "_PlanningView") -> PlanDecision:
         conditions = list(self._model.out_of_reach(view.load))
@@ -340,8 +342,8 @@ class PlannerMachine:
     def _more(self, view: "_PlanningView") -> tuple[dict[PoolName, int], DecisionReason]:
         """Return numbers of replicas that serve the rate, or as much of it as the limits allow, and the reason.
 
-        A pool shrinks only if it is above its bounds, if the budget does not allow other pools to grow, or if lengths
-        have changed (rule 6).
+        A pool shrinks only in three cases: it is above its bounds, the budget does not allow other pools to grow, or
+        mean lengths have changed (rule 6).
         """
         rate = view.rate * (1.0 + self._settings.margin)
         wanted = view.wanted
@@ -419,7 +421,7 @@ class PlannerMachine:
         return replicas
 
     def _fewer(self, now: Nanos, view: "_PlanningView", conditions: list[PlanCondition]) -> PlanDecision:
-        """Return the decision if rules 4 and 5 add no replicas: fewer replicas, a cheaper mix, or no change."""
+        """Return the decision for the case that rules 4 and 5 add no replicas: fewer replicas, a cheaper mix, or no change."""
         wanted = view.wanted
         rate = view.highest * (1.0 + self._settings.deadband)
         replicas, reason = wanted, DecisionReason.WITHIN_BAND
@@ -535,7 +537,7 @@ class PlannerMachine:
         return self._demand.recent_rate * self._model.used_share(phase) / most if most else 0.0
 
     def _shortage(self, view: "_PlanningView", needed: Mix) -> PlanCondition:
-        """Return the condition that the limits do not allow enough replicas for the rate.
+        """Return a condition which says that the limits do not allow enough replicas for the rate.
 
         The condition names the limit: a budget, or the maximum number of replicas of the pools.
         """

@@ -10,8 +10,8 @@ Rules:
 3. A plan is made from an observation. If somebody has written a pool's number after the observation, the plan does not
    overwrite this number.
 4. A written number stays valid after its writer has ended. The number before the plan is stored as well, so that
-   anybody can restore it. If a plan supersedes an unfinished plan, the number before the first of these plans stays
-   stored, unless more replicas than this serve by then (`PoolObservation.fallback`).
+   anybody can restore it. If a plan supersedes an unfinished plan, the number before the unfinished plan stays stored.
+   If more replicas than that serve already, their number is stored instead (`PoolObservation.fallback`).
 """
 
 from enum import StrEnum
@@ -106,9 +106,9 @@ class PoolObservation(Struct, frozen=True, kw_only=True):
     def fallback(self) -> int:
         """The number of replicas to which a later plan is rolled back.
 
-        It is the requested number, without replicas that the plan `plan` has added and that do not serve. A rollback
-        must not keep such replicas: if the plan `plan` is unfinished, the later plan has superseded it, and if it has
-        ended, there may be no room for them.
+        This is the requested number, less the replicas that the plan `plan` has added and that do not serve. A rollback
+        must not keep these replicas. If `plan` is unfinished, the later plan has superseded it; if `plan` has ended,
+        there may be no room for its missing replicas.
         """
         if self.before is None or not self.plan or not self.pending:
             return self.wanted
@@ -137,5 +137,5 @@ class Plan(Struct, frozen=True, kw_only=True):
     id: PlanId
     replicas: dict[PoolName, Replicas]
     within: Nanos
-    """Time limit, from the writing of the plan, within which its replicas must serve. Replicas that do not serve then
-    are rolled back."""
+    """Time from the writing of the plan within which its replicas must serve. Replicas that do not serve at the end of
+    this time are rolled back."""

@@ -4,9 +4,9 @@ The records are kept in memory and in a file of JSON lines.
 
 Rules:
 
-1. A record is written when its plan begins, when the plan's rehearsal has ended, when the plan ends, and when the plan has its score
-   (`PlanScore`: what was measured after it, and the errors of its predictions). Each time the record is a new line with the same id; the
-   last line with an id is the valid one.
+1. A record is written when its plan begins, when the plan's rehearsal has ended, when the plan ends, and when the plan has its score.
+   The score (`PlanScore`) is what was measured after the plan, and the errors of the predictions. Each time, the record is a new line
+   with the same id; the last line with an id is the valid one.
 2. The file is rotated at `MOST_BYTES`; one older file remains, with the suffix `.1`. If the file cannot be written, a warning is logged
    once for each cause, and plans are still carried out.
 3. Several planners may append to one file, each record by one write.

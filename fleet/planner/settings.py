@@ -386,8 +386,8 @@ class PlannerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """File for the records of plans as JSON lines; empty: none. It is rotated, so that two files remain."""
 
     record: str = ""
-    """File for a recording of all decisions, each with the demand and the observation from which it was made, and of
-    all plans, for `fleet plan decide`; empty: none."""
+    """File for a recording that `fleet plan decide` can read; empty: none. It contains all plans and all decisions, each
+    decision with the demand and the observation from which it was made."""
 
     record_mib: Annotated[int, Meta(ge=1, le=1 << 20)] = 256
     """Size in MiB at which a recording ends; later decisions are not recorded. One MiB holds about an hour with a

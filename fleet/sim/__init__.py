@@ -1,1 +1,1 @@
-"""Simulator: runs production's machines, such as the router's, in virtual time with simulated engines, links and clients."""
+"""Simulator: runs the machines of production, such as the router machine, in virtual time with simulated engines, links and clients."""

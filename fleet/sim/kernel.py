@@ -61,7 +61,7 @@ class Kernel:
         self.instant = to
 
     def run(self, until: Nanos | None = None) -> int:
-        """Run events until none is left or the next one is later than `until`; return how many happened."""
+        """Run events until none is left, or the next one is later than `until`. Return the number of events that ran."""
         heap, happened, pop = self._heap, 0, heappop
         while heap and (until is None or heap[0][0] <= until):
             self.instant, _, _, action = pop(heap)

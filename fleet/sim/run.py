@@ -210,7 +210,7 @@ class _PoolSums:
 
     def __init__(self, profile: PoolProfile):
         self._profile = profile
-        self.up = 0.0  # seconds for which workers had their GPUs, added up
+        self.up = 0.0  # seconds for which the workers occupied their GPUs, summed over the workers
         self.busy: list[float] = []  # seconds that each worker spent in steps
         self.cost = 0.0
         self.joules = 0.0

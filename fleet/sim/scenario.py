@@ -182,8 +182,8 @@ class Scenario(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     verbatim_answers: bool = False
     """True if the next turn of a conversation repeats the answer token by token, so that a cache has the answer's blocks.
 
-    Traces do not contain this information. Answers are not repeated if reasoning is dropped from prompts, or if clients
-    edit answers; then leave this false.
+    Traces do not contain this information. Leave this false if clients change answers before they repeat them, or if
+    reasoning is dropped from prompts.
     """
 
     def __post_init__(self) -> None:

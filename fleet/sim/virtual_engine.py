@@ -8,8 +8,8 @@ Rules:
 2. If an attempt arrives during a step run, the run ends after the step that is under way. If the attempt arrives at the
    instant at which a step within the run ends, it joins the next step. If it arrives at the instant at which the whole
    run ends, the kernel draws at random which of these two events happens first.
-3. When a fetch begins or ends during a step run, the blocks for the tokens of the finished steps are allocated first. When a fetch
-   ends, or when too few blocks are free for the remaining steps of the run, the run ends after the step that is under way.
+3. When a fetch begins or ends during a step run, the blocks for the tokens of the finished steps are allocated first. In two cases, the
+   run then ends after the step that is under way: a fetch has ended, or too few blocks are left for the remaining steps.
 4. When an answer ends, its full blocks get names, if the job states their names.
 5. Progress is reported when an answer begins a new block, because routers count blocks. To save events, at least about
    `REPORT_TOKENS` tokens lie between two reports. The method `progress` returns the tokens that are not reported yet;
@@ -92,7 +92,7 @@ class VirtualEngine:
 
     @property
     def preempted(self) -> int:
-        """Number of times that an attempt lost its blocks to an older attempt."""
+        """Number of preemptions: times that an attempt lost its blocks because a running attempt found no free block."""
         return self._scheduler.preempted
 
     @property
@@ -326,7 +326,7 @@ class VirtualEngine:
 class StepRun:
     """Several steps that are simulated as one event. The end of each step is computed by a formula.
 
-    Step n (counted from 0) lasts `first + n * slope` seconds. A step that computes prompts is a run of a single step.
+    Step n (counted from 0) lasts `first + n * slope` seconds. A step that computes prompts has a step run of its own.
     """
 
     __slots__ = ("began", "counted", "end", "first", "plan", "slope", "steps")
@@ -348,7 +348,7 @@ class StepRun:
         return self.began + max(1, round(seconds * SECOND))
 
     def done(self, now: int) -> int:
-        """Return the number of steps that have ended until `now`. Call this only before the whole run has ended."""
+        """Return the number of steps that end before `now` or exactly at `now`. Call this only before the whole run has ended."""
         running = self._running_at(now)
         return running if running < self.steps and self.until(running) == now else running - 1
 
@@ -379,8 +379,8 @@ class StepRun:
         half, guess = 0.5 * self.slope, 1
         linear = self.first - half
         root = linear * linear + 4 * half * elapsed
-        # Solve the quadratic equation for the number of steps as 2c / (b + sqrt(b² + 4ac)), which also works for a slope of 0. Here a is
-        # `half`, b is `linear`, and c is `elapsed`.
+        # Solve the equation a n² + b n = c for the number of steps n. Here a is `half`, b is `linear`, and c is `elapsed`.
+        # The form n = 2c / (b + sqrt(b² + 4ac)) also works for a slope of 0.
         if linear > 0 and root >= 0:
             guess = min(self.steps, max(1, int(2 * elapsed / (linear + root**0.5)) + 1))
         while guess < self.steps and self.until(guess) < now:

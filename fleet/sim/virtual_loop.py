@@ -10,7 +10,7 @@ Rules:
    So two timers that begin at one instant with equal delays in nanoseconds end at the same instant.
 3. `create_unix_connection` connects in memory to the protocol that listens at a path of this loop (`listen`). Written data arrives
    at the peer after `delay`, in order and in the same pieces. The end of a connection also arrives after `delay`, behind the
-   data that was written before it. While a path is held (`hold`), written data of both directions waits, and so do new connections.
+   data that was written before it. While a path is held (`hold`), written data of both directions and new connections wait.
 4. If a callback raises an exception, the kernel's run ends, because the simulation may now be in a wrong state.
 5. Methods that use sockets, threads, signals or subprocesses raise `NotImplementedError`.
 """
@@ -310,7 +310,7 @@ class _ConnectionEnd(asyncio.Transport):
             self._loop.call_soon(self._lose)
 
     def cut(self) -> None:
-        """End the connection without a notification of this side's protocol. The peer's protocol is notified after the delay."""
+        """End the connection without notifying the protocol of this side. The peer's protocol is notified after the delay."""
         if not self._closing:
             self._closing = self._over = True
             self._send(None)

@@ -144,7 +144,10 @@ class World:
         ended: Callable[[EndedRequest], None] | None = None,
         deadline: Nanos | None = None,
     ) -> RequestId:
-        """Send a request now and return its id. `ended` replaces the world's callback; for a cancelled request it is not called."""
+        """Send a request now and return its id.
+
+        `ended` is called at the end of the request instead of the world's callback; after `cancel`, neither is called.
+        """
         self._has_deadlines = self._has_deadlines or deadline is not None
         self._numbered += 1
         request_id = RequestId(str(self._numbered))
@@ -191,7 +194,7 @@ class World:
     # The router.
 
     def fail(self, fault: Fault) -> None:
-        """Schedule a fault. The fault has no effect if its worker does not exist at the instant of the fault."""
+        """Schedule a fault. The fault has no effect if its worker or node does not exist at the instant of the fault."""
         self._cluster.fail(fault)
 
     def _handle(self, event: RouterEvent) -> None:
@@ -271,7 +274,7 @@ class World:
         )
         client.ended(ended)
 
-    # The digest of all ends, and what other modules read.
+    # The digest of all ended requests, and values that other modules read.
 
     def _note(self, end: str) -> None:
         self._ends.append(end)
@@ -306,7 +309,7 @@ class World:
             yield worker.profile, Nanos(max(0, until - worker.since)), worker.engine
 
     def look(self, seconds: float, finished: int) -> TimelineSample:
-        """Return a sample of the timeline: the present numbers of requests and workers of the cluster."""
+        """Return a sample of the timeline. `finished` is the number of requests that had ended at the previous sample."""
         cluster, held = self._cluster, self._cluster.held
         return TimelineSample(
             seconds=seconds,
@@ -318,7 +321,7 @@ class World:
         )
 
     def check(self) -> None:
-        """Assert that router and cluster are consistent and, if no request is live, that no worker has an attempt or an occupied block."""
+        """Assert that router and cluster are consistent and, if no request is live, that no worker has an attempt or a used block."""
         self._machine.check()
         self._cluster.check(idle=not self._clients)
 

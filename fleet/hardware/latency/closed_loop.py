@@ -24,9 +24,9 @@ class BenchmarkClient(Struct, frozen=True, kw_only=True):
 
     waves: float = 10.0  # number of requests, divided by the concurrency
     mean_length: float = 1.0  # mean length of prompts and answers, as a share of the stated length
-    front: float = 0.0  # seconds before the engine gets a request, plus seconds after it has answered
+    front: float = 0.0  # seconds outside the engine: before it gets a request, and after it has answered
     front_token: float = 0.0  # additional seconds for each prompt token
-    late_slots: float = 0.0  # number of clients that wait although there is room, because engines free places late
+    late_slots: float = 0.0  # number of clients that wait only because engines free batch places late
 
 
 class ClientMeasurement(Struct, frozen=True, kw_only=True):
@@ -120,7 +120,7 @@ def _prefill(step: StepModel, prompt: float, budget: float, running: float, cont
 
 
 def _chunks(prompt: float, budget: float) -> float:
-    """Return the number of chunks of a prompt as a number of at least 1, without rounding it to a whole number."""
+    """Return the length of a prompt in chunks: a number of at least 1, which is not rounded to a whole number."""
     return _most(prompt / budget, 1.0)
 
 

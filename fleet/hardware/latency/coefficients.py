@@ -87,7 +87,7 @@ class EstimateBasis(StrEnum):
 
 
 class GroupFactors(Struct, frozen=True, kw_only=True):
-    """Holds the factors of all coefficients for one group (rule 1)."""
+    """Holds the factors of all coefficients for one group of measurements (rule 1)."""
 
     level: str
     key: str
@@ -258,7 +258,10 @@ def scaled(efficiency: Efficiency, placement: ShardedModel, known: Coefficients)
 def _relative(
     operators: Sequence[OperatorEfficiency], gpu: str, measured: set[str], number: Number
 ) -> tuple[float, float]:
-    """Return the efficiencies of compute and bandwidth on a GPU, relative to the measured GPUs; 1 if unknown."""
+    """Return the efficiencies of compute and bandwidth on a GPU, relative to the measured GPUs.
+
+    Return 1 for both if matrix products in this data type were not measured on this GPU, or on none of the measured GPUs.
+    """
     here = [each for each in operators if each.gpu == gpu and each.number is number]
     there = [each for each in operators if each.gpu in measured and each.number is number]
     if not here or not there:

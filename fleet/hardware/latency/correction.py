@@ -14,8 +14,8 @@ Rules:
 4. A two-sided cumulative sum of log(measured / corrected prediction) detects drift (Page, Biometrika 41, 1954) after
    `SETTLED` samples. `SLACK` is the error that is tolerated, and `ALARM` is the sum that raises an alarm. With random
    errors of 20 %, there is less than one false alarm in a million steps; a change by 50 % is detected within twenty steps.
-5. After an alarm, everything that was learnt before has the weight of only `PRIOR` samples, so the new difference
-   from the profile is learnt as fast as the first one was.
+5. After an alarm, everything that was learnt before has the weight of only `PRIOR` samples. So the new difference
+   from the profile is learnt as fast as the difference at the start.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ SLACK = 0.2
 ALARM = 2.5
 LONGEST = 1e6  # maximum duration of a step, in seconds
 _KEPT = exp(-log(2.0) / HALF_LIFE)
-_SMALL, _LARGE = 0.01, 0.1  # durations in seconds of the two invented steps (rule 2)
+_SMALL, _LARGE = 0.01, 0.1  # durations in seconds of the two invented steps with which each fit begins (rule 2)
 
 
 class LearnedCorrection(Struct, frozen=True, kw_only=True):
@@ -126,9 +126,9 @@ class Correction:
         self._product += weight * profile * seconds
 
     def _fit(self) -> None:
-        """Fit the line (rule 1), or only its factor with an `added` of 0.
+        """Fit `factor` and `added` to the samples (rule 1), or only `factor` with an `added` of 0.
 
-        Only the factor is fitted if all steps had nearly the same length, or if the line has a negative `added` or no positive factor.
+        Only `factor` is fitted if all steps had nearly the same length, or if the fit gives a negative `added` or no positive `factor`.
         """
         spread = self._weight * self._square - self._profile * self._profile
         if spread > 1e-3 * self._weight * self._square:

@@ -18,8 +18,8 @@ def highest_unbroken(
 ) -> float:
     """Return the highest load up to `most` below which every load keeps the goal, or 0 if the load `least` misses it.
 
-    A load above the result may keep the goal again, because in a large batch a prompt delays the other requests less
-    than in a small batch.
+    A load above the result may keep the goal again: in a large batch, a prompt delays the other requests less than in
+    a small batch.
     """
     if not kept(least):
         return 0.0

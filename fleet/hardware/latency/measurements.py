@@ -138,8 +138,8 @@ class AccuracyCell(Struct, frozen=True, order=True):
 def cells(measurements: Iterable[Measurement]) -> list[AccuracyCell]:
     """Return the sets of measurements whose errors are reported.
 
-    For each phase, these are one set of all measurements, one for each engine, one for each pair of a GPU and an engine, and
-    one for each model.
+    For each phase, there is one set of all measurements. There is also a set for each engine, for each pair of a GPU and
+    an engine, and for each model.
     """
     found: set[AccuracyCell] = set()
     for each in measurements:

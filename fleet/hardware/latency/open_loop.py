@@ -5,9 +5,9 @@ Rules:
 1. An engine prefills and decodes (aggregated), or only prefills, or only decodes. Its load is the mean number of
    running requests (`running`); for an engine that only prefills, it is the number of prompts per second.
 2. While an aggregated engine decodes one whole answer, it computes one prompt for each running request. So it serves
-   `running / (answer × step + running × prompt)` requests per second, where `answer` is the number of tokens of an
-   answer, and `step` and `prompt` are the times of a decode step and of a prompt. Its TPOT is the time of a step, plus
-   the time of these prefills divided by `answer`.
+   `running / (answer × step + running × prompt)` requests per second. Here `answer` is the number of tokens of an
+   answer, `step` is the time of a decode step, and `prompt` is the time of a prefill. Its TPOT is the time of a step,
+   plus the time of these prefills divided by `answer`.
 3. If requests arrive at a rate, the number of other requests that run at the same time is Poisson-distributed, as in
    M/G/inf. Its percentiles are taken from the normal distribution with the same mean and variance. If clients wait for
    their answers, this number is `running` - 1 at every percentile. The TPOT at a percentile is computed with this
@@ -22,7 +22,7 @@ Rules:
 5. `replicas` is the number of engines over which a router that knows their load balances the requests. If it is 1, the
    requests come to the engine at random, as if they were spread over several engines at random. Otherwise, the router
    distributes them. A prompt then waits only if all engines are busy (Sakasegawa's approximation
-   of Erlang's C formula, 1977), and waiting times shrink with the number of engines (Allen and Cunneen's formula). The
+   of Erlang's C formula, 1977). Waiting times shrink with the number of engines (Allen and Cunneen's formula). The
    number of requests on one engine varies less than with random spreading, but the share `IMBALANCE` of that variance
    is assumed to remain.
 6. Requests may arrive in bursts: `dispersion` is the variance of the number of arrivals, divided by its mean (1 for
@@ -41,8 +41,9 @@ from fleet.hardware.latency.closed_loop import BenchmarkClient
 from fleet.hardware.latency.step_model import StepModel, pairs
 
 IMBALANCE = 0.25
-"""Share of the variance of random spreading that remains although a router balances the load (rule 5). This value is an
-assumption. The planner corrects its predictions by measured latencies (`fleet.planner.sizing.capacity`)."""
+"""Variance of the number of requests on one engine if a router balances them over very many engines, divided by the
+variance if they are spread at random (rule 5). This value is an assumption. The planner corrects its predictions by
+measured latencies (`fleet.planner.sizing.capacity`)."""
 
 
 class RequestShape(Struct, frozen=True, kw_only=True):

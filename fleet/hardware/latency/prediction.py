@@ -33,7 +33,7 @@ in the stated configuration."""
 
 
 def can_be_placed(measured: Measurement, models: Mapping[str, ModelSizes]) -> bool:
-    """Return whether the stated configuration of a measurement is possible: the model can be split so, and fits."""
+    """Return whether the stated configuration of a measurement is possible: the model can be split in this way, and fits."""
     model = msgspec.structs.replace(models[measured.model], precision=measured.precision)
     try:
         for side in (measured.prefill, measured.decode):

@@ -18,7 +18,7 @@ POOLS: Mapping[str, GaugeDefinition] = {
         "draining": "Replicas that drain, by pool",
     }.items()
 }
-"""Gauges of each pool, by the field of `PoolObservation` whose value they show."""
+"""Gauges of each pool, by the field of `fleet.planner.messages.PoolObservation` whose value they show."""
 
 PLANNED = GaugeDefinition(
     "fleet_planner_planned_replicas", "Replicas that the planner would have now, by pool", ("model", "pool")

@@ -27,10 +27,12 @@ FAST_SECONDS = 60.0
 SLOW_SECONDS = 1800.0
 FAST_BURN = 8.0
 CHANCE = 3.0
-"""Number of standard errors by which the late requests must exceed the budget. A smaller excess may be chance."""
+"""Number of standard errors by which late requests must exceed the number that the goals allow. A smaller excess may be
+chance."""
 
 UNSPENT = 0.5
-"""The budget counts as unspent if the number of late requests is at most this share of the allowed number."""
+"""`Attainment.unspent` is true only if the number of late requests is at most this share of the number that the goals
+allow."""
 
 FEWEST_LATE = 2.0
 """With fewer late requests than this, no goal counts as missed: at low traffic, a single late request is chance."""

@@ -3,8 +3,8 @@
 Rules:
 
 1. Each sample has a weight (such as seconds) and an amount (such as arrivals in these seconds). The level is the sum of
-   the amounts divided by the sum of the weights, over all samples since the measure last changed, but at most the last
-   `LONGEST` samples.
+   the amounts divided by the sum of the weights. Both sums cover the samples since the measure last changed, but at most
+   the last `LONGEST` samples.
 2. After each sample, the means of the last 1, 2, 3, 6, 12, 24 and 48 samples are compared, each with the mean of all
    earlier samples. If the two means differ by more than `threshold` standard errors, chance is an unlikely explanation.
    If they also differ by at least the share `least` of the earlier mean, the measure has changed, and the earlier

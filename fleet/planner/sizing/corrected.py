@@ -5,8 +5,8 @@ Rules:
 1. If the measured latency is `f` times the predicted one, the predicted latency has to be below the goal divided by
    `f`. `f` is limited to the range from `LEAST_FACTOR` to `MOST_FACTOR`. The lower limit is near 1, because an engine
    that is faster than predicted at low load may not be faster at high load.
-2. If a phase misses a goal while it uses only a part of its predicted capacity, the planner uses a little less than
-   this part from then on, but at least `LEAST_SHARE` of the capacity. The usable share slowly grows back to 1, with the
+2. A phase may miss a goal while it uses only a part of its predicted capacity. From then on, the planner uses a little
+   less than this part, but at least `LEAST_SHARE` of the capacity. The usable share slowly grows back to 1, with the
    time constant `FADING_SECONDS`.
 3. A goal is out of reach if even a lone request misses it in every pool. Pools are then sized for `RELAXED` times the
    best possible value.

@@ -11,8 +11,9 @@ Rules:
 3. Bounds of pools, budgets and the ratio always hold. Budgets also count replicas that end, because these keep their
    GPUs until they have drained. So new replicas may use only GPUs that are free already.
 4. An integer program needs a fixed rate for each replica, but this rate grows with the number of replicas in the pool.
-   So the solver is called again with the rates for the numbers that it has found, until these replicas really serve the
-   computed rate, at most `ROUNDS` times. The rates only fall from one round to the next one.
+   So the solver is called again with the rates for the numbers that it has found. This is repeated until the replicas
+   really serve the rate that the solver computed, at most `ROUNDS` times. The rates per replica only fall from one round
+   to the next one.
 """
 
 from collections.abc import Sequence
@@ -35,8 +36,8 @@ HORIZON_SECONDS = 1800.0
 
 ROUNDS = 8
 SERVED_FIRST = 100.0
-"""Cost of an unserved request in the program, as a multiple of the cost of serving it on two replicas: the most
-expensive one for each phase."""
+"""Weight of the served rate in the objective of the program, relative to prices. One more served request per second
+weighs this many times as much as its price in the pool where it is most expensive, counted once for each phase."""
 
 GAP = 1e-6
 """Relative distance to the optimal value at which the solver may stop."""

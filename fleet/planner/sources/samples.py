@@ -7,7 +7,7 @@ Rules:
 1. The labels in `PROCESS_LABELS` identify the router process to which a sample belongs. Prometheus adds the label
    `instance`; a page with the metrics of several router processes has the label `router`.
 2. Each router process has the metric `fleet_demand_uptime_seconds`. If a process has any metric of a model's demand,
-   all counters in `REQUIRED` must exist for this model, because a missing series would look like missing demand.
+   all counters in `REQUIRED` must exist for this model. Otherwise, a missing series would look like missing demand.
 3. A report is refused if one of its values is negative or not a finite number.
 """
 

@@ -62,7 +62,7 @@ class Channel(Generic[Message]):
     def _arrive(self) -> None:
         messages = self._under_way.popleft()
         if messages is self._latest:
-            # the list has arrived, so the next message that is sent gets a new list, even at this instant
+            # The list has arrived. So the next message needs a new list, even if it is sent at this instant.
             self._sent_at = None
         deliver = self._deliver
         for message in messages:

@@ -4,8 +4,8 @@ Rules:
 
 1. A replica occupies its GPUs from the beginning of its start to the end of its drain.
 2. A pool that shrinks first cancels replicas that are starting, the newest first. Then it drains the replicas whose
-   cache is worth least. The value of a cache is the time to compute again those of its blocks that no other worker
-   caches. Among equal values, the replica with the fewest requests drains first.
+   caches have the lowest values. The value of a cache is the time to compute again those of its blocks that no other
+   worker caches. Among equal values, the replica with the fewest requests drains first.
 3. A drain cannot be undone. If a replica still has requests after `drain_limit`, it ends anyway, and other workers
    continue these requests.
 4. A new replica waits until there are GPUs for it. If several pools wait, they get GPUs in the order of their names.
@@ -40,7 +40,7 @@ class ElasticPool(Struct, frozen=True, kw_only=True):
 
 
 class PoolState(Struct, frozen=True, kw_only=True):
-    """Numbers of replicas of one pool. They are valid from the instant `at` until the instant of the next state."""
+    """Numbers of replicas of one pool. They are valid from the instant `at` until the instant `at` of the pool's next state."""
 
     at: Nanos
     wanted: int

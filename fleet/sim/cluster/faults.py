@@ -59,7 +59,7 @@ class StoreLost(Struct, frozen=True, kw_only=True):
 
 
 class RoleFlip(Struct, frozen=True, kw_only=True):
-    """A worker drains and continues in another role with its cache. It never returns to the old role by itself."""
+    """A worker drains and continues in another role with its cache. It returns to the old role only by another `RoleFlip`."""
 
     at: Nanos
     worker: WorkerId

@@ -5,8 +5,8 @@ Rules:
 1. A prefill worker keeps the computed blocks of a prompt until one of these events: the decode worker has fetched them,
    the decode worker does not need them any more, or the transfer has failed. If no transfer begins within `LEASE`, the
    prefill worker releases the blocks.
-2. A decode worker whose KV memory is full waits until it has free blocks. Then it fetches the prompt's blocks, if the prefill worker
-   still keeps them.
+2. If the KV memory of a decode worker is full, the attempt waits there until enough blocks are free. Then the worker fetches the
+   prompt's blocks, if the prefill worker still keeps them.
 3. If a transfer fails because the prefill worker died, the decode worker computes the prompt.
 4. Leases go through the states of `fleet.batching.handoff_leases`, as in the engines that workers host.
 """
@@ -60,8 +60,8 @@ class _KeptBlocks(Struct):
 class _HandoffSource(Struct, frozen=True):
     """Source of the blocks of a decode attempt that has not begun to fetch them: the worker and attempt that computed them."""
 
-    fetcher: WorkerId
-    keeper: WorkerId
+    fetcher: WorkerId  # the decode worker
+    keeper: WorkerId  # the prefill worker
     attempt_id: RequestId  # id of the prefill attempt
 
 

@@ -66,7 +66,7 @@ class Network:
     # Links.
 
     def open(self, link: LinkName, bandwidth: float) -> None:
-        """Open a link with a bandwidth in bytes a second, if it is not open."""
+        """Open a link with a bandwidth in bytes per second. Do nothing if the link is open already."""
         assert bandwidth > 0, bandwidth
         if link not in self._bandwidth:
             self._bandwidth[link] = bandwidth
@@ -119,14 +119,14 @@ class Network:
     ) -> None:
         """Begin to move bytes over several links at once.
 
-        `done` is called when the last byte has arrived, and `lost` if one of the links closes before.
+        `done` is called when the last byte has arrived. If one of the links closes before that, `lost` is called instead.
         """
         assert num_bytes > 0, num_bytes
         transfer = Transfer(links, num_bytes, done, lost, self._kernel.instant)
         self._kernel.after(latency, partial(self._begin, transfer))
 
     def seconds(self, links: Sequence[LinkName], num_bytes: float, latency: Nanos) -> float | None:
-        """Return the seconds that a new transfer would take if no other one began or ended, or None if a link is closed."""
+        """Return the seconds that a new transfer would take if no other transfer began or ended. Return None if a link is closed."""
         if any(link not in self._bandwidth for link in links):
             return None
         rate = min(self._bandwidth[link] / (len(self._transfers[link]) + 1) for link in links)

@@ -4,9 +4,9 @@ Rules:
 
 1. Tiers are searched in order, beginning with the node's memory (the pool). Each tier has a capacity, and an eviction policy and
    an admission rule from `kvstore`. All nodes may share a tier, such as the last one.
-2. Computed blocks are saved to the pool. When they are saved, and again whenever they are used, they are demoted to each lower
-   tier that admits them. No request waits for a demotion. At most `QUEUE_BLOCKS` blocks wait for a demotion to one tier; further
-   blocks are not demoted.
+2. Computed blocks are saved to the pool. When they are saved, and again each time that a load reads them, they are demoted to each
+   lower tier that admits them. No request waits for a demotion. At most `QUEUE_BLOCKS` blocks wait for a demotion to one tier;
+   further blocks are not demoted.
 3. A load fetches the leading blocks of a prompt that an engine does not have. Each block comes from the first tier that
    has it. The load stops at the first blocks that the engine can compute faster than load (rule 3 of
    `kvstore.hierarchy.promotions`). Blocks that were loaded from lower tiers are also stored in the pool.
@@ -59,7 +59,7 @@ class _TierRun(Struct, frozen=True):
 
 
 class AttachedWorker(Struct, frozen=True, kw_only=True):
-    """Data about a worker for the store of its node: the step times, and the links for loads and saves of blocks."""
+    """Data about a worker that the store of its node needs: the step times, and the links for loads and saves of blocks."""
 
     times: StepTimes
     load_link: LinkName
@@ -136,7 +136,7 @@ class NodeStore:
         here: int,
         ended: Callable[[Mapping[str, int] | None], None],
     ) -> None:
-        """Load the blocks that the last call of `offer` with the same arguments has counted.
+        """Load the blocks that `offer` has just counted for the same arguments.
 
         At the end, `ended` is called with the number of loaded tokens by tier, or with None if a transfer was lost.
         """
@@ -183,7 +183,7 @@ class NodeStore:
         return worth
 
     def _runs(self, keys: Sequence[int]) -> list[_TierRun]:
-        """Return the leading blocks that are in some tier, as consecutive runs of one tier each."""
+        """Return the leading blocks that are in any tier, grouped into runs of consecutive blocks from the same tier."""
         places: list[tuple[SimulatedTier, int]] = []
         for key in keys:
             tier = next((tier for tier in self.tiers if key in tier), None)

@@ -2,8 +2,9 @@
 
 Rules:
 
-1. A worker that dies loses its sequences, its cache and its transfers. Events that it sent before its death still arrive, unless its network
-   was cut. So do all tokens that it had generated, because a real worker sends each token at once. A new worker starts under the same name.
+1. A worker that dies loses its sequences, its cache and its transfers. Events that it sent before its death still arrive, unless its
+   network was cut. All tokens that it had generated arrive too, because a real worker sends each token at once. A new worker starts under
+   the same name.
 2. A worker whose network is cut for longer than the router's heartbeat timeout counts as lost at the router, and drops
    its attempts. It keeps its cache, and sends the cache's content to the router after the cut.
 3. To change its role, a worker drains, leaves when it is idle, and joins again in the new role with its cache. If
@@ -62,8 +63,9 @@ class SimulatedCluster:
     ):
         """Create a cluster without workers.
 
-        `to_router` delivers an event to the router at once. The cluster calls it directly if a new worker joins, or if a worker is given up.
-        All other events take a message delay first. `silence` is the heartbeat timeout, after which a router gives a worker up.
+        `to_router` delivers an event to the router without a delay. The cluster calls it directly if a new worker joins, or if a worker is
+        given up. All other events take a message delay first. `silence` is the router's heartbeat timeout: the router gives up a worker
+        whose network is cut for longer than this.
         """
         self._kernel = kernel
         self._to_router = to_router
@@ -191,7 +193,7 @@ class SimulatedCluster:
     # Faults.
 
     def fail(self, fault: Fault) -> None:
-        """Schedule a fault. The fault has no effect if its worker does not exist at the instant of the fault."""
+        """Schedule a fault. The fault has no effect if its worker or node does not exist at the instant of the fault."""
         if isinstance(fault, WorkerLost | NodeLost | NetworkCut):
             self._kernel.at(max(0, fault.at - JUST_BEFORE), partial(self._report_progress, fault))
         self._kernel.at(fault.at, partial(self._happen, fault))
@@ -240,7 +242,7 @@ class SimulatedCluster:
         if worker.leaves:
             return
         begun = Nanos(gone + down)
-        # The successor has the same id. So the router must have received WorkerLeft before the successor is announced.
+        # The new worker has the same id. So the router must have received WorkerLeft before the new worker is announced.
         known = gone + self._delay + 1
         role = worker.flips_to or worker.role
         successor = partial(self._join, worker.profile, worker.id, worker.node, role, worker.incarnation + 1, begun)
@@ -339,7 +341,7 @@ class SimulatedCluster:
 
     @property
     def kv_share(self) -> float:
-        """Share of the KV blocks of all workers that running sequences occupy, from 0 to 1."""
+        """Share of the KV blocks of all workers that attempts and handoffs use, from 0 to 1. Idle blocks of prefix caches do not count."""
         blocks = sum(worker.profile.limits.kv_blocks for worker in self)
         return sum(worker.engine.kv_blocks_used for worker in self) / blocks if blocks else 0.0
 
@@ -361,7 +363,7 @@ class SimulatedCluster:
         )
 
     def check(self, *, idle: bool) -> None:
-        """Assert that engines and stores are consistent and, if `idle`, that no worker has an attempt or occupied block."""
+        """Assert that engines and stores are consistent. If `idle`, also assert that no worker has an attempt or a used block."""
         for worker in self:
             worker.engine.check()
             if idle:

@@ -61,7 +61,7 @@ class SimulatedTier:
         return self._admission is None or self._admission.admits(key, 1, now)
 
     def put(self, keys: Sequence[int], now: Nanos) -> tuple[list[int], list[int]]:
-        """Store consecutive blocks of a chain, as far as there is room or blocks can be evicted.
+        """Store consecutive blocks of a chain, and evict other blocks to make room. If the room is not enough, leave out the last blocks.
 
         Return the blocks that are new in this tier, and the blocks that were evicted for them.
         """

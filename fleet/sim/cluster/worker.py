@@ -77,7 +77,7 @@ class WorkerEnvironment(Struct, frozen=True, kw_only=True):
 
 
 class _Prefill(Struct, frozen=True):
-    """Data of a running prefill attempt from which its handoff is made when it ends."""
+    """Data of a running prefill attempt from which the handoff is made at the end of the attempt."""
 
     prompt_tokens: int
     chain: Sequence[int]
@@ -100,7 +100,7 @@ class SimulatedWorker:
         store: NodeStore | None,
         attached_worker: AttachedWorker | None,
     ):
-        """Create a running worker that is not announced to the router yet. Its GPUs are occupied since the instant `since`."""
+        """Create a running worker that is not announced to the router yet. It has occupied its GPUs since the instant `since`."""
         self._requests, self._handoffs = environment.requests, environment.handoffs
         self._attempts_ended = environment.attempts_ended
         self._store, self.attached_worker = store, attached_worker
@@ -220,7 +220,7 @@ class SimulatedWorker:
     # Commands from the router.
 
     def execute(self, command: Dispatch | CancelAttempt) -> None:
-        """Execute a command that has arrived. A worker that is dead or between two roles ignores it."""
+        """Execute a command that has arrived. A worker that is dead, or that is changing its role, ignores it."""
         if self.until is not None or self.away:
             return
         if isinstance(command, Dispatch):
@@ -313,5 +313,5 @@ class _WorkerBlockSupply:
 
 @lru_cache(4096)
 def _kv_report(cached_tokens: int) -> KvReport:
-    """Return a KV report that states only the cached tokens, because the simulated router reads no other field."""
+    """Return a KV report that states only the cached tokens, because nothing in a simulation reads its other fields."""
     return KvReport(prompt_blocks=0, origins=(), cached_tokens=cached_tokens)

@@ -3,9 +3,9 @@
 Apart from noise, attainment falls when the load grows. So the load is doubled until the SLO is missed, or halved until it is kept. Then a
 bisection begins between the highest load that kept the SLO and the lowest load that missed it. The search ends when the relative distance
 of these two loads is at most `CLOSE`. The load is the rate of arrivals, or the number of users if users wait for answers. Every run has
-the same requests in the same order. While one load runs, other processes can already run the two loads that may come next: one in case
-the SLO is kept, the other in case it is missed. The curve has a point for each load that the search has tried, and for each additional
-load that the caller wants.
+the same requests in the same order. While one load runs, other processes can already run the two loads that may come next: one load in
+case the SLO is kept, and one in case it is missed. The curve has a point for each load that the search has tried, and for each
+additional load that the caller wants.
 """
 
 from collections import deque
@@ -23,7 +23,7 @@ CLOSE = 0.02
 """The search ends when the lowest load that missed the SLO is at most this share above the highest load that kept it."""
 
 MOST_DOUBLINGS = 20
-# The search fails after this number of halvings. At such a low rate requests never wait for each other, so a still lower rate would not
+# The search fails after this number of halvings. At such a low rate, requests never wait for each other. So an even lower rate would not
 # help.
 MOST_HALVINGS = 8
 
@@ -73,7 +73,7 @@ def capacity(
         on_point: Called with the results of each run.
 
     Raises:
-        ConfigurationRefused: The scenario cannot be run; or no load keeps its SLO, however low; or every load does.
+        ConfigurationRefused: The scenario cannot be run, or all loads that the search tried keep its SLO, or all of them miss it.
     """
     with load_runs(scenario, folder, processes) as runs:
         search = _Search(scenario, runs, wanted, on_point)
@@ -147,7 +147,7 @@ class _Search:
 
 
 def _bracket(search: _Search) -> tuple[float, float]:
-    """Return two loads, one twice the other, of which only the lower one keeps the SLO."""
+    """Return a load that keeps the SLO, and the double of this load, which misses it."""
     load = 1.0
     search.expect((2 * load, load / 2))
     if search.keeps(load):

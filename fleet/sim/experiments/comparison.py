@@ -2,7 +2,7 @@
 
 With the same seed, the random choices (requests, the router's random source) are the same in both scenarios. So two runs
 with the same seed, a pair, differ only because the scenarios differ. The confidence interval is computed from the
-differences of all pairs (paired t).
+differences of all pairs, as in a paired t-test.
 """
 
 from collections.abc import Callable, Sequence

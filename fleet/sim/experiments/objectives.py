@@ -50,7 +50,7 @@ def spent(outcome: RunOutcome, objective: SweepObjective) -> float:
 
 
 def ranked(rows: Sequence[SweepRow], objective: SweepObjective, attainment: float) -> list[RankedScenario]:
-    """Rank scenarios: first those that reach `attainment`, lowest figure first; then the others, highest attainment first.
+    """Rank scenarios: first those that reach `attainment`, by ascending figure; then all others, by descending attainment.
 
     Rows that differ only in their seeds count as one scenario. Its attainment is the mean over these rows.
     """

@@ -19,8 +19,8 @@ def process_pool(number: int, *, finish: bool = True) -> Iterator[ProcessPoolExe
 
     Args:
         number: Number of processes.
-        finish: True: wait for running tasks when the block ends without an error. False: end them. After an error, tasks
-            are always ended at once, because a run may take hours.
+        finish: What happens to running tasks when the block ends without an error. True: wait for them. False: end them.
+            After an error, tasks are always ended at once, because a run may take hours.
 
     Raises:
         ConfigurationRefused: One of the processes was killed.

@@ -37,7 +37,7 @@ def map_on_ray(
     Args:
         address: Address of the cluster for `ray.init`: ``host:6379``, ``ray://host:10001``, ``auto``.
         work: A function of a module that nodes can import. It gets an item and the content of its file.
-        items: Items with their files; None means empty content. A file of several items is sent once.
+        items: Items with their files. For an item without a file (None), `work` gets empty content. A file of several items is sent once.
 
     Raises:
         ConfigurationRefused: Ray is not installed, the cluster cannot be used or fails, a file cannot be read, or the function raised

@@ -16,7 +16,7 @@ HALVINGS = 24
 
 
 class TrafficShape(Struct, frozen=True, kw_only=True):
-    """Mean lengths of prompts and answers in tokens, and the share of prompt tokens that caches have."""
+    """Mean lengths of prompts and answers in tokens, and the share of prompt tokens that are found in caches."""
 
     prompt_tokens: float
     answer_tokens: float

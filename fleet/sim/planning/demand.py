@@ -6,10 +6,11 @@ Rules:
    time, as a real router reports its demand. A window for the planner is the sum of several records.
 2. A record is delivered `delay` after it was closed. In a gap of the metrics no record is delivered, and windows name the
    router as stale. The records of the gap are delivered after it, so no demand is lost.
-3. A request that its client cancelled, or whose deadline passed, before its answer began counts as abandoned. (A real router counts a
-   passed deadline as refused. In simulations the deadline stands for a client that leaves.) Windows count neither
-   it as an arrival nor its prompt. If it arrived in an earlier record than that in which it was abandoned, a later arrival is left out
-   instead, as for a real router (`fleet.planner.aggregate`). A request that ends early after its answer began counts as finished.
+3. A request counts as abandoned if its client cancelled it, or its deadline passed, before its answer began. (A real router counts a
+   passed deadline as refused. In simulations the deadline stands for a client that leaves.) Windows do not count an abandoned request
+   as an arrival, and do not count its prompt tokens. If a request is abandoned in a later record than that of its arrival, a later
+   arrival is left out instead, as for a real router (`fleet.planner.aggregate`). A request that ends early after its answer began
+   counts as finished.
 """
 
 from collections import deque
@@ -67,9 +68,9 @@ class _Counters:
 
 
 class DemandCollector:
-    """Collects records of a simulated router's demand and makes demand windows of them.
+    """Collects records of a simulated router's demand, and makes demand windows from them.
 
-    The router calls it with its events and commands, as a `fleet.router.observer.Observer`.
+    The world calls it with the router's events and commands, as a `fleet.router.observer.Observer`.
     """
 
     def __init__(

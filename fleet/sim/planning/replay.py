@@ -135,7 +135,7 @@ class Replay:
         return self.run(name, settings.open(self.context()))
 
     def run(self, name: str, rule: ScalingRule, on_end: Callable[[EndedRequest], None] | None = None) -> ReplayResult:
-        """Replay all requests with a rule, until the last one has ended. `on_end` is called with each ended request."""
+        """Replay all requests with a rule, until the last request has ended. `on_end` is called with each ended request."""
         profiles = self._profiles()
         if isinstance(rule, ScheduledReplicas):
             begin = rule.begin
@@ -305,7 +305,7 @@ class _Run:
         )
 
     def _wanted(self, history: Sequence[PoolState]) -> Iterable[int]:
-        """Return a pool's wanted numbers of replicas: at the beginning of the measured span, and after each change of its state in the span."""
+        """Return the numbers of replicas that a pool wanted: at the beginning of the measured span, and in each later state of the span."""
         return [state.wanted for state in history if state.at <= self._end][
             max(0, sum(state.at < self._begin for state in history) - 1) :
         ]
@@ -377,7 +377,7 @@ class _Score:
     def predicted_error(self) -> float | None:
         """Return the mean error of the forecast rates, divided by the mean real rate.
 
-        Only forecasts for instants in the measured span count. Return None if there are none, or if no requests arrived at these instants.
+        Only forecasts for instants in the measured span count. Return None if there are none, or if no request arrived near these instants.
         """
         arrivals = sorted(self._arrivals)
         distance = came = 0.0

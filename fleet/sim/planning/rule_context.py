@@ -17,7 +17,7 @@ from kvstore.eviction.trace_replay import TraceRequest
 
 
 class RuleContext(Struct, frozen=True, kw_only=True):
-    """Everything that a scaling rule may know of a replay: goals, budget, pools, hardware and, for the oracle, all requests."""
+    """Data that a scaling rule gets about a replay: goals, budget, pools, hardware and, for rules that know the future, all requests."""
 
     goals: PlanGoals
     attainment: float
@@ -65,7 +65,7 @@ class ScheduledReplicas:
     """
 
     def __init__(self, timetable: Sequence[tuple[Nanos, Mapping[PoolName, int]]], interval: Nanos) -> None:
-        """Take a timetable in ascending order of time. Its first entry applies from the beginning, even if its instant is later."""
+        """Set the timetable, in ascending order of time. Its first entry applies from the beginning, even if its instant is later."""
         assert timetable, "a timetable has an entry for the beginning"
         self.interval = interval
         self._timetable = [(at, dict(replicas)) for at, replicas in timetable]

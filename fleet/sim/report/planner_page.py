@@ -18,7 +18,7 @@ MOST_DECISIONS = 200
 """Maximum number of decisions that the page lists for one rule."""
 
 POINTS = 400
-"""Maximum number of points of a line with a point for each decision. Longer lines are thinned."""
+"""Maximum number of points of a line in a chart. If a rule has made more decisions, only some of them get a point."""
 
 
 def write_planner_report(

@@ -52,7 +52,7 @@ class TimelineSample(Struct, frozen=True, kw_only=True):
     seconds: float
     running: int  # requests on workers
     queued: int  # requests that wait in the router
-    kv_share: float  # share of all KV blocks that running sequences occupy
+    kv_share: float  # share of all KV blocks that attempts and handoffs use; idle blocks of prefix caches do not count
     finished: int  # requests that ended since the previous sample
     pools: tuple[PoolSample, ...] = ()
 

@@ -38,7 +38,7 @@ class Quantiles:
         return sum(self._bins.values())
 
     def quantile(self, share: float) -> float:
-        """Return the smallest value that at least this share of all values does not exceed. Without values, return 0."""
+        """Return the quantile for a share, such as the median for 0.5. Without values, return 0."""
         wanted = max(1, ceil(share * self.count))
         seen = 0
         for index in sorted(self._bins):

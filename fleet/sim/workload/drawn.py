@@ -46,9 +46,9 @@ class DrawnWorkload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Mean number of requests per second."""
 
     arrivals: Literal["poisson", "even", "gamma", "day", "bursts", "phases"] = "poisson"
-    """Distribution of arrivals, in the order of the values: at random; at equal distances; at random with gaps that vary by
-    `variation`; at random with a rate that swings between a quarter of the mean and 1.75 times the mean; at random with a higher
-    rate in bursts; or at random with the rates of `phases`."""
+    """Distribution of arrivals. `poisson`: at random; `even`: at equal distances; `gamma`: at random, with gaps that vary by
+    `variation`; `day`: at random, with a rate that swings between a quarter of the mean and 1.75 times the mean; `bursts`: at
+    random, with a higher rate in bursts; `phases`: at random, with the rates of `phases`."""
 
     variation: Annotated[float, Meta(ge=1e-3, le=100)] = 2.0
     """For `gamma`: standard deviation of a gap divided by its mean. 1 is the same as `poisson`; larger values mean more bursts."""
@@ -199,7 +199,7 @@ def _gap(workload: DrawnWorkload, rate: float, now: float, random: Random) -> fl
         case "gamma":
             squared = workload.variation**2
             return random.gammavariate(1 / squared, squared / rate)
-        # Thinning: draw arrivals at the highest rate, and drop some of them at random, so that the others have the present rate.
+        # Thinning: draw arrivals at the highest rate, and drop some of them at random, so that the remaining ones have the present rate.
         case "day" | "bursts":
             gap, highest = 0.0, _highest(workload, rate)
             while True:

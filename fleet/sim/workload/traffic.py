@@ -75,9 +75,9 @@ def requests_of(workload: Workload, folder: Path, *, block_tokens: int, seed: in
     """Return the requests of a workload in the order of their arrival.
 
     Raises:
-        ConfigurationRefused: The trace cannot be read, or its blocks have another size than those of the engines, or the settings
-            select none of its rows, or a drawn workload has conversations. For an invalid row, the iterator raises this error when it
-            reaches the row.
+        ConfigurationRefused: The trace cannot be read, its block size differs from that of the engines, or the settings select none
+            of its rows. Or a drawn workload has conversations. For an invalid row, the iterator raises this error when it reaches
+            the row.
     """
     if isinstance(workload, DrawnWorkload):
         if workload.turns > 1:
@@ -94,7 +94,8 @@ def sessions_of(workload: Workload, folder: Path, *, block_tokens: int, seed: in
     """Return the sessions of a workload.
 
     Raises:
-        ConfigurationRefused: As for `requests_of`, or the trace has no sessions, or the settings select a span of recorded time.
+        ConfigurationRefused: The trace cannot be used for a reason that `requests_of` names, or it has no sessions, or the settings
+            select a span of recorded time.
     """
     if isinstance(workload, DrawnWorkload):
         return drawn_sessions(workload, block_tokens, Random(seed))
@@ -111,9 +112,9 @@ def sessions_of(workload: Workload, folder: Path, *, block_tokens: int, seed: in
 
 
 def request_count(workload: Workload, folder: Path, *, seed: int) -> int | None:
-    """Return the number of requests of a workload, or a larger number: requests outside of the selected time are counted, too.
+    """Return the number of requests of a workload. Requests outside of the selected time count too, so the number may be too large.
 
-    Return None if only reading all rows can tell the number.
+    Return None if the number is unknown before all rows are read.
     """
     if isinstance(workload, DrawnWorkload):
         return None if workload.phases else workload.requests
@@ -148,7 +149,7 @@ def _opened(workload: RecordedWorkload, folder: Path, block_tokens: int, seed: i
 
 
 def _checked(rows: Iterator[T]) -> Iterator[T]:
-    """Return the rows unchanged, but read the first one now, so that an error in it, or a lack of rows, is reported before the run."""
+    """Return the rows unchanged, but read the first row now. So an error in this row, or a lack of rows, is reported before the run."""
     read = _with_field(rows)
     first = next(read, None)
     if first is None:

@@ -1,10 +1,10 @@
 """Chiron: a scaling rule that sizes pools by the back-pressure of interactive requests.
 
-Source: arXiv 2501.08090, in the form of SageServe's simulator. The paper defines the interactive back-pressure of a
+Source: arXiv 2501.08090, as SageServe's simulator implements it. The paper defines the interactive back-pressure of a
     pool as the share of its instances that have interactive work. The pool grows while this pressure is above the
     target of 0.6 (`pressure`). It may lose one replica in an interval in which the pressure is below the target by more
-    than the share `band` of the target. With continuous batching, every instance has some request all the time. So here
-    an instance counts as having work only if it runs more than the share `busy` of the requests that it can run within
+    than the share `band` of the target. With continuous batching, every instance has some request all the time. So in
+    this module, an instance has work only if it has more requests than the share `busy` of those that it can run within
     the goals. Batch work is not simulated.
 """
 
@@ -26,7 +26,7 @@ class ChironRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     pressure: float = 0.6
     busy: float = 0.5
-    """An instance counts as having work if it runs more than this share of the requests that it can run within the goals."""
+    """An instance counts as busy if it has more than this share of the requests that it can run within the goals."""
 
     interval_seconds: float = 15.0
     band: float = 0.2
@@ -67,7 +67,7 @@ class _Chiron:
     def _pressure(self, pool: PlannedPool) -> float:
         """Return the number of busy instances divided by the number of instances; 0 if there are none.
 
-        Requests that wait in the router count as additional busy instances, except for decode pools.
+        Requests that wait in the router are added as the number of instances that they would fill, except for decode pools.
         """
         workers = self._load.workers(pool.name)
         if not workers:

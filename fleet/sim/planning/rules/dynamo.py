@@ -3,8 +3,8 @@
 Source: ai-dynamo, `components/planner` of release 1.6. Every 180 s (a throughput tick), the minimum number of replicas
 of a pool is computed: the forecast rate divided by the rate that one engine serves within the goals. The minimum
 differs by at most eight from the present number of replicas. Every 5 s (a load tick), one replica is added if the
-estimated latency of every engine of a pool exceeds the goal. One of the N replicas is removed if every engine would
-stay below 0.8 of the goal with N / (N - 1) times its load. For a prefill engine, the latency is the waiting time of a
+estimated latency of every engine of a pool exceeds the goal. One of N replicas is removed if every engine would stay
+below 0.8 of the goal even with N / (N - 1) times its load. For a prefill engine, the latency is the waiting time of a
 prompt. Its goal is the TTFT goal less the time to compute the prompt itself. For a decode engine, the latency is the
 TPOT. Latencies are estimated as means, not as tail percentiles. In this module, the forecast continues the linear trend
 of the last throughput ticks.
@@ -99,7 +99,7 @@ class _Dynamo:
     def _relative_load(self, pool: PlannedPool, running: float, waiting: float) -> float:
         """Return the estimated latency of one engine divided by its goal. If the engine prefills and decodes, return the larger ratio.
 
-        For prefills, the latency is the wait of a new prompt, and the goal is what the prompt's own prefill leaves of the TTFT goal.
+        For prefills, the latency is the wait of a new prompt, and its goal is the TTFT goal less the time of the prompt's own prefill.
         If the engine decodes, the ratio is at least its number of requests divided by the most requests that it can run.
         """
         capacity, shape, goals = self._context.capacities[pool.name], self._load.shape, self._context.goals

@@ -2,9 +2,9 @@
 
 Source: arXiv 2508.19559. The wanted number of decode replicas is the number of ready ones, multiplied by r / t. Here r is
     the generated tokens per second of one instance, and t is the target for r. The number of prefill replicas is the
-    number of decode replicas multiplied by a fixed ratio. Latency only corrects the result: above the share
-    `latency_share` of a latency goal no decode pool shrinks. Above the goal, each decode pool whose replicas are all
-    ready grows by one. Pools with the role `both` are sized like decode pools.
+    number of decode replicas multiplied by a fixed ratio. Latency only corrects the result. If a P90 latency is above
+    the share `latency_share` of its goal, no decode pool shrinks. If it is above its goal, each decode pool whose
+    replicas are all ready grows by one. Pools with the role `both` are sized like decode pools.
 """
 
 from math import ceil

@@ -49,7 +49,7 @@ class ObservedLoad:
         return sum(_sent(window) for window in windows) / span if span else 0.0
 
     def served(self, seconds: float) -> float:
-        """Return the requests per second whose answers have begun, so without rejected and abandoned ones."""
+        """Return the number of answers that begin per second. Rejected and abandoned requests do not count."""
         windows = self.recent(seconds)
         span = sum(window.seconds for window in windows)
         return sum(sum(window.ttft) for window in windows) / span if span else 0.0

@@ -41,8 +41,8 @@ class OracleRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     halvings: int = 5
     refinements: int = 2
-    """Number of replays that search one scale for all pools (`halvings`), and number of replays that afterwards
-    search a lower scale for each single pool (`refinements`)."""
+    """`halvings` is the number of replays that search one scale for all pools. `refinements` is the number of later
+    replays for each pool, which search a lower scale for this pool alone."""
 
     def open(self, context: RuleContext) -> ScheduledReplicas:
         return _OracleSearch(self, context).best()

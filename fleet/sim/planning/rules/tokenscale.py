@@ -3,8 +3,9 @@
 Source: arXiv 2512.03416, which calls these rates token velocities. In the paper, the number of prefill replicas is the
 incoming prompt tokens per second, divided by the velocity of one replica: the tokens per second that it can compute, or
 that its network can send if these are fewer. The number of decode replicas is the KV tokens per second that ending
-requests release, divided by those that one replica releases at the TPOT goal. Here both velocities are expressed in
-requests per second (`RuleContext.rate`), and the network is no limit.
+requests release, divided by the velocity of a decode replica: the KV tokens per second that it releases at the TPOT
+goal. This module expresses both velocities in requests per second (`RuleContext.rate`), and assumes that the network is
+no limit.
 
 In the paper, decode instances also compute prompts during a burst, until new instances serve (convertible decoders).
 This module does not simulate them, because the router already lets decode workers compute short prompts.

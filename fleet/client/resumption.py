@@ -84,7 +84,7 @@ class Resumption:
         Args:
             request: The first message of the request.
             routers: The number of routers.
-            resume_seconds: Seconds after a break in which the request is sent again; 0 means never.
+            resume_seconds: For this many seconds after a break the request is sent again; 0 means never.
             timeout_seconds: Time limit for the whole answer, from now on, or None for no limit.
             clock: Clock by which both limits are measured.
         """

@@ -80,8 +80,8 @@ class Client:
             control_credentials: Credentials for a control port over TCP.
 
         Raises:
-            ConfigurationRefused: There is no address, `resume_seconds` is not 0 or more, a credentials file cannot be
-                used, or the API key would be sent over a network without encryption.
+            ConfigurationRefused: There is no address, `resume_seconds` is negative or no number, a credentials file cannot
+                be used, or the API key would be sent over a network without encryption.
         """
         addresses = addresses_of(address)
         self._resume_seconds = resume_limit(resume_seconds, len(addresses))

@@ -101,7 +101,7 @@ class PickerCall:
 
     @property
     def _errors(self) -> ErrorForm:
-        """The form of error answers, which depends on the path; before the request's head has come, that of completions."""
+        """The form of error answers, which depends on the path. Before the request's headers have arrived, it is OpenAI's form."""
         return ERROR_FORMS.get(self._path, OPENAI_ERRORS)
 
     async def run(self, messages: AsyncIterator[bytes], context: Context) -> None:
@@ -139,13 +139,16 @@ class PickerCall:
         """Return the next message, or None if the gateway has ended the call.
 
         Raises:
-            TimeoutError: The request was not complete in time.
+            TimeoutError: The request was not complete within `body_seconds`.
         """
         async with asyncio.timeout_at(self._due if self._stage in (PickerStage.NEW, PickerStage.BODY) else None):
             return await anext(messages, None)
 
     def _late(self) -> RequestRejected:
-        """Return the rejection of a request whose body did not come in time. A retry may succeed, because the limit is the picker's."""
+        """Return the rejection of a request whose body did not come in time.
+
+        The client may retry, because the picker has set the time limit, and not the client.
+        """
         settings = self._picker_context.settings
         return RequestRejected(
             Reason.DEADLINE_PASSED,
@@ -366,7 +369,7 @@ _EVENT = b"data: {"
 
 
 class AnswerCounter:
-    """Counts the tokens of an answer: one token for each event of a stream, or else the number in the answer's usage."""
+    """Counts the tokens of an answer: one for each event of a stream. For other answers, it reads the number in their usage."""
 
     def __init__(self) -> None:
         self.events = False

@@ -63,7 +63,7 @@ async def open_endpoint_picker(
 
     Args:
         settings: The settings with the address to listen on.
-        picker: The service to serve; its `address` is set.
+        picker: The service to serve; this function sets its `address`.
         shared: True if other processes may listen on the same port.
         connection_seconds: Maximum lifetime of a gateway's connection in seconds; 0: no limit. A gateway sends all its
             requests over one connection. A limit makes gateways connect anew, so that they spread over the pickers of a

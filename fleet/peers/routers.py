@@ -12,8 +12,8 @@ Rules:
    requests to the same worker: if a quarter of the running requests changes between two messages, the messages are
    of no use.
 4. A router that was silent for `SILENCE_SECONDS`, or whose connection broke, counts as gone, and its reservations are
-   dropped. It is dialled again: after `FIRST_PAUSE_SECONDS` if the connection had lasted for some time, or if that router
-   has dialled this one, and otherwise after a longer pause.
+   dropped. It is dialled again after `FIRST_PAUSE_SECONDS` if the connection had lasted longer than `DIAL_SECONDS`.
+   Otherwise the pause is up to `DIAL_SECONDS`, but it ends early when that router dials this one.
 5. A worker registers with one router, and that router forwards each registration to the others. A router that is
    reached later gets all registrations with the rest of their leases, so a lease ends at the same time on all routers.
 6. A router forwards two queries of its administrators to the other routers: the explanation of a request, which only
@@ -23,7 +23,7 @@ Rules:
 7. Changed thresholds are sent to all routers, also to those reached later; the latest change wins.
 8. New and changed session bindings are sent within `SEND_SECONDS`. Those that a request only renewed are sent with the
    reservations. A router that is reached later gets the most recent bindings. So routers whose connection was broken
-   have them in common as soon as they are connected again.
+   know the same bindings as soon as they are connected again.
 9. Peer prompts (prompts that a worker is about to compute and has not reported) are sent like session bindings. Prompts
    for workers without KV events are sent too, if their block keys are made with a secret that other routers have. Each
    message holds the fingerprint of the secret, and routers with another secret ignore these prompts. Older
@@ -41,8 +41,8 @@ Rules:
     those of the other router. Without a common version, the connection ends, and both routers log what to upgrade
     (`kvstore.protocol.versions`).
 14. The peers are the routers that the settings list, and all routers behind a name (`fleet.peers.named_routers`).
-15. Each router needs a `router_id` of its own, because a worker keeps one stream for each id. A peer with the id of this
-    router is an error in the log.
+15. Each router needs a `router_id` of its own, because a worker keeps one stream for each id. If a peer has the id of
+    this router, an error is logged.
 """
 
 import asyncio
@@ -111,7 +111,7 @@ LATE_SECONDS = 0.5  # if a timer fires this many seconds late, this process stoo
 DIAL_SECONDS = 1.0  # time limit for a connection attempt, and maximum pause between two attempts
 # pause in seconds after the first failed attempt; short, because processes of one host start at the same time
 FIRST_PAUSE_SECONDS = 0.05
-# time limit in seconds for the answers of peers about limits (rule 11); idle processes need a hundredth of it
+# time limit in seconds for the answers of peers about limits (rule 11); processes without load answer in 1 % of it
 SETTLE_SECONDS = 0.25
 # time limit for the answers of peer routers to a forwarded query: an explanation, metrics, or a lease report (rule 6)
 ANSWER_SECONDS = 1.0
@@ -185,8 +185,8 @@ class PeerRouters:
             look_up: Function that resolves `replicas_name`.
 
         Raises:
-            ConfigurationRefused: `replicas_credentials` cannot be used, or leave `replicas_listen` open to other programs; or
-                `replicas_name` or `replicas_listen` is no address.
+            ConfigurationRefused: `replicas_credentials` cannot be used, or are missing although other programs could use an
+                address of the routers. Or `replicas_name` or `replicas_listen` is no valid address.
         """
         self._settings = settings
         self.router_id = settings.router_id
@@ -519,7 +519,7 @@ class PeerRouters:
             await self._rest(FIRST_PAUSE_SECONDS if lasted > DIAL_SECONDS else DIAL_SECONDS)
 
     async def _rest(self, seconds: float) -> None:
-        """Wait before the next attempt to connect, but not much longer than until a peer router connects here.
+        """Wait `seconds` before the next attempt to connect. Stop waiting early when a peer router connects to this one.
 
         A router that has started, or that goes on after it hung, dials its peers. They dial it soon afterwards, and so it gets their
         state.
@@ -634,7 +634,7 @@ class _PeerConnection:
             asked.set_result(answer)
 
     def _agree_with(self, answer: pb.ReplicaAnswer) -> None:
-        """Check the peer's answer to `ReplicaHello`. Raise ConnectionError if both routers have no protocol version in common."""
+        """Check the peer's answer to `ReplicaHello`. Raise ConnectionError if the two routers have no common protocol version."""
         name = answer.router_id[:100] or self.address
         try:
             agree(

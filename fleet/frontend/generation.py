@@ -18,9 +18,9 @@ router's server, turn tokens into text, look for stop strings, count the tokens 
    dropped.
 6. The answer to a request with `pooling` is one `Delta` with the vector of the prompt. It has no tokens.
 7. The metrics and the tenant's counters always count the same tokens, however a request ends. For a resumed answer
-   (`fleet.frontend.resumed_answer`) they count the tokens that this router gets from workers. They also count the prompt
-   and the known tokens as prompt tokens, unless the resumption is free (`fleet.frontend.resume_tokens`, rule 3). The usage that the
-   client gets counts all tokens of the prompt and the answer.
+   (`fleet.frontend.resumed_answer`) they count the tokens that this router gets from workers. They also count the prompt and the known
+   tokens (those that were generated before the resumption) as prompt tokens, unless the resumption is free
+   (`fleet.frontend.resume_tokens`, rule 3). The usage that the client gets counts all tokens of the prompt and the answer.
 """
 
 import asyncio
@@ -323,7 +323,7 @@ class Generation:
         Args:
             request: The request as the frontend understood it.
             authorization: The header ``Authorization`` with the client's API key, ``Bearer KEY``; empty if there is none.
-            overflow: Terms under which a hosted endpoint takes the request if it is rejected for load; None: it never does.
+            overflow: Decides when the request overflows to a hosted endpoint; None: the request never overflows.
 
         Raises:
             RequestRejected: Before `Admitted` if the request was not accepted; after `Admitted` if it could not be completed.
@@ -378,16 +378,16 @@ class Generation:
             raise
 
     def check_count(self, request: GenerateRequest, authorization: str, count: int, field: str) -> None:
-        """Check that the tenant's limit allows the requests that a client's request becomes.
+        """Check that the tenant's limit allows all the requests that one request of a client becomes.
 
-        Use this method before such a request costs anything, such as fetches of images. If it is refused, it is counted, logged and
-        traced here.
+        Call this method before the client's request costs anything, such as fetches of images. If it is refused, it is counted,
+        logged and traced here.
 
         Args:
             request: The client's request, or the first one that it becomes.
             authorization: The header ``Authorization``, as for `generate`.
-            count: Number of these requests.
-            field: The client's field that makes so many requests, for the error.
+            count: Number of requests that the client's request becomes.
+            field: The client's field that asks for several requests, such as `n`; the error names it.
 
         Raises:
             RequestRejected: UNAUTHENTICATED or INVALID_ARGUMENT; the API key or the tenant is wrong, or the limit is lower than `count`.
@@ -547,8 +547,9 @@ class Generation:
         card, _, tokens, sampling = await self._checked(request)
         await admit_with_peers(self._tenants, tenant, len(tokens) // TOKEN_BYTES, self._clock)
         digests = await image_digests(request.images) if request.images else ()
-        # The router does not see the tokens of this answer, so no other worker can continue it (`LiveRequest.may_continue`). The seed
-        # keeps the router from counting the token of a prefill worker as a part of the answer (`LiveRequest.emits_prefill_token`).
+        # The router needs no other sampling parameters: it does not see the tokens of this answer, so no other worker can continue it
+        # (`LiveRequest.may_continue`). With the seed, the router does not count the token of a prefill worker as a part of the answer
+        # (`LiveRequest.emits_prefill_token`).
         event_sampling = Sampling(max_tokens=sampling.max_tokens, seed=0, form=sampling.form)
         return structs.replace(self._arrived(request, card, tokens, event_sampling, digests=digests), external=True)
 
@@ -662,7 +663,8 @@ class Generation:
             # The replay ends early at a stop string that was not in the original request.
             replayed, ended = answer.num_tokens, resumed.end(answer, sampling)
         if request.resumable and self._resume_tokens is not None:
-            # Ids of chats and completions name only a position. The translated APIs, whose first resume token comes at once, count characters.
+            # With `late_token` (chats and completions), an event id states only a number of tokens, so the digest also covers the fields
+            # that decide how much text these tokens give. Event ids of the translated APIs count characters.
             digest = _digest(card, tokens, digests, request if request.late_token else None)
             claims = self._claims(request, digest, resumed)
         elif request.is_kept:  # the client asks for event ids, which contain resume tokens
@@ -712,7 +714,7 @@ class Generation:
                 if resumed is not None and resumed.known is not None:
                     yield resumed.known
                 async for event in submitted:
-                    if not isinstance(event, Progress):  # `Progress` is the most frequent one
+                    if not isinstance(event, Progress):  # most events are `Progress`, so this is the only check for them
                         if isinstance(event, Complete):
                             complete = event
                             break
@@ -763,7 +765,7 @@ class Generation:
                 )
         if last is not None:
             collected.append(last)
-        if due is not None and request.late_token and not answer.num_tokens:  # no part of the answer had a token
+        if due is not None and request.late_token and not answer.num_tokens:  # there were no first tokens to send it with
             yield Delta(text="", token_ids=(), resume_token=self._issued(due))
         text = ""
         if isinstance(answer, AnswerText):
@@ -1031,7 +1033,7 @@ def _digest(card: ModelCard, tokens: TokenBytes, images: Sequence[bytes], shapin
 
 
 def _is_shaped_by_default(request: GenerateRequest) -> bool:
-    """Return whether a request has no stop strings, and makes no other choice of tools than requests do that say nothing about it."""
+    """Return whether a request has no stop strings, and its choice of tools is the default one."""
     if request.stop:
         return False
     if request.parsing is None:
@@ -1129,7 +1131,7 @@ def _ids(tokens: TokenBytes) -> tuple[int, ...]:
 def _truncated(request: GenerateRequest, card: ModelCard, tokens: TokenBytes) -> TokenBytes:
     """Return the last tokens of the prompt: as many as `truncate_prompt` says or, for -1, as fit together with the answer.
 
-    A vector needs no room in the context.
+    A request for a vector needs no room for an answer.
 
     Raises:
         RequestRejected: INVALID_ARGUMENT; no token would be left.
@@ -1164,7 +1166,7 @@ class _RequestTimes:
         self._over = False
         self.served_model = ModelName("")  # the model that serves the request, even if the request names none
         self.usage: Usage | None = None  # None: the request is not admitted yet, so the tenant is not charged
-        self.allowance: RateLimitStatus | None = None  # what admission left of the tenant's limits
+        self.allowance: RateLimitStatus | None = None  # what is left of the tenant's limits after admission; None: no limits, or not admitted
         self._kv: tuple[KvPhase, ...] = ()
 
     def begin_trace(self, tracing: RequestTracing, request: GenerateRequest) -> None:

@@ -8,10 +8,10 @@ Rules:
    signature covers the tenant. It is not accepted for another tenant, for another prompt, or after its lifetime. It does
    not contain the tokens of the answer. Workers keep these tokens, or the client sends them. It is safe that clients send
    them, because a client could also write them into a prompt.
-3. A resumption is free, because the first router has charged the tenant for the request and its prompt. But a token that
-   comes from `MAX_FREE_RESUMES` resumptions, one after the other, is not free any more. Each router gives an answer at most
-   `MAX_FREE_RESUMES` free resumptions, and only the first one with a token of the same stream. (The rest of an answer after
-   a failed attempt counts as another stream.) All other resumptions are charged like new requests whose prompts end with
+3. A resumption is free, because the first router has charged the tenant for the request and its prompt. But an answer that
+   was already resumed `MAX_FREE_RESUMES` times in a row is not resumed for free any more. Each router resumes an answer at
+   most `MAX_FREE_RESUMES` times for free, and at most once with tokens of the same stream. (The rest of an answer after a
+   failed attempt counts as another stream.) All other resumptions are charged like new requests whose prompts end with
    the known tokens of the answer, because otherwise clients could have prompts computed for free. The known tokens of a
    free resumption are not charged, although a client may have invented them.
 4. Without a common secret, tokens are signed with a key that is no secret. Tokens are then issued only if clients need
@@ -101,12 +101,12 @@ def prompt_digest(model: ModelName, tokens: TokenBytes) -> bytes:
 
 
 def shaped_digest(prompt: bytes, stop: Sequence[str], min_tokens: int, parsing: AnswerParsing | None) -> bytes:
-    """Return the 12-byte digest of a digest of `prompt_digest` and of the fields that decide how much of an answer's text is held back.
+    """Return a 12-byte digest of the prompt and of the fields that decide how much of an answer's text is held back.
 
     Args:
-        prompt: The digest of model and prompt.
+        prompt: The result of `prompt_digest`.
         stop: The stop strings.
-        min_tokens: Number of tokens before which they do not count.
+        min_tokens: Number of answer tokens before which stop strings do not count.
         parsing: The demanded parsing; None if the answer is plain text.
     """
     return blake2b(prompt + msgspec.json.encode((stop, min_tokens, parsing)), digest_size=12).digest()
@@ -210,7 +210,7 @@ class ResumeTokens:
 
     def _mac(self, content: bytes, tenant: str) -> bytes:
         mac = self._keyed.copy()
-        # The bytes can be cut into content and tenant in one way only, because `read` refuses a content that is cut or followed by bytes.
+        # No separator is needed between content and tenant, because `read` refuses a content that is cut or followed by further bytes.
         mac.update(content + tenant.encode())
         return mac.digest()
 

@@ -66,7 +66,7 @@ class ClientPort(ABC):
             certificates: The certificates of a port that speaks TLS; None if it does not.
 
         Raises:
-            ConfigurationRefused: The address is malformed or in use, or the library does not load.
+            ConfigurationRefused: The address is malformed or in use, or the gRPC library that `limits` names cannot be loaded.
         """
         server = client_server(
             limits,

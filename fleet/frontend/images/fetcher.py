@@ -243,7 +243,7 @@ class ImageFetcher:
         raise invalid(field, f"redirects more than {self._settings.max_redirects} times")
 
     def _check_url(self, url: URL, field: str) -> None:
-        """Refuse a URL that is not allowed, independent of the addresses of its host."""
+        """Refuse a URL that is not allowed, whatever addresses its host has."""
         host, port = _host(url), url.port
         if url.scheme not in _PORTS or not host:
             raise invalid(field, "must be a data URL, or an http or https URL with a host")
@@ -359,7 +359,7 @@ class _Budget:
 
 
 class _HeldBytes:
-    """The bytes of the fetched images of one request, which count against its own limit and against the budgets."""
+    """Counts the bytes of the fetched images of one request against the request's own limit and against the budgets."""
 
     def __init__(self, budgets: Sequence[_Budget], most: int) -> None:
         self.budgets = budgets

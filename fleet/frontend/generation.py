@@ -1166,7 +1166,7 @@ class _RequestTimes:
         self._over = False
         self.served_model = ModelName("")  # the model that serves the request, even if the request names none
         self.usage: Usage | None = None  # None: the request is not admitted yet, so the tenant is not charged
-        self.allowance: RateLimitStatus | None = None  # what is left of the tenant's limits after admission; None: no limits, or not admitted
+        self.allowance: RateLimitStatus | None = None  # what is left of the tenant's limits after admission
         self._kv: tuple[KvPhase, ...] = ()
 
     def begin_trace(self, tracing: RequestTracing, request: GenerateRequest) -> None:

@@ -227,7 +227,7 @@ class NamedTool(Struct, frozen=True, kw_only=True):
 
 
 class AllowedTools(Struct, frozen=True, kw_only=True):
-    """Names the tools that the model may call (`mode` ``auto``), or of which it must call one (``required``)."""
+    """Names tools. With the `mode` ``auto`` the model may call them; with ``required`` it must call one of them."""
 
     mode: str
     tools: list[NamedTool]

@@ -1,4 +1,4 @@
-"""OpenAPI 3.1 document of the HTTP port, made from the types of the bodies."""
+"""OpenAPI 3.1 document of the HTTP port, made from the types of the request bodies."""
 
 from collections.abc import Mapping
 from functools import cache

@@ -2,15 +2,15 @@
 
 Rules:
 
-1. With a tokenizer, a prompt is divided into blocks of token ids, as the external server divides it. Without a
-   tokenizer, or if the router cannot render the prompt itself (because it has tools or images, for example), 4 bytes of
-   the client's text or JSON take the place of each token. Prompts with the same beginning share blocks in both cases.
+1. With a tokenizer, a prompt is divided into blocks of token ids, as the external server divides it. Without a tokenizer,
+   4 bytes of the client's text or JSON take the place of each token. The same holds for a prompt that the router cannot
+   render itself, for example because the prompt has tools or images. Prompts with the same beginning always share blocks.
 2. A key stands for a block and all blocks before it in the prompt. For servers with KV events, the keys come from
    `kvstore.block.chain`, so that they equal the keys that the router computes from the tokens in the events. For other
    servers, only routers compare keys, so 64 bits are enough (`fleet.router.native.twin.block_keys`). Routers with the same
    secret compute the same keys; without a secret each process has different keys.
 3. Prompts with different LoRA adapters or different salts (``cache_salt`` in vLLM and SGLang) share no block.
-4. An unreadable prompt is not rejected here, because the external server reports the error better.
+4. An unreadable prompt is not rejected here, because the external server can describe the error more exactly.
 """
 
 import array

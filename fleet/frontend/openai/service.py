@@ -412,7 +412,7 @@ class HttpFrontend(HttpServer):
         async with aclosing(self._generation.generate(parsed.request, _authorization(exchange), offer)) as events:
             formatter: AnswerFormatter | None = None
             async for item in events:
-                if isinstance(item, Delta):  # the most frequent one
+                if isinstance(item, Delta):  # most items are deltas, so this check comes first
                     assert formatter is not None
                     if parsed.return_token_ids:
                         token_ids += item.token_ids
@@ -443,7 +443,7 @@ class HttpFrontend(HttpServer):
             # no position of its own in the answer. So it is sent before the next event with tokens, or with the last events.
             rest, has_tokens = b"", False
             async for item in events:
-                if isinstance(item, Delta):  # the most frequent one
+                if isinstance(item, Delta):  # most items are deltas, so this check comes first
                     assert formatter is not None
                     if item.resume_token:
                         ids.begin(item.resume_token)
@@ -540,7 +540,7 @@ class HttpFrontend(HttpServer):
         await self._answer_of_models(exchange, answer)
 
     async def _answer_of_models(self, exchange: Exchange, answer: AnswerOfModels) -> None:
-        """Answer with what `answer` makes of the models, in the form of the API whose client asks."""
+        """Answer with what `answer` makes of the models. The client's headers choose the form of OpenAI's or of Anthropic's API."""
         of_anthropic = ANTHROPIC_VERSION in exchange.request.headers
         try:
             self._generation.identify(_authorization(exchange))

@@ -6,7 +6,7 @@ Rules:
    the settings demand it.
 2. A tool's result becomes a separate message, before the other content of the message that contains it.
 3. `cache_control` has no effect, because every prefix is cached. `cache_read_input_tokens` counts the cached tokens, and
-   `input_tokens` the other ones. A stream has the right counts only in its last events.
+   `input_tokens` the other prompt tokens. A stream has the right counts only in its last events.
 4. A client can turn thinking off. If it turns thinking on, the model thinks as it would anyway, and the engine ends the
    thinking after `budget_tokens`, if every worker of the model can do that. Otherwise the budget has no effect and is not
    refused: in Anthropic's API, too, it is a target and no strict limit, and many clients always send it.

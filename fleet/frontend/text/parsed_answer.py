@@ -12,9 +12,10 @@ Rules:
 4. Neither parser says to which part of the answer a token belongs, so the tokens are counted by steps. The tokens of a step
    count as reasoning if the step adds only reasoning. If it adds other content, too, its tokens are divided by the numbers of
    characters. Tokens of a step that adds nothing, such as delimiters, count as the next content.
-5. If no content follows such tokens, the parsers count differently. `TemplateParsedAnswer` knows whether it is within reasoning,
-   and there it counts tokens at once, unless they may begin a delimiter. `EngineParsedAnswer` does not know it. At the end of the answer it counts the tokens that
-   are left as reasoning if the answer has nothing but reasoning.
+5. If no content follows tokens of a step that adds nothing, the two classes count these tokens differently. `TemplateParsedAnswer`
+   knows whether the answer is within reasoning, and counts tokens there at once, unless they may begin a delimiter.
+   `EngineParsedAnswer` does not know this. At the end of the answer, it counts the tokens that are left as reasoning if the answer
+   has nothing but reasoning.
 """
 
 import importlib

@@ -110,7 +110,7 @@ INLINE_ENTRIES = 1024
 # Maximum number of resumed answers that the tokenizer threads replay at a time; others wait. A replay decodes the known tokens of a
 # resumed answer to text again.
 MAX_REPLAYS = 2
-# Up to this many known tokens of a resumed answer (8 µs each) are replayed on the event loop; more tokens are replayed in a thread.
+# Resumed answers with up to this many known tokens are replayed on the event loop (8 µs for each token); longer ones in a thread.
 INLINE_TOKENS = 256
 RETRY_AFTER_MS = 1000
 DATA_URL = "must be a data URL in base64, as data:image/png;base64,…"
@@ -573,7 +573,7 @@ class Generation:
     async def _fetched(
         self, request: GenerateRequest, most_bytes: int, *, is_free: bool = False
     ) -> AsyncIterator[GenerateRequest]:
-        """Check a request as far as possible without its images, then fetch them; yield the request with them.
+        """Check a request as far as possible without its images, then fetch the images; yield the request with their content.
 
         Args:
             request: The request, with its tenant.
@@ -615,7 +615,7 @@ class Generation:
         card, codec, tokens, sampling = await self._checked(request)
         digests: Sequence[bytes] = ()
         if request.images and (request.resumable or resumed is not None):
-            digests = await image_digests(request.images)  # resume tokens are bound to the images
+            digests = await image_digests(request.images)  # a resume token is valid only for the same images
         if measured.counts.model != (model := card.parent or card.name):
             measured.counts = self.metrics.begin(model, measured.counts.operation)
         measured.served_model = card.name
@@ -816,8 +816,8 @@ class Generation:
                 known = await self._kept_answers.tokens(claims.stream, resume.position)
             resume = structs.replace(resume, token_ids=known)
         request_id = claims.next_id
-        # The id is taken if an earlier resumption broke off, and its request has not ended on this router yet. Another request may also
-        # have this id, because clients may choose ids.
+        # The id is in use if an earlier resumption broke off, and its request has not ended on this router yet. Another request may
+        # also have this id, because clients may choose ids.
         while self.serves(request_id):
             request_id = RequestId(f"{claims.next_id[:111]}.{_new_stream():016x}")
         answer = ResumedAnswer(resume=resume, claims=claims, is_free=self._is_free(claims))
@@ -825,10 +825,10 @@ class Generation:
 
     @contextmanager
     def _affordable(self, claims: ResumeClaims, tenant: str) -> Iterator[None]:
-        """Refuse a resumption that is over its tenant's limits; while the context is open, its tokens are searched or replayed.
+        """Refuse a resumption that is over its tenant's limits. Within the context, the caller searches or replays the known tokens.
 
-        This check comes first, because a search or a replay costs much more than a refusal. Of several simultaneous resumptions
-        of one stream, only the first one counts as free here.
+        The check comes before this work, because a search or a replay costs much more than a refusal. Of several simultaneous
+        resumptions of one stream, only the first one counts as free here.
 
         Raises:
             RequestRejected: RATE_LIMITED; the resumption is not free, and the tenant has used up a limit.
@@ -1224,8 +1224,8 @@ class _RequestTimes:
 def _new_stream() -> int:
     """Return a random number for `ResumeClaims.stream`.
 
-    It is not 0, because 0 means no answer key. It leaves room in 64 bits, because the router adds the number of failed
-    attempts to it (`LiveRequest.answer_key`).
+    It is not 0, because 0 means no answer key. It is at most 2**63, because the router adds the number of failed attempts to
+    it (`LiveRequest.answer_key`), and the sum must fit into 64 bits.
     """
     # The number must be hard to guess where resume tokens are signed with a key that is no secret (`fleet.frontend.resume_tokens`, rule 4).
     return 1 + secrets.randbits(63)

@@ -66,9 +66,9 @@ class ResumeClaims(Struct, frozen=True):
 
     @property
     def answer(self) -> _Answer:
-        """The key of the answer, which all its streams share.
+        """The identity of the answer, which all its streams share.
 
-        Two answers have the same key only if their client gives two requests the same id within a second.
+        Two answers have the same identity only if their client gives two requests the same id within a second.
         """
         return self.tenant, self.request_id, self.issued
 
@@ -132,7 +132,7 @@ class ResumeTokens:
         self._keyed = blake2b(digest_size=_MAC_BYTES, key=hmac.digest(secret, _PURPOSE, "sha256"))
         self._lifetime_seconds = lifetime_seconds
         self._unix_seconds = unix_seconds
-        # Maps each answer to its streams that were resumed for free; the answer that was resumed last is the last one.
+        # The streams of each answer that were resumed for free. The answers are in the order of their latest free resumption.
         self._used: OrderedDict[_Answer, tuple[int, ...]] = OrderedDict()
 
     def now(self) -> int:
@@ -216,7 +216,7 @@ class ResumeTokens:
 
 
 def _packed(name: str) -> str | bytes:
-    """Return a name in as few bytes as possible: half of them if it has 32 lower-case hexadecimal digits, as random ids and fingerprints have."""
+    """Return a name in few bytes. Random ids and fingerprints have 32 lower-case hexadecimal digits; such a name takes 16 bytes."""
     return bytes.fromhex(name) if len(name) == 32 and _HEXADECIMAL.fullmatch(name) else name
 
 

@@ -68,7 +68,7 @@ async def open_endpoint_picker(
         connection_seconds: Maximum lifetime of a gateway's connection in seconds; 0: no limit. A gateway sends all its
             requests over one connection. A limit makes gateways connect anew, so that they spread over the pickers of a
             Service and move to other pickers before this one ends.
-        certificates: The certificate files of a port that speaks TLS; None if it does not.
+        certificates: The certificate files of a port that speaks TLS; None: the port does not use TLS.
 
     Raises:
         ConfigurationRefused: The address cannot be listened on; the message states the reason.

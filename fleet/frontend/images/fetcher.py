@@ -124,7 +124,7 @@ class ImageFetcher:
             remote: The images to fetch. A URL that several images have is fetched once.
             tenant: The tenant of the request; empty: there are no tenants.
             most_bytes: The limit for the content of all images together.
-            within_seconds: Time that the request has left; the limit of the settings applies too.
+            within_seconds: Time until the deadline of the request. If the limit in the settings is shorter, it applies instead.
 
         Raises:
             RequestRejected: INVALID_ARGUMENT with the field of a URL that may not be fetched or gave no allowed image in
@@ -151,7 +151,7 @@ class ImageFetcher:
             del self._tenants[tenant]
 
     def _budgets(self, tenant: str) -> "tuple[_Budget, ...]":
-        """Return the budgets that a request of the tenant draws on (rule 6)."""
+        """Return the budgets that limit a request: that of the tenant, if there are tenants, and that of the process (rule 6)."""
         if not tenant:
             return (self._all,)
         if tenant not in self._tenants:

@@ -46,7 +46,7 @@ def count_entries(tokens: int, logprobs: int, alternatives: int | None) -> int:
     Args:
         tokens: Number of tokens.
         logprobs: Number of tokens that have log probabilities.
-        alternatives: Number of alternatives that each of these tokens has; None: 0.
+        alternatives: Number of alternatives that each of these tokens has; None counts as 0.
     """
     return tokens // 8 + logprobs * (1 + (alternatives or 0))
 

@@ -50,7 +50,7 @@ class StreamOptions(Struct, frozen=True, kw_only=True):
 
 class ImageUrl(Struct, frozen=True, kw_only=True):
     url: str
-    detail: Any = None  # ignored: the model's image processor decides
+    detail: Any = None  # ignored: the model's image processor chooses the resolution
 
 
 class ContentPart(Struct, frozen=True, kw_only=True):

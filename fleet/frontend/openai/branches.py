@@ -66,7 +66,7 @@ NO_TOKEN = None
 class Branch(Struct, frozen=True, kw_only=True):
     """One branch: the request to the router for one of the answers."""
 
-    prompt: int  # index of the prompt that it answers
+    prompt: int  # index of the prompt that this branch answers
     number: int  # index among the answers to the same prompt; 0 is the lead
     request: GenerateRequest
 

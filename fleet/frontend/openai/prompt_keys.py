@@ -80,9 +80,7 @@ class SecretBlockKeys:
     """
 
     def __init__(self, secret: str = "") -> None:
-        """Derive the root, from which all factors come, from the secret.
-
-        If the secret is empty, draw the root at random.
+        """Derive the root of all factors from the secret, or draw it at random if the secret is empty.
 
         Processes with the same secret compute equal keys.
         """

@@ -192,7 +192,7 @@ class RelayedRequest:
         self.flow: AnswerStream | None = None  # the connection over which the answer arrives; None before it begins
         self.answer_tokens = 0  # approximate number of tokens relayed so far
         self.keeps_alive = exchange.keeps_alive  # whether the client may send another request on its connection
-        self.chunks = head.chunked_answer  # whether the client understands chunks
+        self.chunks = head.chunked_answer  # whether the client understands the transfer encoding "chunked"
         self.allowance: RateLimitStatus | None = None  # what is left of the tenant's limits after admission
         self.trace: RequestTrace | None = None  # None: the request is not traced
 
@@ -305,7 +305,7 @@ class PendingRequests(Protocol):
         """Pass a request on to a server of `model`, or to any server if `model` is None.
 
         Raises:
-            RequestRejected: No server can take it, or it failed before its answer began.
+            RequestRejected: No server can take the request, or the request failed before its answer began.
         """
         ...
 

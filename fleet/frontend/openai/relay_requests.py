@@ -37,7 +37,7 @@ _NOTHING = Raw(b"null")
 
 
 class RelayBody(Struct, kw_only=True):
-    """Fields that are read from the bodies of all placed paths."""
+    """Fields that are read from the bodies of requests for all paths in `relayed_paths.PLACED`."""
 
     model: str | None = None
     max_tokens: int | None = None

@@ -42,7 +42,7 @@ class SeenEvents(Struct, frozen=True):
     characters: int = 0  # number of characters in all pieces of text
     pieces: int = 0  # number of pieces of text
     api: str = ""  # letter of the API
-    is_end: bool = False  # True if the last one of these events ends the answer
+    is_end: bool = False  # True if the latest of these events is one of those that end the answer
 
 
 class LastEventId(Struct, frozen=True):
@@ -102,7 +102,7 @@ class EventIds:
         if seen is not None and seen.seen is not None:
             raise foreign_id_error()
         self.beginning = b""
-        """The line with an id, up to the position; empty before `begin`."""
+        """The beginning of the line with an id, up to the number of tokens; empty before `begin`."""
 
         self._last_events = 0 if seen is None else seen.last_events
 

@@ -10,8 +10,8 @@ Rules:
    that the client already has, and this part is removed. If the result begins differently, the request fails, so that
    no client gets a mixture of two answers.
 4. Neither parser says to which part of the answer a token belongs, so the tokens are counted by steps. The tokens of a step
-   count as reasoning if the step adds only reasoning. If it adds other content, too, its tokens are divided by the numbers of
-   characters. Tokens of a step that adds nothing, such as delimiters, count as the next content.
+   count as reasoning if the step adds only reasoning. If it adds other content, too, its tokens are divided in proportion to the
+   numbers of characters. Tokens of a step that adds nothing, such as those of a delimiter, are counted with the next content.
 5. If no content follows tokens of a step that adds nothing, the two classes count these tokens differently. `TemplateParsedAnswer`
    knows whether the answer is within reasoning, and counts tokens there at once, unless they may begin a delimiter.
    `EngineParsedAnswer` does not know this. At the end of the answer, it counts the tokens that are left as reasoning if the answer
@@ -56,7 +56,7 @@ class EngineParsedAnswer:
         self._reasoning: list[str] = []
         self._texts: list[str] = []
         self._calls: list[CallDelta] = []
-        self._uncounted = 0  # number of tokens that count as the next content (rule 4)
+        self._uncounted = 0  # number of tokens that will be counted with the next content (rule 4)
         self.reasoning_tokens = 0
         self.num_tokens = 0
         self.stopped = False  # True once a stop string has ended the answer
@@ -190,7 +190,7 @@ class TemplateParsedAnswer:
         self._text = text
         self._regions = _Regions(template, prompt, tools)
         self._calls = 0
-        self._uncounted = 0  # number of tokens that count as the next content (rule 4)
+        self._uncounted = 0  # number of tokens that will be counted with the next content (rule 4)
         self.reasoning_tokens = 0
 
     @property

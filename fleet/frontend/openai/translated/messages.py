@@ -312,7 +312,7 @@ def _turn(field: str, turn: TurnBody, images: list[ImageFile]) -> Iterator[Json]
     if not turn.content and turn.role != "assistant":
         raise invalid(f"{field}.content", "must not be empty")
     texts: list[str] = []
-    parts: list[Json] = []  # texts and images of a user
+    parts: list[Json] = []  # texts and images of a user's message
     calls: list[Json] = []
     thoughts: list[str] = []
     for position, block in enumerate(turn.content):

@@ -269,7 +269,8 @@ class PlacementExplained(Struct, frozen=True, kw_only=True):
     policy: str  # policy that chose the answering worker
     prefill_policy: str
     uncached_tokens: int  # prompt tokens that the answering worker would have to compute
-    prefill_tokens: int  # prompt tokens to compute on the prefill worker, or on the answering worker if there is no prefill worker
+    # Prompt tokens to compute on the prefill worker, or on the answering worker if there is no prefill worker.
+    prefill_tokens: int
     candidates: tuple[CandidateCost, ...]
     prefill_candidates: tuple[CandidateCost, ...]
     unfit: dict[str, str]  # for each worker that was not a candidate, the reason

@@ -714,7 +714,7 @@ class Generation:
                 if resumed is not None and resumed.known is not None:
                     yield resumed.known
                 async for event in submitted:
-                    if not isinstance(event, Progress):  # most events are `Progress`, so this is the only check for them
+                    if not isinstance(event, Progress):  # most events are `Progress`: this is their only type check
                         if isinstance(event, Complete):
                             complete = event
                             break
@@ -765,7 +765,7 @@ class Generation:
                 )
         if last is not None:
             collected.append(last)
-        if due is not None and request.late_token and not answer.num_tokens:  # there were no first tokens to send it with
+        if due is not None and request.late_token and not answer.num_tokens:  # it was not sent with first tokens
             yield Delta(text="", token_ids=(), resume_token=self._issued(due))
         text = ""
         if isinstance(answer, AnswerText):

@@ -86,8 +86,8 @@ class PickerCall:
         self._due = asyncio.get_running_loop().time() + picker_context.settings.body_seconds
         self._refused = False
         self._own = False  # True if the request goes unchanged to the router's own endpoint
-        # True if the gateway sends the client the bytes that the picker returns; False if it sends its own bytes, and only waits for the
-        # picker's permission.
+        # True if the gateway sends the client the bytes of the answer that the picker returns; False if the gateway sends its own copy of
+        # these bytes, and only waits for the picker's permission.
         self._streamed = True
         self._tells_answer = True
         self._path = ""
@@ -331,7 +331,10 @@ class PickerCall:
                 self._booking = None
 
     def _move(self, served: str) -> None:
-        """Move the reservation to the endpoint that gives the answer (rule 4 of `endpoint_picker.py`)."""
+        """Move the reservation to the endpoint that gives the answer (rule 4 of `endpoint_picker.py`).
+
+        If no reservation is possible there, only end the present one.
+        """
         picker_context = self._picker_context
         assert self._arrived is not None
         assert self._booking is not None

@@ -27,14 +27,14 @@ Rules:
 9. Peer prompts (prompts that a worker is about to compute and has not reported) are sent like session bindings. Prompts
    for workers without KV events are sent too, if their block keys are made with a secret that other routers have. Each
    message holds the fingerprint of the secret, and routers with another secret ignore these prompts. Older
-   versions of Fleet ignore all peer prompts. A router that is reached later gets the latest prompts, whichever router
-   has sent them to the workers.
+   versions of Fleet ignore all peer prompts. A router that is reached later gets the latest prompts, no matter which
+   router has placed them.
 10. Over TCP, routers prove that they belong to the cluster before they send anything else (`fleet.net.streams`). Over a
     Unix socket no proof is needed, because only its own user can connect to it.
 11. The usage of tenants with limits is sent like reservations, unless the limits are shared through Redis. A router
     that is reached later gets what is left of each limit. Near a limit, a router asks the others to confirm that they
     have received its usage, and waits at most `SETTLE_SECONDS` for their answers. If a router does not answer in time,
-    its answers are not waited for until it has answered again.
+    later checks do not wait for this router until it has answered a query again.
 12. A router that is reached later gets all this state, and the reservations last. So a process that shares its ports
     with others has the whole state when the reservations arrive. It accepts no client before that.
 13. The first message (`ReplicaHello`) states the protocol versions of the router that dials, and the answer states
@@ -107,7 +107,8 @@ FEW_CHANGES_SECONDS = 0.02
 FEW_CHANGES = 1 / 8
 FULL_STATE_SECONDS = 0.5
 SILENCE_SECONDS = 2.0
-LATE_SECONDS = 0.5  # if a timer fires this many seconds late, this process stood still
+# if a timer fires this many seconds late, this process itself stood still, and no peer counts as silent
+LATE_SECONDS = 0.5
 DIAL_SECONDS = 1.0  # time limit for a connection attempt, and maximum pause between two attempts
 # pause in seconds after the first failed attempt; short, because processes of one host start at the same time
 FIRST_PAUSE_SECONDS = 0.05
@@ -171,7 +172,7 @@ class PeerRouters:
         """Create the object; `run` opens the connections.
 
         Args:
-            settings: Settings of this router, which name the others.
+            settings: Settings of this router, which name the other routers.
             router: This router.
             registry: Registry of this router.
             leases: Selection leases of this router.
@@ -181,7 +182,7 @@ class PeerRouters:
             overflow: Reports of this process's hosted endpoints; None: there are no hosted endpoints.
             incompatible: Collects routers without a common protocol version; None: they are only logged.
             now_unix_ns: Wall clock in nanoseconds, which dates changes of thresholds and session bindings, so that the
-                latest one wins. In nanoseconds, because two requests may be less than a millisecond apart.
+                latest one wins. Nanoseconds are needed, because two requests may be less than a millisecond apart.
             look_up: Function that resolves `replicas_name`.
 
         Raises:
@@ -519,10 +520,9 @@ class PeerRouters:
             await self._rest(FIRST_PAUSE_SECONDS if lasted > DIAL_SECONDS else DIAL_SECONDS)
 
     async def _rest(self, seconds: float) -> None:
-        """Wait `seconds` before the next attempt to connect. Stop waiting early when a peer router connects to this one.
+        """Wait `seconds` before the next attempt to connect, or less if a peer router connects, but at least `FIRST_PAUSE_SECONDS`.
 
-        A router that has started, or that goes on after it hung, dials its peers. They dial it soon afterwards, and so it gets their
-        state.
+        A router that has started, or that goes on after it hung, dials its peers. It gets their state, because they then dial it soon.
         """
         reached = self._reached
         await asyncio.sleep(FIRST_PAUSE_SECONDS)

@@ -1,4 +1,4 @@
-"""Asynchronous client for one event loop. `fleet.client.sync` describes its methods in full; only `watch_demand` exists only there."""
+"""Asynchronous client for one event loop. `fleet.client.sync` describes its methods in full; `watch_demand` exists only there."""
 
 import asyncio
 from collections import deque

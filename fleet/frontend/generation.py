@@ -120,7 +120,7 @@ MAX_BAD_SEQUENCES = 128  # limit of vLLM's sampler for the token sequences of on
 class PromptPace:
     """Spreads the prompts of one HTTP request over several turns of the event loop.
 
-    Short prompts are tokenized on the event loop. Many of them in one turn would hold up all other requests.
+    Short prompts are tokenized on the event loop. Many of them in one turn would delay all other requests.
     """
 
     def __init__(self) -> None:
@@ -139,7 +139,7 @@ class PromptPace:
 
 
 class OverflowTerms(Protocol):
-    """Port that decides for one request above which predicted wait it overflows to a hosted endpoint."""
+    """Port that sets the predicted wait above which one request overflows to a hosted endpoint."""
 
     def admitted(self, request: GenerateRequest, prompt_tokens: int, allowance: RateLimitStatus | None) -> Nanos | None:
         """Note that a request is valid and within its tenant's limits.
@@ -516,8 +516,8 @@ class Generation:
     async def pair_tokens(self, model: ModelName, pairs: Sequence[tuple[str, str]]) -> Sequence[tuple[TokenBytes, int]]:
         """Return for each pair of texts its tokens as one prompt, and how many of them belong to the first text.
 
-        The pairs of one request are tokenized together, and in a thread if they have many characters, because thousands of short
-        pairs would hold up the event loop.
+        The pairs of one request are tokenized together. If they have many characters, this happens in a thread, because thousands
+        of short pairs would block the event loop.
 
         Raises:
             RequestRejected: The model is not served, or too many long prompts wait for the tokenizer threads.
@@ -531,7 +531,7 @@ class Generation:
         return encode() if characters <= INLINE_CHARACTERS else await self._threads.run(encode, characters)
 
     async def arrival(self, request: GenerateRequest, authorization: str = "") -> Arrived:
-        """Check, tokenize and admit an external request, which another program sends to its worker; return its event for the router.
+        """Check, tokenize and admit an external request, which another program sends to its worker; return the event for the router.
 
         Args:
             request: The request as the frontend understood it.
@@ -765,7 +765,7 @@ class Generation:
                 )
         if last is not None:
             collected.append(last)
-        if due is not None and request.late_token and not answer.num_tokens:  # it was not sent with first tokens
+        if due is not None and request.late_token and not answer.num_tokens:  # no tokens have carried the resume token
             yield Delta(text="", token_ids=(), resume_token=self._issued(due))
         text = ""
         if isinstance(answer, AnswerText):
@@ -1020,7 +1020,7 @@ _REASONING_ALONE = AnswerParsing(tool_choice=ToolChoice.NONE)
 
 
 def _digest(card: ModelCard, tokens: TokenBytes, images: Sequence[bytes], shaping: GenerateRequest | None) -> bytes:
-    """Return the digest of a model, a prompt and its images. A resume token contains it, and is accepted only for the same digest.
+    """Return the digest of a model, a prompt and its images. A resume token contains this digest, and is accepted only for it.
 
     The digest covers the fields of the request `shaping` that decide how much of the known text the client already has: stop
     strings and the choice of tools. `shaping` is None if the client says which text it has.
@@ -1151,7 +1151,7 @@ def _quoted(name: str) -> str:
 
 
 class _RequestTimes:
-    """Measures the times and the usage of one request, and counts them at its end."""
+    """Measures the times and the usage of one request, and adds them to the metrics when the request ends."""
 
     def __init__(self, clock: Clock, counts: ModelRequests, entry: AccessEntry | None) -> None:
         self._clock = clock

@@ -12,8 +12,8 @@ Rules:
    was already resumed `MAX_FREE_RESUMES` times in a row is not resumed for free any more. Each router resumes an answer at
    most `MAX_FREE_RESUMES` times for free, and at most once with tokens of the same stream. (The rest of an answer after a
    failed attempt counts as another stream.) All other resumptions are charged like new requests whose prompts end with
-   the known tokens of the answer, because otherwise clients could have prompts computed for free. The known tokens of a
-   free resumption are not charged, although a client may have invented them.
+   the known tokens of the answer. If they were free, clients could have any prompts computed for free. The known tokens
+   of a free resumption are not charged, although a client may have invented them.
 4. Without a common secret, tokens are signed with a key that is no secret. Tokens are then issued only if clients need
    no API keys, because routers without API keys run only in closed networks.
 """
@@ -82,7 +82,7 @@ class ResumeClaims(Struct, frozen=True):
 
 
 class _SignedContent(Struct, frozen=True, array_like=True):
-    """The claims as a token contains them, in few bytes, because each server-sent event repeats the token. The tenant is only signed."""
+    """The claims as a token contains them: in few bytes, because each server-sent event repeats the token, and without the tenant."""
 
     # The types are checked after decoding, because msgspec does not decode to `str | bytes`.
     request_id: Any  # a text, or bytes whose hexadecimal form is the id

@@ -336,7 +336,7 @@ class BranchedAnswers:
             if details.token_ids:
                 of_prompt["prompt_token_ids"] = prompt.ids
                 choice["token_ids"] = answer.token_ids
-            if self._formatter_type is CompletionFormatter:  # as in vLLM
+            if self._formatter_type is CompletionFormatter:  # as in vLLM, each choice of a completion has these fields
                 choice |= of_prompt
             else:
                 outside |= of_prompt

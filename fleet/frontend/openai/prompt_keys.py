@@ -89,7 +89,7 @@ class SecretBlockKeys:
         # root.
         self._root = hmac.digest(secret.encode(), PURPOSE, "sha512") if secret else secrets.token_bytes(64)
         self.fingerprint = int.from_bytes(self._expanded("fingerprint", 8), "little") if secret else 0
-        """64 bits by which routers notice that their secrets differ; 0 if the root is random."""
+        """A number of 64 bits by which routers notice that their secrets differ; 0 if the root is random."""
         self._factors: dict[int, bytes] = {}  # the derived factors, by block size in tokens
 
     def __call__(self, tokens: TokenBytes, block_tokens: int, salt: bytes) -> tuple[int, ...]:

@@ -240,7 +240,7 @@ def _parsing(chat: ChatBody) -> AnswerParsing:
 
 
 def _allowed_tools(chat: ChatBody) -> list[dict[str, Any]] | None:
-    """Return the tools that the model may call. The prompt has only these tools, so the model knows no other.
+    """Return the tools that the model may call; None if the request has no tools. The prompt names no other tools.
 
     Raises:
         RequestRejected: INVALID_ARGUMENT; `tool_choice` allows no tool, or one that the request does not define.

@@ -256,9 +256,9 @@ class _Regions:
 
     Rules:
 
-    1. Text in which no delimiter begins cannot end a region. Such text is not given to the parser (the text of a tool call
-       only at the end of the call), because the parser takes several microseconds for each piece. Without the parser, a
-       token takes less than one microsecond. Where any text may begin a delimiter, the parser gets all text.
+    1. Text in which no delimiter begins cannot end a region. The parser does not get such text, because it takes several
+       microseconds for each piece. Without the parser, a token takes less than one microsecond. But the parser gets the
+       text of a tool call at the end of the call. Where any text may begin a delimiter, the parser gets all text.
     2. The parser gets at most one delimiter at a time. If it raises an error for a piece, only the events of this piece are
        lost. So the result does not depend on how the text was cut into pieces.
     3. White space between a region and the following text is dropped.

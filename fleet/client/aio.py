@@ -1,4 +1,4 @@
-"""Asynchronous client for one event loop; `fleet.client.sync` has the same methods, and describes them in full."""
+"""Asynchronous client for one event loop. `fleet.client.sync` describes its methods in full; `watch_demand` exists only there."""
 
 import asyncio
 from collections import deque
@@ -168,7 +168,7 @@ class AsyncClient:
             )
 
     async def explain(self, request_id: str) -> tuple[PlacementExplained, ...]:
-        """Return all placements of a request, the first one first."""
+        """Return all placements of a request, the earliest one first."""
         with control_errors():
             request = control_pb2.ExplainRequest(request_id=request_id)
             return decode_explanation(await self._cluster.Explain(request, timeout=CALL_SECONDS))
@@ -224,7 +224,7 @@ class AsyncStream(StreamedAnswer):
         self._routers = routers
         self._metadata = metadata
         self._resumption = resumption
-        self._cancelled = False  # True if `cancel` was called; False if only the caller's task was cancelled
+        self._cancelled = False  # True once `cancel` was called; a cancellation of the caller's task does not count
         self._send()
 
     def __aiter__(self) -> AsyncIterator[Delta]:
@@ -266,7 +266,7 @@ class AsyncStream(StreamedAnswer):
         """Wait and send the request again after a failure.
 
         Raises:
-            FleetError: The request is not sent again.
+            FleetError: The failure is final, so the request is not sent again.
         """
         try:
             pause = self._resumption.pause(error_of(error))

@@ -48,7 +48,7 @@ class InvalidRequest(FleetError):
     """Error: the request is wrong, so the same request will fail again.
 
     Attributes:
-        field: Path of the wrong field, such as ``sampling.temperature``; empty if no field is wrong.
+        field: Path of the wrong field, such as ``sampling.temperature``; empty if the error names no field.
     """
 
     def __init__(self, message: str, reason: Reason | None = None, *, field: str = ""):
@@ -103,7 +103,7 @@ class ServerError(FleetError):
     """Error: the server has a bug, or this client does not understand its answer."""
 
 
-# Classes of errors without a reason from Fleet's servers, such as errors of gRPC itself or of other kinds of servers.
+# Error classes by gRPC status code, for errors without a reason of Fleet: errors of gRPC itself, and of other kinds of servers.
 _CODES: Mapping[grpc.StatusCode, type[FleetError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
     grpc.StatusCode.NOT_FOUND: ModelNotFound,

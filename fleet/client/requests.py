@@ -97,7 +97,7 @@ def tune_request(thresholds: Mapping[str, float]) -> control_pb2.TuneRequest:
 
 
 def refuse_unknown(given: Iterable[str], known: Collection[str]) -> None:
-    """Refuse names of options that do not exist, because Python does not check the names of `Unpack`.
+    """Refuse names of options that do not exist. Python itself does not check them, because `Unpack` is only a type hint.
 
     Raises:
         InvalidRequest: A name is not in `known`; the message proposes the most similar one.

@@ -83,7 +83,7 @@ class StreamedAnswer:
         )
 
     def _take(self, message: inference_pb2.GenerateResponse) -> Delta | None:
-        """Add a message of the stream; return the part of the answer in it, or None if it contains none.
+        """Add a message of the stream. Return the part of the answer that the message contains, or None if it contains no part.
 
         Raises:
             ServerError: This client does not understand the message.
@@ -99,7 +99,7 @@ class StreamedAnswer:
                 return event
             case Admitted():
                 self._resume_token = event.resume_token or self._resume_token
-                # The first event is kept, because a resumed request has another id.
+                # The first `Admitted` is kept, because a resumption gives the request another id.
                 self._admitted = self._admitted or event
                 return None
             case Finished():
@@ -269,7 +269,8 @@ class PlacementExplained(Struct, frozen=True, kw_only=True):
     policy: str  # policy that chose the answering worker
     prefill_policy: str
     uncached_tokens: int  # prompt tokens that the answering worker would have to compute
-    prefill_tokens: int  # prompt tokens that the prefill worker, or else the answering worker, has to compute
+    # Prompt tokens to compute on the prefill worker, or on the answering worker if there is no prefill worker.
+    prefill_tokens: int
     candidates: tuple[CandidateCost, ...]
     prefill_candidates: tuple[CandidateCost, ...]
     unfit: dict[str, str]  # for each worker that was not a candidate, the reason
@@ -292,7 +293,7 @@ class OverflowExplained(Struct, frozen=True, kw_only=True):
 
 
 def decode_overflow(message: control_pb2.ExplainResponse) -> OverflowExplained | None:
-    """Decode what happened to a request that the router rejected and that could overflow; return None for any other one."""
+    """Decode what happened to a request that the router rejected and that could overflow; return None for any other request."""
     if not message.HasField("overflow"):
         return None
     return OverflowExplained(**{name: getattr(message.overflow, name) for name in OverflowExplained.__struct_fields__})
@@ -338,7 +339,7 @@ def remote_prefill_of(message: control_pb2.RemotePrefill) -> RemotePrefill:
 
 
 def decode_explanation(message: control_pb2.ExplainResponse) -> tuple[PlacementExplained, ...]:
-    """Decode all placements of a request, the first one first."""
+    """Decode all placements of a request, the earliest one first."""
     return tuple(
         PlacementExplained(
             candidates=_costs(placed.candidates),

@@ -4,14 +4,14 @@ Rules:
 
 1. A stream breaks if its router stops, cannot be reached any more, or hangs (it does not answer pings of the
    connection). All other errors end the answer. After a break, the client also tries again if a router rejects the
-   request because its queue is full or it knows no worker.
+   request because the router's queue is full, or because the router knows no worker.
 2. If the client has a resume token, it sends the next router three things: the request, the resume token, and all
-   tokens of the answer that it has. The router then generates the rest. If it has no resume token and no part of the
-   answer has arrived, it sends the request again unchanged. Otherwise the stream ends with an error, because the caller
-   would get a part of the answer twice. A router gives no resume tokens if its clients have API keys, but it has
-   neither `prompt_secret` nor `tenant_secret`.
-3. The client tries the routers in turn, in the first round without a pause unless a router has asked for one. It gives
-   up `resume_seconds` after the break, or at the deadline of the answer. When any message arrives, the stream is no longer broken.
+   tokens of the answer that it has. The router then generates the rest. Without a resume token, the client sends the
+   request again unchanged if no part of the answer has arrived. If a part has arrived, the stream ends with an error,
+   because the caller would get this part twice. A router gives no resume tokens if its clients have API keys, but it
+   has neither `prompt_secret` nor `tenant_secret`.
+3. The client tries the routers in turn. In the first round it pauses only if a router has asked for a pause. It gives up
+   `resume_seconds` after the break, or at the deadline of the answer. When any message arrives, the stream is no longer broken.
 """
 
 from collections.abc import Sequence
@@ -44,7 +44,7 @@ class RouterRing(Generic[Router]):
     """Chooses the router of a cluster to which requests go: `current`, until it fails, and then the next one."""
 
     def __init__(self, routers: Sequence[Router], addresses: Sequence[str], tls: ClientTls | None = None) -> None:
-        """Begin with the first router. `addresses` are those of the routers, and `tls` the files for all of them."""
+        """Begin with the first router. `addresses` are those of the routers; `tls` names the TLS files for all connections."""
         self._addresses = addresses
         self._tls = tls
         self._routers = tuple(routers)
@@ -84,7 +84,7 @@ class Resumption:
         Args:
             request: The first message of the request.
             routers: The number of routers.
-            resume_seconds: Seconds after a break in which the request is sent again; 0 means never.
+            resume_seconds: For this many seconds after a break the request is sent again; 0 means never.
             timeout_seconds: Time limit for the whole answer, from now on, or None for no limit.
             clock: Clock by which both limits are measured.
         """

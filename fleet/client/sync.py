@@ -80,8 +80,8 @@ class Client:
             control_credentials: Credentials for a control port over TCP.
 
         Raises:
-            ConfigurationRefused: There is no address, `resume_seconds` is not 0 or more, a credentials file cannot be
-                used, or the API key would be sent over a network without encryption.
+            ConfigurationRefused: There is no address, `resume_seconds` is negative or no number, a credentials file cannot
+                be used, or the API key would be sent over a network without encryption.
         """
         addresses = addresses_of(address)
         self._resume_seconds = resume_limit(resume_seconds, len(addresses))
@@ -156,7 +156,7 @@ class Client:
         Args:
             texts: Texts, or lists of token ids.
             dimensions: The number of dimensions to return, for models that were trained for shorter vectors; 0 means all.
-            activation: False: the embeddings are not normalised; None: the model's default is used.
+            activation: Whether the embeddings are normalised; None: the model's default is used.
             options: The options in `fleet.client.vectors.VectorOptions`.
 
         Raises:
@@ -250,7 +250,7 @@ class Client:
                 yield decode_report(message, SystemClock().now())
 
     def explain(self, request_id: str) -> tuple[PlacementExplained, ...]:
-        """Return all placements of a request, the first one first.
+        """Return all placements of a request, the earliest one first.
 
         Raises:
             RequestNotFound: This router has not placed the request, or does not remember it any more, because it has
@@ -361,7 +361,7 @@ class Stream(StreamedAnswer):
         """Wait and send the request again after a failure.
 
         Raises:
-            FleetError: The request is not sent again.
+            FleetError: The failure is final, so the request is not sent again.
         """
         try:
             pause = self._resumption.pause(error_of(error))

@@ -23,8 +23,8 @@ class ClientTls(Struct, frozen=True, kw_only=True):
     """Names the TLS files of a client: the authorities that it trusts, and the certificate that it shows to routers."""
 
     authority: str = ""
-    """PEM file of the authorities of which one must have signed the router's certificate. If it is empty, the client
-    trusts the authorities that gRPC knows."""
+    """PEM file of certificate authorities, one of which must have signed the router's certificate. If it is empty, the
+    client trusts the authorities that gRPC knows."""
 
     certificate: str = ""
     """PEM file of the client's certificate, which routers with the setting `tls.client_authority` demand; empty if
@@ -55,8 +55,8 @@ DIAGNOSIS_SECONDS = 0.5  # time limit for each step of a connection that a TLS d
 
 LEAVE_OUT_TLS = "; leave out tls"
 GIVE_TLS = ": give it tls=ClientTls(authority=FILE)"
-"""Last parts of the error texts if only the client or only the router uses TLS. `fleet.cli.console.address` replaces
-these parts by the names of command-line options.
+"""Last parts of the error texts if only the client (`LEAVE_OUT_TLS`) or only the router (`GIVE_TLS`) uses TLS.
+`fleet.cli.console.address` replaces these parts by the names of command-line options.
 """
 
 

@@ -18,9 +18,9 @@ router's server, turn tokens into text, look for stop strings, count the tokens 
    dropped.
 6. The answer to a request with `pooling` is one `Delta` with the vector of the prompt. It has no tokens.
 7. The metrics and the tenant's counters always count the same tokens, however a request ends. For a resumed answer
-   (`fleet.frontend.resumed_answer`) they count the tokens that this router gets from workers. They also count the prompt
-   and the known tokens as prompt tokens, unless the resumption is free (`fleet.frontend.resume_tokens`, rule 3). The usage that the
-   client gets counts all tokens of the prompt and the answer.
+   (`fleet.frontend.resumed_answer`) they count the tokens that this router gets from workers. They also count the prompt and the known
+   tokens (those that were generated before the resumption) as prompt tokens, unless the resumption is free
+   (`fleet.frontend.resume_tokens`, rule 3). The usage that the client gets counts all tokens of the prompt and the answer.
 """
 
 import asyncio
@@ -110,7 +110,7 @@ INLINE_ENTRIES = 1024
 # Maximum number of resumed answers that the tokenizer threads replay at a time; others wait. A replay decodes the known tokens of a
 # resumed answer to text again.
 MAX_REPLAYS = 2
-# Up to this many known tokens of a resumed answer (8 µs each) are replayed on the event loop; more tokens are replayed in a thread.
+# Resumed answers with up to this many known tokens are replayed on the event loop (8 µs for each token); longer ones in a thread.
 INLINE_TOKENS = 256
 RETRY_AFTER_MS = 1000
 DATA_URL = "must be a data URL in base64, as data:image/png;base64,…"
@@ -120,7 +120,7 @@ MAX_BAD_SEQUENCES = 128  # limit of vLLM's sampler for the token sequences of on
 class PromptPace:
     """Spreads the prompts of one HTTP request over several turns of the event loop.
 
-    Short prompts are tokenized on the event loop. Many of them in one turn would hold up all other requests.
+    Short prompts are tokenized on the event loop. Many of them in one turn would delay all other requests.
     """
 
     def __init__(self) -> None:
@@ -139,7 +139,7 @@ class PromptPace:
 
 
 class OverflowTerms(Protocol):
-    """Port that decides for one request above which predicted wait it overflows to a hosted endpoint."""
+    """Port that sets the predicted wait above which one request overflows to a hosted endpoint."""
 
     def admitted(self, request: GenerateRequest, prompt_tokens: int, allowance: RateLimitStatus | None) -> Nanos | None:
         """Note that a request is valid and within its tenant's limits.
@@ -323,7 +323,7 @@ class Generation:
         Args:
             request: The request as the frontend understood it.
             authorization: The header ``Authorization`` with the client's API key, ``Bearer KEY``; empty if there is none.
-            overflow: Terms under which a hosted endpoint takes the request if it is rejected for load; None: it never does.
+            overflow: Decides when the request overflows to a hosted endpoint; None: the request never overflows.
 
         Raises:
             RequestRejected: Before `Admitted` if the request was not accepted; after `Admitted` if it could not be completed.
@@ -378,16 +378,16 @@ class Generation:
             raise
 
     def check_count(self, request: GenerateRequest, authorization: str, count: int, field: str) -> None:
-        """Check that the tenant's limit allows the requests that a client's request becomes.
+        """Check that the tenant's limit allows all the requests that one request of a client becomes.
 
-        Use this method before such a request costs anything, such as fetches of images. If it is refused, it is counted, logged and
-        traced here.
+        Call this method before the client's request costs anything, such as fetches of images. If it is refused, it is counted,
+        logged and traced here.
 
         Args:
             request: The client's request, or the first one that it becomes.
             authorization: The header ``Authorization``, as for `generate`.
-            count: Number of these requests.
-            field: The client's field that makes so many requests, for the error.
+            count: Number of requests that the client's request becomes.
+            field: The client's field that asks for several requests, such as `n`; the error names it.
 
         Raises:
             RequestRejected: UNAUTHENTICATED or INVALID_ARGUMENT; the API key or the tenant is wrong, or the limit is lower than `count`.
@@ -516,8 +516,8 @@ class Generation:
     async def pair_tokens(self, model: ModelName, pairs: Sequence[tuple[str, str]]) -> Sequence[tuple[TokenBytes, int]]:
         """Return for each pair of texts its tokens as one prompt, and how many of them belong to the first text.
 
-        The pairs of one request are tokenized together, and in a thread if they have many characters, because thousands of short
-        pairs would hold up the event loop.
+        The pairs of one request are tokenized together. If they have many characters, this happens in a thread, because thousands
+        of short pairs would block the event loop.
 
         Raises:
             RequestRejected: The model is not served, or too many long prompts wait for the tokenizer threads.
@@ -531,7 +531,7 @@ class Generation:
         return encode() if characters <= INLINE_CHARACTERS else await self._threads.run(encode, characters)
 
     async def arrival(self, request: GenerateRequest, authorization: str = "") -> Arrived:
-        """Check, tokenize and admit an external request, which another program sends to its worker; return its event for the router.
+        """Check, tokenize and admit an external request, which another program sends to its worker; return the event for the router.
 
         Args:
             request: The request as the frontend understood it.
@@ -547,8 +547,9 @@ class Generation:
         card, _, tokens, sampling = await self._checked(request)
         await admit_with_peers(self._tenants, tenant, len(tokens) // TOKEN_BYTES, self._clock)
         digests = await image_digests(request.images) if request.images else ()
-        # The router does not see the tokens of this answer, so no other worker can continue it (`LiveRequest.may_continue`). The seed
-        # keeps the router from counting the token of a prefill worker as a part of the answer (`LiveRequest.emits_prefill_token`).
+        # The router needs no other sampling parameters: it does not see the tokens of this answer, so no other worker can continue it
+        # (`LiveRequest.may_continue`). With the seed, the router does not count the token of a prefill worker as a part of the answer
+        # (`LiveRequest.emits_prefill_token`).
         event_sampling = Sampling(max_tokens=sampling.max_tokens, seed=0, form=sampling.form)
         return structs.replace(self._arrived(request, card, tokens, event_sampling, digests=digests), external=True)
 
@@ -572,7 +573,7 @@ class Generation:
     async def _fetched(
         self, request: GenerateRequest, most_bytes: int, *, is_free: bool = False
     ) -> AsyncIterator[GenerateRequest]:
-        """Check a request as far as possible without its images, then fetch them; yield the request with them.
+        """Check a request as far as possible without its images, then fetch the images; yield the request with their content.
 
         Args:
             request: The request, with its tenant.
@@ -614,7 +615,7 @@ class Generation:
         card, codec, tokens, sampling = await self._checked(request)
         digests: Sequence[bytes] = ()
         if request.images and (request.resumable or resumed is not None):
-            digests = await image_digests(request.images)  # resume tokens are bound to the images
+            digests = await image_digests(request.images)  # a resume token is valid only for the same images
         if measured.counts.model != (model := card.parent or card.name):
             measured.counts = self.metrics.begin(model, measured.counts.operation)
         measured.served_model = card.name
@@ -710,7 +711,7 @@ class Generation:
                 if resumed is not None and resumed.known is not None:
                     yield resumed.known
                 async for event in submitted:
-                    if not isinstance(event, Progress):  # `Progress` is the most frequent one
+                    if not isinstance(event, Progress):  # most events are `Progress`: this is their only type check
                         if isinstance(event, Complete):
                             complete = event
                             break
@@ -761,7 +762,7 @@ class Generation:
                 )
         if last is not None:
             collected.append(last)
-        if due is not None and request.late_token and not answer.num_tokens:  # no part of the answer had a token
+        if due is not None and request.late_token and not answer.num_tokens:  # no tokens have carried the resume token
             yield Delta(text="", token_ids=(), resume_token=self._issued(due))
         text = ""
         if isinstance(answer, AnswerText):
@@ -816,8 +817,8 @@ class Generation:
                 known = await self._kept_answers.tokens(claims.stream, resume.position)
             resume = structs.replace(resume, token_ids=known)
         request_id = claims.next_id
-        # The id is taken if an earlier resumption broke off, and its request has not ended on this router yet. Another request may also
-        # have this id, because clients may choose ids.
+        # The id is in use if an earlier resumption broke off, and its request has not ended on this router yet. Another request may
+        # also have this id, because clients may choose ids.
         while self.serves(request_id):
             request_id = RequestId(f"{claims.next_id[:111]}.{_new_stream():016x}")
         answer = ResumedAnswer(resume=resume, claims=claims, is_free=self._is_free(claims))
@@ -825,10 +826,10 @@ class Generation:
 
     @contextmanager
     def _affordable(self, claims: ResumeClaims, tenant: str) -> Iterator[None]:
-        """Refuse a resumption that is over its tenant's limits; while the context is open, its tokens are searched or replayed.
+        """Refuse a resumption that is over its tenant's limits. Within the context, the caller searches or replays the known tokens.
 
-        This check comes first, because a search or a replay costs much more than a refusal. Of several simultaneous resumptions
-        of one stream, only the first one counts as free here.
+        The check comes before this work, because a search or a replay costs much more than a refusal. Of several simultaneous
+        resumptions of one stream, only the first one counts as free here.
 
         Raises:
             RequestRejected: RATE_LIMITED; the resumption is not free, and the tenant has used up a limit.
@@ -1133,7 +1134,7 @@ def _ids(tokens: TokenBytes) -> tuple[int, ...]:
 def _truncated(request: GenerateRequest, card: ModelCard, tokens: TokenBytes) -> TokenBytes:
     """Return the last tokens of the prompt: as many as `truncate_prompt` says or, for -1, as fit together with the answer.
 
-    A vector needs no room in the context.
+    A request for a vector needs no room for an answer.
 
     Raises:
         RequestRejected: INVALID_ARGUMENT; no token would be left.
@@ -1153,7 +1154,7 @@ def _quoted(name: str) -> str:
 
 
 class _RequestTimes:
-    """Measures the times and the usage of one request, and counts them at its end."""
+    """Measures the times and the usage of one request, and adds them to the metrics when the request ends."""
 
     def __init__(self, clock: Clock, counts: ModelRequests, entry: AccessEntry | None) -> None:
         self._clock = clock
@@ -1168,7 +1169,7 @@ class _RequestTimes:
         self._over = False
         self.served_model = ModelName("")  # the model that serves the request, even if the request names none
         self.usage: Usage | None = None  # None: the request is not admitted yet, so the tenant is not charged
-        self.allowance: RateLimitStatus | None = None  # what admission left of the tenant's limits
+        self.allowance: RateLimitStatus | None = None  # what is left of the tenant's limits after admission
         self._kv: tuple[KvPhase, ...] = ()
 
     def begin_trace(self, tracing: RequestTracing, request: GenerateRequest) -> None:
@@ -1226,8 +1227,8 @@ class _RequestTimes:
 def _new_stream() -> int:
     """Return a random number for `ResumeClaims.stream`.
 
-    It is not 0, because 0 means no answer key. It leaves room in 64 bits, because the router adds the number of failed
-    attempts to it (`LiveRequest.answer_key`).
+    It is not 0, because 0 means no answer key. It is at most 2**63, because the router adds the number of failed attempts to
+    it (`LiveRequest.answer_key`), and the sum must fit into 64 bits.
     """
     # The number must be hard to guess where resume tokens are signed with a key that is no secret (`fleet.frontend.resume_tokens`, rule 4).
     return 1 + secrets.randbits(63)

@@ -63,7 +63,7 @@ class OverflowReports(Protocol):
     """Port to the reports of one router process about its hosted endpoints."""
 
     def explained(self, request_id: RequestId) -> OverflowRecord | None:
-        """Return the outcome of a rejected request; None if it was not rejected, or if its outcome is no longer stored."""
+        """Return the outcome of a rejected request that could overflow; None for another request, or if the outcome is no longer stored."""
         ...
 
     def status(self) -> tuple[OverflowState, ...]:

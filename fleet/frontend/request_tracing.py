@@ -17,7 +17,7 @@ TRACE_HEADERS = frozenset({"traceparent", "tracestate", "baggage"})
 
 
 class TracedRequest(Struct, frozen=True, kw_only=True):
-    """The attributes of a request that its span shows; nothing of its prompt is among them."""
+    """The attributes of a request that its span shows. They contain nothing of the prompt."""
 
     id: RequestId
     operation: str  # value of the span's attribute `gen_ai.operation.name`

@@ -8,12 +8,12 @@ Rules:
    signature covers the tenant. It is not accepted for another tenant, for another prompt, or after its lifetime. It does
    not contain the tokens of the answer. Workers keep these tokens, or the client sends them. It is safe that clients send
    them, because a client could also write them into a prompt.
-3. A resumption is free, because the first router has charged the tenant for the request and its prompt. But a token that
-   comes from `MAX_FREE_RESUMES` resumptions, one after the other, is not free any more. Each router gives an answer at most
-   `MAX_FREE_RESUMES` free resumptions, and only the first one with a token of the same stream. (The rest of an answer after
-   a failed attempt counts as another stream.) All other resumptions are charged like new requests whose prompts end with
-   the known tokens of the answer, because otherwise clients could have prompts computed for free. The known tokens of a
-   free resumption are not charged, although a client may have invented them.
+3. A resumption is free, because the first router has charged the tenant for the request and its prompt. But an answer that
+   was already resumed `MAX_FREE_RESUMES` times in a row is not resumed for free any more. Each router resumes an answer at
+   most `MAX_FREE_RESUMES` times for free, and at most once with tokens of the same stream. (The rest of an answer after a
+   failed attempt counts as another stream.) All other resumptions are charged like new requests whose prompts end with
+   the known tokens of the answer. If they were free, clients could have any prompts computed for free. The known tokens
+   of a free resumption are not charged, although a client may have invented them.
 4. Without a common secret, tokens are signed with a key that is no secret. Tokens are then issued only if clients need
    no API keys, because routers without API keys run only in closed networks.
 """
@@ -66,9 +66,9 @@ class ResumeClaims(Struct, frozen=True):
 
     @property
     def answer(self) -> _Answer:
-        """The key of the answer, which all its streams share.
+        """The identity of the answer, which all its streams share.
 
-        Two answers have the same key only if their client gives two requests the same id within a second.
+        Two answers have the same identity only if their client gives two requests the same id within a second.
         """
         return self.tenant, self.request_id, self.issued
 
@@ -82,7 +82,7 @@ class ResumeClaims(Struct, frozen=True):
 
 
 class _SignedContent(Struct, frozen=True, array_like=True):
-    """The claims as a token contains them, in few bytes, because each server-sent event repeats the token. The tenant is only signed."""
+    """The claims as a token contains them: in few bytes, because each server-sent event repeats the token, and without the tenant."""
 
     # The types are checked after decoding, because msgspec does not decode to `str | bytes`.
     request_id: Any  # a text, or bytes whose hexadecimal form is the id
@@ -130,7 +130,7 @@ class ResumeTokens:
         self._keyed = blake2b(digest_size=_MAC_BYTES, key=hmac.digest(secret, _PURPOSE, "sha256"))
         self._lifetime_seconds = lifetime_seconds
         self._unix_seconds = unix_seconds
-        # Maps each answer to its streams that were resumed for free; the answer that was resumed last is the last one.
+        # The streams of each answer that were resumed for free. The answers are in the order of their latest free resumption.
         self._used: OrderedDict[_Answer, tuple[int, ...]] = OrderedDict()
 
     def now(self) -> int:
@@ -208,13 +208,13 @@ class ResumeTokens:
 
     def _mac(self, content: bytes, tenant: str) -> bytes:
         mac = self._keyed.copy()
-        # The bytes can be cut into content and tenant in one way only, because `read` refuses a content that is cut or followed by bytes.
+        # No separator is needed between content and tenant, because `read` refuses a content that is cut or followed by further bytes.
         mac.update(content + tenant.encode())
         return mac.digest()
 
 
 def _packed(name: str) -> str | bytes:
-    """Return a name in as few bytes as possible: half of them if it has 32 lower-case hexadecimal digits, as random ids and fingerprints have."""
+    """Return a name in few bytes. Random ids and fingerprints have 32 lower-case hexadecimal digits; such a name takes 16 bytes."""
     return bytes.fromhex(name) if len(name) == 32 and _HEXADECIMAL.fullmatch(name) else name
 
 

@@ -1,4 +1,4 @@
-"""Resumed answer: goes on with an answer that began at another router, or at this one on a connection that was lost.
+"""Resumed answer: goes on with an answer that began at another router, or at this router on a connection that was lost.
 
 Rules:
 
@@ -42,7 +42,7 @@ class ResumedAnswer(Struct, kw_only=True):
     claims: ResumeClaims
     is_free: bool  # True if the resumption is not charged (`resume_tokens`, rule 3)
     to_skip: int = 0  # number of tokens still to be generated again and dropped
-    known: Delta | None = None  # the known part of the answer, after `replay` (rule 5)
+    known: Delta | None = None  # the known part of the answer; `replay` sets it if `Resume.from_start` is true (rule 5)
 
     @property
     def token_ids(self) -> tuple[int, ...]:

@@ -86,8 +86,8 @@ class PickerCall:
         self._due = asyncio.get_running_loop().time() + picker_context.settings.body_seconds
         self._refused = False
         self._own = False  # True if the request goes unchanged to the router's own endpoint
-        # True if the gateway sends the client the bytes that the picker returns; False if it sends its own bytes, and only waits for the
-        # picker's permission.
+        # True if the gateway sends the client the bytes of the answer that the picker returns; False if the gateway sends its own copy of
+        # these bytes, and only waits for the picker's permission.
         self._streamed = True
         self._tells_answer = True
         self._path = ""
@@ -101,7 +101,7 @@ class PickerCall:
 
     @property
     def _errors(self) -> ErrorForm:
-        """The form of error answers, which depends on the path; before the request's head has come, that of completions."""
+        """The form of error answers, which depends on the path. Before the request's headers have arrived, it is OpenAI's form."""
         return ERROR_FORMS.get(self._path, OPENAI_ERRORS)
 
     async def run(self, messages: AsyncIterator[bytes], context: Context) -> None:
@@ -139,13 +139,16 @@ class PickerCall:
         """Return the next message, or None if the gateway has ended the call.
 
         Raises:
-            TimeoutError: The request was not complete in time.
+            TimeoutError: The request was not complete within `body_seconds`.
         """
         async with asyncio.timeout_at(self._due if self._stage in (PickerStage.NEW, PickerStage.BODY) else None):
             return await anext(messages, None)
 
     def _late(self) -> RequestRejected:
-        """Return the rejection of a request whose body did not come in time. A retry may succeed, because the limit is the picker's."""
+        """Return the rejection of a request whose body did not come in time.
+
+        The client may retry, because the picker has set the time limit, and not the client.
+        """
         settings = self._picker_context.settings
         return RequestRejected(
             Reason.DEADLINE_PASSED,
@@ -328,7 +331,10 @@ class PickerCall:
                 self._booking = None
 
     def _move(self, served: str) -> None:
-        """Move the reservation to the endpoint that gives the answer (rule 4 of `endpoint_picker.py`)."""
+        """Move the reservation to the endpoint that gives the answer (rule 4 of `endpoint_picker.py`).
+
+        If no reservation is possible there, only end the present one.
+        """
         picker_context = self._picker_context
         assert self._arrived is not None
         assert self._booking is not None
@@ -366,7 +372,7 @@ _EVENT = b"data: {"
 
 
 class AnswerCounter:
-    """Counts the tokens of an answer: one token for each event of a stream, or else the number in the answer's usage."""
+    """Counts the tokens of an answer: one for each event of a stream. For other answers, it reads the number in their usage."""
 
     def __init__(self) -> None:
         self.events = False

@@ -14,8 +14,8 @@ Rules:
    router knows the load.
 4. The gateway may send a request to another endpoint than the picked one. If the gateway names another endpoint with
    the answer, the reservation moves to that endpoint.
-5. A request without a body, or for a path other than completions, chats, embeddings, responses and messages, goes to the
-   endpoint with the fewest requests and reserves nothing.
+5. Only requests for completions, chats, embeddings, responses and messages are placed by their prompts. A request without
+   a body, or for another path, goes to the endpoint with the fewest requests and reserves nothing.
 6. Several pickers do not always know each other's reservations, so gateways should call only one picker, the leader.
    The other pickers are not ready, and reject requests with 503 while they know of a leader. A picker that knows of no
    leader picks endpoints although it is not ready: it may not know the whole load, but a worse choice is better than an
@@ -63,12 +63,12 @@ async def open_endpoint_picker(
 
     Args:
         settings: The settings with the address to listen on.
-        picker: The service to serve; its `address` is set.
+        picker: The service to serve; this function sets its `address`.
         shared: True if other processes may listen on the same port.
         connection_seconds: Maximum lifetime of a gateway's connection in seconds; 0: no limit. A gateway sends all its
             requests over one connection. A limit makes gateways connect anew, so that they spread over the pickers of a
             Service and move to other pickers before this one ends.
-        certificates: The certificate files of a port that speaks TLS; None if it does not.
+        certificates: The certificate files of a port that speaks TLS; None: the port does not use TLS.
 
     Raises:
         ConfigurationRefused: The address cannot be listened on; the message states the reason.

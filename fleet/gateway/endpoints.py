@@ -133,7 +133,7 @@ class PickerEndpoints:
         """Check that this picker may accept a request.
 
         Raises:
-            RequestRejected: DRAINING, because another picker leads.
+            RequestRejected: Another picker leads, and this one is not leaving (DRAINING).
         """
         if self._standing.follows() and not self._leaving:
             raise RequestRejected(

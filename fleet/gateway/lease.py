@@ -8,8 +8,8 @@ Rules:
 2. The holder stops leading when it could not renew the Lease for two thirds of the duration, so at most one picker
    leads at any time. A picker that does not lead rejects requests only while it knows another holder. So if the API
    server cannot be reached, the pickers report that they are not ready, but still pick endpoints for requests.
-3. If the settings name a Service, the holder of the Lease writes an EndpointSlice that makes it the only endpoint of this
-   Service. So gateways find the leader, while all routers stay ready for other clients and for Deployments, disruption
+3. If the settings name a Service, the holder of the Lease writes an EndpointSlice, which makes the holder the only endpoint
+   of this Service. So gateways find the leader, while all routers stay ready for other clients and for Deployments, disruption
    budgets and autoscalers. The Lease owns the EndpointSlice, so both are removed together.
 """
 

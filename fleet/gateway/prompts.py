@@ -28,7 +28,7 @@ class PromptReaderApi(Protocol):
         """Check the key of a request before its body is read.
 
         Args:
-            authorization: As for `arrival`.
+            authorization: The client's key as ``Bearer KEY``; empty if it has sent none.
 
         Raises:
             RequestRejected: Clients need a key, and this client has sent no known key (UNAUTHENTICATED).

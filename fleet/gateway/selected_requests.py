@@ -47,7 +47,7 @@ class SelectedRequest:
             self._end(self)
 
     def begun(self, worker_id: WorkerId, start: Start) -> None:
-        """Record that the router starts an attempt. End the lease if its worker was not named to the caller.
+        """Record that the router starts an attempt. End the lease if the caller was not told the worker of this attempt.
 
         The answer to the caller names the workers of the first placement. So the caller knows the worker of the first
         attempt and, if that worker is a prefill worker, the decode worker of the same placement.

@@ -269,8 +269,9 @@ class SelectionService:
             tokens=asked.tokens,
             salt=meant.salt,
             tenant=asked.tenant,
-            # No other worker can continue the answer (`LiveRequest.may_continue`). With the seed, the router does not count the placeholder
-            # token of `SelectedRequest.prefilled` as a part of the answer (`LiveRequest.emits_prefill_token`).
+            # The router needs no other sampling parameters, because no other worker can continue the answer (`LiveRequest.may_continue`).
+            # With the seed, the router does not count the placeholder token of `SelectedRequest.prefilled` as a part of the answer
+            # (`LiveRequest.emits_prefill_token`).
             sampling=Sampling(max_tokens=asked.max_tokens or room, seed=0),
             external=True,
             priority=asked.priority,

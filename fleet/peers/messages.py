@@ -20,7 +20,7 @@ from fleet.v1 import control_pb2
 from fleet.v1 import replica_pb2 as pb
 
 PROMPTS_A_MESSAGE = 1000  # maximum number of prompts in one message; 4 MB if all have the maximum length
-# The maximum age of a prompt that the message's field can hold, 49 days; an older prompt is sent with this age.
+# The highest age of a prompt, in milliseconds, that the message's field can hold (49 days). An older prompt is sent with this age.
 MOST_AGE_MS = 0xFFFF_FFFF
 MEMBERS_A_MESSAGE = 1000  # maximum number of members in one message; about 100 kB
 # maximum number of session bindings in one message; 2 MB if all session names have the maximum length
@@ -63,7 +63,7 @@ def decode_registered(message: control_pb2.RegisterRequest) -> Register:
 
 
 def encode_members(members: Sequence[Registration]) -> Iterable[pb.ReplicaMessage]:
-    """Yield messages that together contain all members, at most `MEMBERS_A_MESSAGE` each."""
+    """Yield messages that together contain all members, with at most `MEMBERS_A_MESSAGE` in each message."""
     for first in range(0, len(members), MEMBERS_A_MESSAGE):
         batch = [
             pb.ReplicaMember(registered=encode_registered(each), lease_ms=each.lease // MILLISECOND)
@@ -98,7 +98,7 @@ def encode_bookings(booked: Mapping[WorkerId, ReservationTotals]) -> pb.ReplicaM
 
 
 def encode_sessions(bindings: Sequence[SessionBinding]) -> Iterable[pb.ReplicaMessage]:
-    """Yield messages that together contain all session bindings, at most `BINDINGS_A_MESSAGE` each."""
+    """Yield messages that together contain all session bindings, with at most `BINDINGS_A_MESSAGE` in each message."""
     for first in range(0, len(bindings), BINDINGS_A_MESSAGE):
         batch = [
             pb.SessionBinding(
@@ -166,7 +166,8 @@ def decode_taken(message: pb.ReplicaTaken) -> dict[str, TenantUsageDelta]:
     """Decode the usage of tenants at another router, by tenant.
 
     Raises:
-        ConnectionError: An amount is negative or no number. With such an amount, a token bucket could become unusable for ever.
+        ConnectionError: An amount is negative, above `MOST_TAKEN`, or no number. Such an amount could make a token bucket
+            unusable for ever.
     """
     return {
         each.tenant: TenantUsageDelta(requests=_amount(each.requests), tokens=_amount(each.tokens))
@@ -178,7 +179,7 @@ def decode_left(message: pb.ReplicaLeft) -> dict[str, BucketLevels]:
     """Decode what is left of the tenants' limits as another router counts it, by tenant.
 
     Raises:
-        ConnectionError: An amount is no number or out of range.
+        ConnectionError: An amount is no number, or its absolute value is above `MOST_TAKEN`.
     """
     return {
         each.tenant: BucketLevels(

@@ -6,7 +6,7 @@ Rules:
    at which it listens itself.
 2. A router that is no longer behind the name is not dialled again. But an open connection to it stays open until one
    side closes it, because the router may still finish its requests.
-3. While the name cannot be resolved, nothing changes. A cause is logged only once in a row.
+3. While the name cannot be resolved, nothing changes. The same cause is logged only once in a row.
 """
 
 import asyncio

@@ -39,8 +39,8 @@ REMEMBERED = 10 * MINUTE_SECONDS
 
 LEARNING_SECONDS = 1.0  # see rule 4; ten exchanges happen in this time, so every router has reported
 
-# The script keeps one hash per tenant: the level of each bucket, and the time of the levels. Buckets fill as in the
-# router's tenant limits. Numbers are returned as text, because Redis would round them to integers.
+# The script keeps one hash per tenant: the level of each bucket, and the time of the levels. The script fills buckets as
+# `fleet.router.tenants` does. Numbers are returned as text, because Redis would round them to integers.
 # Arguments: the learning time in seconds; then for each bucket its limit, the new usage, and the level that the router
 # believes the bucket had before this usage.
 SCRIPT = """
@@ -116,7 +116,7 @@ class RedisRateLimits:
         yield LIMITS_REFUSED.value(self.refused)
 
     async def exchange(self) -> None:
-        """Report the usage of this router's tenants to Redis, and take over what is left of their limits by Redis' count."""
+        """Report the usage of this router's tenants to Redis, and adopt Redis' count of what is left of their limits."""
         for name, taken in self._tenants.taken().items():
             before = self._unreported.get(name, NOTHING)
             self._unreported[name] = TenantUsageDelta(

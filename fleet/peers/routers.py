@@ -12,8 +12,8 @@ Rules:
    requests to the same worker: if a quarter of the running requests changes between two messages, the messages are
    of no use.
 4. A router that was silent for `SILENCE_SECONDS`, or whose connection broke, counts as gone, and its reservations are
-   dropped. It is dialled again: after `FIRST_PAUSE_SECONDS` if the connection had lasted for some time, or if that router
-   has dialled this one, and otherwise after a longer pause.
+   dropped. It is dialled again after `FIRST_PAUSE_SECONDS` if the connection had lasted longer than `DIAL_SECONDS`.
+   Otherwise the pause is up to `DIAL_SECONDS`, but it ends early when that router dials this one.
 5. A worker registers with one router, and that router forwards each registration to the others. A router that is
    reached later gets all registrations with the rest of their leases, so a lease ends at the same time on all routers.
 6. A router forwards two queries of its administrators to the other routers: the explanation of a request, which only
@@ -23,26 +23,26 @@ Rules:
 7. Changed thresholds are sent to all routers, also to those reached later; the latest change wins.
 8. New and changed session bindings are sent within `SEND_SECONDS`. Those that a request only renewed are sent with the
    reservations. A router that is reached later gets the most recent bindings. So routers whose connection was broken
-   have them in common as soon as they are connected again.
+   know the same bindings as soon as they are connected again.
 9. Peer prompts (prompts that a worker is about to compute and has not reported) are sent like session bindings. Prompts
    for workers without KV events are sent too, if their block keys are made with a secret that other routers have. Each
    message holds the fingerprint of the secret, and routers with another secret ignore these prompts. Older
-   versions of Fleet ignore all peer prompts. A router that is reached later gets the latest prompts, whichever router
-   has sent them to the workers.
+   versions of Fleet ignore all peer prompts. A router that is reached later gets the latest prompts, no matter which
+   router has placed them.
 10. Over TCP, routers prove that they belong to the cluster before they send anything else (`fleet.net.streams`). Over a
     Unix socket no proof is needed, because only its own user can connect to it.
 11. The usage of tenants with limits is sent like reservations, unless the limits are shared through Redis. A router
     that is reached later gets what is left of each limit. Near a limit, a router asks the others to confirm that they
     have received its usage, and waits at most `SETTLE_SECONDS` for their answers. If a router does not answer in time,
-    its answers are not waited for until it has answered again.
+    later checks do not wait for this router until it has answered a query again.
 12. A router that is reached later gets all this state, and the reservations last. So a process that shares its ports
     with others has the whole state when the reservations arrive. It accepts no client before that.
 13. The first message (`ReplicaHello`) states the protocol versions of the router that dials, and the answer states
     those of the other router. Without a common version, the connection ends, and both routers log what to upgrade
     (`kvstore.protocol.versions`).
 14. The peers are the routers that the settings list, and all routers behind a name (`fleet.peers.named_routers`).
-15. Each router needs a `router_id` of its own, because a worker keeps one stream for each id. A peer with the id of this
-    router is an error in the log.
+15. Each router needs a `router_id` of its own, because a worker keeps one stream for each id. If a peer has the id of
+    this router, an error is logged.
 """
 
 import asyncio
@@ -107,11 +107,12 @@ FEW_CHANGES_SECONDS = 0.02
 FEW_CHANGES = 1 / 8
 FULL_STATE_SECONDS = 0.5
 SILENCE_SECONDS = 2.0
-LATE_SECONDS = 0.5  # if a timer fires this many seconds late, this process stood still
+# if a timer fires this many seconds late, this process itself stood still, and no peer counts as silent
+LATE_SECONDS = 0.5
 DIAL_SECONDS = 1.0  # time limit for a connection attempt, and maximum pause between two attempts
 # pause in seconds after the first failed attempt; short, because processes of one host start at the same time
 FIRST_PAUSE_SECONDS = 0.05
-# time limit in seconds for the answers of peers about limits (rule 11); idle processes need a hundredth of it
+# time limit in seconds for the answers of peers about limits (rule 11); processes without load answer in 1 % of it
 SETTLE_SECONDS = 0.25
 # time limit for the answers of peer routers to a forwarded query: an explanation, metrics, or a lease report (rule 6)
 ANSWER_SECONDS = 1.0
@@ -171,7 +172,7 @@ class PeerRouters:
         """Create the object; `run` opens the connections.
 
         Args:
-            settings: Settings of this router, which name the others.
+            settings: Settings of this router, which name the other routers.
             router: This router.
             registry: Registry of this router.
             leases: Selection leases of this router.
@@ -181,12 +182,12 @@ class PeerRouters:
             overflow: Reports of this process's hosted endpoints; None: there are no hosted endpoints.
             incompatible: Collects routers without a common protocol version; None: they are only logged.
             now_unix_ns: Wall clock in nanoseconds, which dates changes of thresholds and session bindings, so that the
-                latest one wins. In nanoseconds, because two requests may be less than a millisecond apart.
+                latest one wins. Nanoseconds are needed, because two requests may be less than a millisecond apart.
             look_up: Function that resolves `replicas_name`.
 
         Raises:
-            ConfigurationRefused: `replicas_credentials` cannot be used, or leave `replicas_listen` open to other programs; or
-                `replicas_name` or `replicas_listen` is no address.
+            ConfigurationRefused: `replicas_credentials` cannot be used, or are missing although other programs could use an
+                address of the routers. Or `replicas_name` or `replicas_listen` is no valid address.
         """
         self._settings = settings
         self.router_id = settings.router_id
@@ -519,10 +520,9 @@ class PeerRouters:
             await self._rest(FIRST_PAUSE_SECONDS if lasted > DIAL_SECONDS else DIAL_SECONDS)
 
     async def _rest(self, seconds: float) -> None:
-        """Wait before the next attempt to connect, but not much longer than until a peer router connects here.
+        """Wait `seconds` before the next attempt to connect, or less if a peer router connects, but at least `FIRST_PAUSE_SECONDS`.
 
-        A router that has started, or that goes on after it hung, dials its peers. They dial it soon afterwards, and so it gets their
-        state.
+        A router that has started, or that goes on after it hung, dials its peers. It gets their state, because they then dial it soon.
         """
         reached = self._reached
         await asyncio.sleep(FIRST_PAUSE_SECONDS)
@@ -634,7 +634,7 @@ class _PeerConnection:
             asked.set_result(answer)
 
     def _agree_with(self, answer: pb.ReplicaAnswer) -> None:
-        """Check the peer's answer to `ReplicaHello`. Raise ConnectionError if both routers have no protocol version in common."""
+        """Check the peer's answer to `ReplicaHello`. Raise ConnectionError if the two routers have no common protocol version."""
         name = answer.router_id[:100] or self.address
         try:
             agree(

@@ -177,7 +177,10 @@ def _placement_span(facts: RequestFacts, placed: PlacementFacts, span_id: bytes)
 
 
 def _cost(prefix: str, candidates: Sequence[CostTerms], chosen: WorkerId) -> Attributes:
-    """Return, as attributes, the cost of the chosen candidate and the terms that add up to it."""
+    """Return, as attributes, the cost of the chosen candidate and the terms that add up to this cost.
+
+    Return nothing if the explanation does not list the chosen worker.
+    """
     for terms in candidates:
         if terms.worker_id == chosen:
             return {

@@ -57,7 +57,7 @@ from kvstore.tracing.settings import TracingSettings
 from kvstore.tracing.spans import SpanIds
 
 KeepTraceAt = Callable[[WorkerId, KeepTrace], None]
-"""A function that lets a worker export its spans of a request. It gets the worker and the message for it."""
+"""A function that sends a worker the message to export its spans of a request."""
 
 
 class RequestTraces:

@@ -249,10 +249,10 @@ def encode_event(event: GenerateEvent, token_text: Callable[[int], str]) -> pb.G
 
 
 def decode_event(message: pb.GenerateResponse) -> GenerateEvent | None:
-    """Decode an event of an answer. Return None for an event that this version does not know.
+    """Decode an event of an answer. An unknown finish counts as a stop. Return None for a kind of event that this version does not know.
 
     Raises:
-        ValueError: The event contradicts itself, or contains an unknown phase or source of blocks. An unknown finish counts as a stop.
+        ValueError: The origins of a phase do not add up to its blocks, or a phase or a source of blocks is unknown.
     """
     match message.WhichOneof("event"):
         case "delta":

@@ -7,7 +7,7 @@ Rules:
 1. A request is one prompt, in the input `text_input` or `input_ids`. Its tensors have one row, optionally with a batch
    dimension of 1. If the prompt has a batch dimension, the answer's tensors have one, too. The answer's tensors have the
    same encoding (`contents` or raw) as those of the request.
-2. Each response has all requested outputs. `finish_reason` is empty except in the last one.
+2. Each response has all requested outputs. `finish_reason` is empty except in the last response.
 3. Unknown inputs, outputs and parameters are rejected by name (`fleet.wire.kserve_parameters`).
 """
 
@@ -161,13 +161,13 @@ def encode_part(
 
 
 def encode_streamed(response: pb.ModelInferResponse, *, final: bool) -> pb.ModelStreamInferResponse:
-    """Wrap a response into a message of a stream; `final` is True for the last response."""
+    """Wrap a response into a message of a stream; `final` is True for the last response to a request."""
     response.parameters[FINAL].bool_param = final
     return pb.ModelStreamInferResponse(infer_response=response)
 
 
 def encode_refusal(refused: RequestRejected, client_id: str, model: str) -> pb.ModelStreamInferResponse:
-    """Encode the last message of a stream whose request was rejected, or whose answer was not completed."""
+    """Encode the last message of a stream about a request that was rejected, or whose answer was not completed."""
     message = refused.message
     if len(message) > MAX_ERROR_CHARACTERS:
         message = f"{message[:MAX_ERROR_CHARACTERS]}…"

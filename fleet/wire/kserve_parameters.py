@@ -4,9 +4,9 @@ Rules:
 
 1. Sampling parameters are sent as JSON in the input `sampling_parameters`, or one by one as request parameters. Request parameters may be
    numbers or text, because in some versions of the protocol numbers have no fractions. A parameter must not be sent in both ways.
-2. Unknown parameters are rejected by name, because ignoring one would silently change the answer. Some known ones have no effect:
-   `sequence_start` and `sequence_end`, because sessions do not need them, `triton_enable_empty_final_response`, and those of which only
-   one value is accepted (`_FIXED_VALUES`).
+2. Unknown parameters are rejected by name, because ignoring one would silently change the answer. Some known parameters have no effect:
+   `sequence_start` and `sequence_end` (sessions do not need them), `triton_enable_empty_final_response`, and the parameters with only one
+   accepted value (`_FIXED_VALUES`).
 3. `priority` has Triton's meaning: 1 goes first, and 0 is the default, which equals 101.
 """
 

@@ -13,7 +13,7 @@ Rules:
    source count as computed, an unknown reason counts as an internal error, and an unknown KV path is left out. An answer with an unknown
    finish, or with a handoff by an unknown KV path, counts as failed on this worker. Only a worker with an unknown role, pooling task or
    form of pairs, or one that sends unknown KV events, cannot be used.
-4. `Step` messages are the hot path, because there is one for each decode step. To translate a token takes a few microseconds.
+4. `Step` messages are the hot path, because there is one for each decode step. The translation of one token takes a few microseconds.
 """
 
 from collections.abc import Callable, Iterable
@@ -652,8 +652,8 @@ def _parsed_from_wire(parsed: pb.Parsed) -> ParsedDelta:
 
 
 def _progress_from_wire(progress: pb.Progress) -> Progress:
-    # The most frequent case comes first: the message has new tokens and nothing else. One list of the fields that are set takes half the time
-    # of looking at each field. The fields are in the order of their numbers, so the first of two is the id of the request.
+    # The most frequent case comes first: the message has new tokens and nothing else. To list the fields that are set takes half the time
+    # of checking each field. The list is in the order of the field numbers, so the first of two fields is the request id.
     fields = progress.ListFields()
     if len(fields) == 2 and fields[1][0] is _TOKEN_IDS:
         token_ids = fields[1][1]

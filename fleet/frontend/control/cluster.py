@@ -117,7 +117,7 @@ class ClusterService:
 
 
 def store_status_call(stub: "blocks_pb2_grpc.BlockStoreAsyncStub") -> FetchStoreStatus:
-    """Return an async function that queries a store node for its usage; it returns None if the node does not answer."""
+    """Return an async function that queries a store node for its usage. That function returns None if the node does not answer."""
 
     async def ask() -> blocks_pb2.StatsResponse | None:
         try:

@@ -63,10 +63,10 @@ class ClientPort(ABC):
             limits: Settings of the connections, and which gRPC library serves them.
             shared: Whether other processes may listen on the same port.
             connection_seconds: The lifetime of a client's connection; 0 sets no limit.
-            certificates: The certificates of a port that speaks TLS; None if it does not.
+            certificates: The certificates of a port that speaks TLS; None: the port does not use TLS.
 
         Raises:
-            ConfigurationRefused: The address is malformed or in use, or the library does not load.
+            ConfigurationRefused: The address is malformed or in use, or the gRPC library that `limits` names cannot be loaded.
         """
         server = client_server(
             limits,

@@ -4,8 +4,9 @@
 
 Rules:
 
-1. Only public addresses are allowed: global unicast addresses that no registry has set aside for another purpose. `ipaddress`
-   knows most addresses with a special purpose. This module lists those that it lacks, or knows only in later versions of Python.
+1. Only public addresses are allowed: global unicast addresses that no registry has set aside for another purpose. Python's
+   `ipaddress` knows most addresses with a special purpose. This module lists the others, and those that only later versions of
+   Python know.
 2. If an IPv6 address contains an IPv4 address, the rules apply to the IPv4 address. Such addresses are mapped addresses
    (RFC 4291, 2.5.5.2) and addresses with the well-known prefix of NAT64 (RFC 6052, 2.1). Tunnels (6to4, Teredo) and
    prefixes for local use are refused.

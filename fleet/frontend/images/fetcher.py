@@ -124,7 +124,7 @@ class ImageFetcher:
             remote: The images to fetch. A URL that several images have is fetched once.
             tenant: The tenant of the request; empty: there are no tenants.
             most_bytes: The limit for the content of all images together.
-            within_seconds: Time that the request has left; the limit of the settings applies too.
+            within_seconds: Time until the deadline of the request. If the limit in the settings is shorter, it applies instead.
 
         Raises:
             RequestRejected: INVALID_ARGUMENT with the field of a URL that may not be fetched or gave no allowed image in
@@ -151,7 +151,7 @@ class ImageFetcher:
             del self._tenants[tenant]
 
     def _budgets(self, tenant: str) -> "tuple[_Budget, ...]":
-        """Return the budgets that a request of the tenant draws on (rule 6)."""
+        """Return the budgets that limit a request: that of the tenant, if there are tenants, and that of the process (rule 6)."""
         if not tenant:
             return (self._all,)
         if tenant not in self._tenants:
@@ -243,7 +243,7 @@ class ImageFetcher:
         raise invalid(field, f"redirects more than {self._settings.max_redirects} times")
 
     def _check_url(self, url: URL, field: str) -> None:
-        """Refuse a URL that is not allowed, independent of the addresses of its host."""
+        """Refuse a URL that is not allowed, whatever addresses its host has."""
         host, port = _host(url), url.port
         if url.scheme not in _PORTS or not host:
             raise invalid(field, "must be a data URL, or an http or https URL with a host")
@@ -359,7 +359,7 @@ class _Budget:
 
 
 class _HeldBytes:
-    """The bytes of the fetched images of one request, which count against its own limit and against the budgets."""
+    """Counts the bytes of the fetched images of one request against the request's own limit and against the budgets."""
 
     def __init__(self, budgets: Sequence[_Budget], most: int) -> None:
         self.budgets = budgets

@@ -107,10 +107,10 @@ def check_images(contents: Sequence[bytes], fields: Mapping[int, str]) -> None:
 
 
 def image_part(url: str, field: str, images: list[ImageFile]) -> dict[str, Any]:
-    """Return the part of a chat message for an image that came in another API; the image is appended to `images`.
+    """Convert an image of another API to a part of a chat message, and append the image to `images`.
 
     Raises:
-        RequestRejected: As for `add_image`; `field` is the path in the other API.
+        RequestRejected: `add_image` refuses the image; `field` is the path in the other API.
     """
     add_image(url, field, images)
     return {"type": "image_url", "image_url": {"url": url}}

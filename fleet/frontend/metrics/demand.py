@@ -32,7 +32,7 @@ COUNTERS: Mapping[str, CounterDefinition] = CounterDefinition.by_field(
         ("overflow_dollars", "Cost of the hosted endpoint", ""),
     ),
 )
-"""The counters, by the field of `ModelDemand` that each one shows."""
+"""Maps names of fields of `ModelDemand` to the counters that show these fields."""
 
 HISTOGRAMS: Mapping[str, CounterDefinition] = {
     name: CounterDefinition(f"fleet_demand_{name}_seconds", meaning, ("model", "bucket"), "requests")
@@ -42,7 +42,7 @@ HISTOGRAMS: Mapping[str, CounterDefinition] = {
         "queue_wait": "Requests by time until a worker was sent them",
     }.items()
 }
-"""The counters of durations, by the field of `ModelDemand` that each one shows; the label `bucket` is an index of a bucket."""
+"""Maps names of fields of `ModelDemand` to the counters that show these durations. The label `bucket` is the index of a bucket."""
 
 DEMAND_QUEUED = GaugeDefinition("fleet_demand_queued", "Requests that wait in the router", ("model",), "requests")
 OLDEST = GaugeDefinition("fleet_demand_oldest_seconds", "Age of the oldest of them", ("model",))

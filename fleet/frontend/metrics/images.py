@@ -1,4 +1,4 @@
-"""Metrics of images that a router fetches from URLs, read on each scrape. A router that may fetch no images does not export them."""
+"""Metrics of images that a router fetches from URLs, read on each scrape. A router that may fetch no images lacks these metrics."""
 
 from collections.abc import Iterator, Sequence
 

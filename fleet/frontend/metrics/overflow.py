@@ -24,7 +24,7 @@ GAUGES: Mapping[str, GaugeDefinition] = {
     ),
     "limit_dollars": GaugeDefinition("fleet_overflow_limit_dollars", "The most that an hour may cost", ("model",)),
 }
-"""The gauges, by the field of a hosted endpoint's state (`OverflowState`) that each one shows."""
+"""Maps names of fields of a hosted endpoint's state (`OverflowState`) to the gauges that show these fields."""
 
 METRICS: Sequence[MetricDefinition] = (OVERFLOW_REQUESTS, DOLLARS, *GAUGES.values())
 

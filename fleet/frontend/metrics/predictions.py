@@ -41,7 +41,7 @@ PREDICTION_GAUGES: Mapping[str, GaugeDefinition] = GaugeDefinition.by_field(
         ("added_ms", "Learned additional milliseconds", ""),
     ),
 )
-"""The gauges, by the field of `PredictionAccuracy` that each one shows."""
+"""Maps names of fields of `PredictionAccuracy` to the gauges that show these fields."""
 
 MADE = CounterDefinition(
     "fleet_predictions", "Predictions that were compared with a measured time", _LABELS, "predictions"

@@ -34,7 +34,7 @@ COUNTERS: Mapping[str, CounterDefinition] = CounterDefinition.by_field(
         ("policy_fallbacks", "Decisions of the default policy after the chosen policy failed", "decisions"),
     ),
 )
-"""The counters with only the label `model`, by the field of `RouterCounters` that each one shows."""
+"""Maps names of fields of `RouterCounters` to the counters that show these fields, with only the label `model`."""
 
 WORKER_GAUGES: Mapping[str, GaugeDefinition] = GaugeDefinition.by_field(
     "fleet_worker_",
@@ -51,7 +51,7 @@ WORKER_GAUGES: Mapping[str, GaugeDefinition] = GaugeDefinition.by_field(
         ("booked_prefill_tokens", "Prompt tokens reserved by this router and not computed yet", ""),
     ),
 )
-"""The gauges, by the field of `WorkerSnapshot` that each one shows. The labels `model` and `role` name the worker's pool."""
+"""Maps names of fields of `WorkerSnapshot` to the gauges that show these fields. The labels `model` and `role` name the worker's pool."""
 
 PULLED_BLOCKS = CounterDefinition(
     "fleet_worker_pulled_blocks",

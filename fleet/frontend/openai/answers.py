@@ -46,7 +46,7 @@ def count_entries(tokens: int, logprobs: int, alternatives: int | None) -> int:
     Args:
         tokens: Number of tokens.
         logprobs: Number of tokens that have log probabilities.
-        alternatives: Number of alternatives that each of these tokens has; None: 0.
+        alternatives: Number of alternatives that each of these tokens has; None counts as 0.
     """
     return tokens // 8 + logprobs * (1 + (alternatives or 0))
 
@@ -92,7 +92,7 @@ class ChatFormatter:
         self._first = b""
 
     def begin(self) -> bytes:
-        """Return an event with the role and no text; empty if the role was sent."""
+        """Return an event with the role and no text; empty if the client already has the role."""
         return self._content("", b"null") if self._first else b""
 
     @property
@@ -108,7 +108,7 @@ class ChatFormatter:
         self._chunk_tail = _annotated(self._parsed, inside, outside)
 
     def chunk(self, delta: Delta, start: bytes = EVENT_START) -> bytes:
-        """Return the event of new tokens; empty if there is nothing to send. `start` is what stands before the event's data."""
+        """Return the event of new tokens; empty if there is nothing to send. `start` is the text before the event's data."""
         if delta.reasoning or delta.calls:
             return self._parsed_event(delta, start)
         if not delta.text and not delta.logprobs and not self._place.detailed:
@@ -264,7 +264,7 @@ class CompletionFormatter:
         self._chunk_tail = _annotated(self._parsed, inside, outside)
 
     def chunk(self, delta: Delta, start: bytes = EVENT_START) -> bytes:
-        """Return the event of new tokens; empty if there is nothing to send. `start` is what stands before the event's data."""
+        """Return the event of new tokens; empty if there is nothing to send. `start` is the text before the event's data."""
         if not delta.text and not delta.logprobs and not self._place.detailed:
             return b""
         logprobs = encode(self._logprobs(delta.token_ids, delta.logprobs)) if delta.logprobs else b"null"

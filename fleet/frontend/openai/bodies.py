@@ -50,7 +50,7 @@ class StreamOptions(Struct, frozen=True, kw_only=True):
 
 class ImageUrl(Struct, frozen=True, kw_only=True):
     url: str
-    detail: Any = None  # ignored: the model's image processor decides
+    detail: Any = None  # ignored: the model's image processor chooses the resolution
 
 
 class ContentPart(Struct, frozen=True, kw_only=True):
@@ -227,7 +227,7 @@ class NamedTool(Struct, frozen=True, kw_only=True):
 
 
 class AllowedTools(Struct, frozen=True, kw_only=True):
-    """Names the tools that the model may call (`mode` ``auto``), or of which it must call one (``required``)."""
+    """Names tools. With the `mode` ``auto`` the model may call them; with ``required`` it must call one of them."""
 
     mode: str
     tools: list[NamedTool]

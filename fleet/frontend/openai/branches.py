@@ -66,7 +66,7 @@ NO_TOKEN = None
 class Branch(Struct, frozen=True, kw_only=True):
     """One branch: the request to the router for one of the answers."""
 
-    prompt: int  # index of the prompt that it answers
+    prompt: int  # index of the prompt that this branch answers
     number: int  # index among the answers to the same prompt; 0 is the lead
     request: GenerateRequest
 
@@ -336,7 +336,7 @@ class BranchedAnswers:
             if details.token_ids:
                 of_prompt["prompt_token_ids"] = prompt.ids
                 choice["token_ids"] = answer.token_ids
-            if self._formatter_type is CompletionFormatter:  # as in vLLM
+            if self._formatter_type is CompletionFormatter:  # as in vLLM, each choice of a completion has these fields
                 choice |= of_prompt
             else:
                 outside |= of_prompt

@@ -1,4 +1,4 @@
-"""OpenAPI 3.1 document of the HTTP port, made from the types of the bodies."""
+"""OpenAPI 3.1 document of the HTTP port, made from the types of the request bodies."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -156,7 +156,7 @@ def _getting(name: str, *failures: int) -> dict[str, Any]:
 def _failing(*statuses: int, messages: bool = False) -> dict[str, Any]:
     """Describe the answers of failed requests with these statuses.
 
-    If `messages` is true, errors have the form of the Messages API, or the usual form if the HTTP request itself is malformed.
+    If `messages` is true, errors have the form of the Messages API, or OpenAI's form if the HTTP request itself is malformed.
     """
     schema: dict[str, Any] = {"$ref": "#/components/schemas/Error"}
     if messages:

@@ -2,15 +2,15 @@
 
 Rules:
 
-1. With a tokenizer, a prompt is divided into blocks of token ids, as the external server divides it. Without a
-   tokenizer, or if the router cannot render the prompt itself (because it has tools or images, for example), 4 bytes of
-   the client's text or JSON take the place of each token. Prompts with the same beginning share blocks in both cases.
+1. With a tokenizer, a prompt is divided into blocks of token ids, as the external server divides it. Without a tokenizer,
+   4 bytes of the client's text or JSON take the place of each token. The same holds for a prompt that the router cannot
+   render itself, for example because the prompt has tools or images. Prompts with the same beginning always share blocks.
 2. A key stands for a block and all blocks before it in the prompt. For servers with KV events, the keys come from
    `kvstore.block.chain`, so that they equal the keys that the router computes from the tokens in the events. For other
    servers, only routers compare keys, so 64 bits are enough (`fleet.router.native.twin.block_keys`). Routers with the same
    secret compute the same keys; without a secret each process has different keys.
 3. Prompts with different LoRA adapters or different salts (``cache_salt`` in vLLM and SGLang) share no block.
-4. An unreadable prompt is not rejected here, because the external server reports the error better.
+4. An unreadable prompt is not rejected here, because the external server can describe the error more exactly.
 """
 
 import array
@@ -80,9 +80,7 @@ class SecretBlockKeys:
     """
 
     def __init__(self, secret: str = "") -> None:
-        """Derive the root, from which all factors come, from the secret.
-
-        If the secret is empty, draw the root at random.
+        """Derive the root of all factors from the secret, or draw it at random if the secret is empty.
 
         Processes with the same secret compute equal keys.
         """
@@ -91,7 +89,7 @@ class SecretBlockKeys:
         # root.
         self._root = hmac.digest(secret.encode(), PURPOSE, "sha512") if secret else secrets.token_bytes(64)
         self.fingerprint = int.from_bytes(self._expanded("fingerprint", 8), "little") if secret else 0
-        """64 bits by which routers notice that their secrets differ; 0 if the root is random."""
+        """A number of 64 bits by which routers notice that their secrets differ; 0 if the root is random."""
         self._factors: dict[int, bytes] = {}  # the derived factors, by block size in tokens
 
     def __call__(self, tokens: TokenBytes, block_tokens: int, salt: bytes) -> tuple[int, ...]:

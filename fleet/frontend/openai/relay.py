@@ -192,8 +192,8 @@ class RelayedRequest:
         self.flow: AnswerStream | None = None  # the connection over which the answer arrives; None before it begins
         self.answer_tokens = 0  # approximate number of tokens relayed so far
         self.keeps_alive = exchange.keeps_alive  # whether the client may send another request on its connection
-        self.chunks = head.chunked_answer  # whether the client understands chunks
-        self.allowance: RateLimitStatus | None = None  # what admission left of the tenant's limits
+        self.chunks = head.chunked_answer  # whether the client understands the transfer encoding "chunked"
+        self.allowance: RateLimitStatus | None = None  # what is left of the tenant's limits after admission
         self.trace: RequestTrace | None = None  # None: the request is not traced
 
     def send_trace(self, context: TraceContext) -> None:
@@ -305,7 +305,7 @@ class PendingRequests(Protocol):
         """Pass a request on to a server of `model`, or to any server if `model` is None.
 
         Raises:
-            RequestRejected: No server can take it, or it failed before its answer began.
+            RequestRejected: No server can take the request, or the request failed before its answer began.
         """
         ...
 
@@ -481,7 +481,7 @@ class Relay:
 
         Return None if no external server has the model of the request.
 
-        `path` is one of `relayed_paths.PLACED`; `authorization` is the client's header.
+        `path` is one of `relayed_paths.PLACED`; `authorization` is the client's key as ``Bearer KEY``, or empty.
 
         Raises:
             RequestRejected: The request is invalid, or exceeds a limit of its tenant.
@@ -580,7 +580,7 @@ class Relay:
         """Return the prompt reader of the requested model; None if Fleet's own workers may serve the model.
 
         Raises:
-            RequestRejected: MODEL_NOT_FOUND.
+            RequestRejected: MODEL_NOT_FOUND; no external server has the model, and no worker of Fleet can serve this path.
         """
         model = body.model
         readers = self._readers

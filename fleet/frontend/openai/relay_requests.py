@@ -37,7 +37,7 @@ _NOTHING = Raw(b"null")
 
 
 class RelayBody(Struct, kw_only=True):
-    """Fields that are read from the bodies of all placed paths."""
+    """Fields that are read from the bodies of requests for all paths in `relayed_paths.PLACED`."""
 
     model: str | None = None
     max_tokens: int | None = None
@@ -142,10 +142,10 @@ def apply_fleet_options(arrived: Arrived, options: FleetOptions, began_at: Nanos
 
 @lru_cache(maxsize=1024)
 def relay_sampling(max_tokens: int) -> Sampling:
-    """Return sampling parameters with a seed for the router.
+    """Return the sampling parameters of a relayed request for the router; they have a seed.
 
-    The router does not know the tokens of a relayed answer, so no other server can continue the answer. Two things prevent
-    the attempt: `LiveRequest.may_continue`, and the seed. An answer with a seed is continued only by workers that can
+    The router does not know the tokens of a relayed answer, so no other server can continue the answer. Two things keep the
+    router from trying: `LiveRequest.may_continue`, and the seed. An answer with a seed is continued only by workers that can
     rebuild the state of its random generator, and external servers cannot rebuild it.
     """
     return Sampling(max_tokens=max(1, max_tokens), seed=0)

@@ -1,4 +1,4 @@
-"""Relayed paths: which paths of external backends clients may reach, and which of them are placed by their prompt.
+"""Relayed paths: which paths of external backends clients may reach, and at which of them requests are placed by their prompts.
 
 Rules:
 
@@ -138,7 +138,7 @@ class RelayedPaths(Struct, frozen=True):
         return cls(exact, tuple(each.removesuffix("*").casefold() for each in patterns if each.endswith("/*")))
 
     def classify(self, path: str) -> PathClass:
-        """Return the class of a path, given undecoded as in the request (each byte as a Latin-1 character)."""
+        """Return the class of a path. `path` is the path in the request, not decoded, with each byte as a Latin-1 character."""
         plain = _plain(path)
         if plain is None:
             # A client only needs the explanation "ambiguous" if the path begins like a relayed one.

@@ -9,7 +9,7 @@ Rules:
 4. Options without an OpenAI field are in the object ``fleet``, where unknown names are rejected.
 5. Tools become part of the prompt. The tool calls and the reasoning of the model are parsed out of the text of its
    answer.
-6. An unusable `x-request-id` is ignored and not refused, because proxies add this header, and the client cannot mend it.
+6. An unusable `x-request-id` is ignored and not refused, because proxies add this header, and the client cannot correct it.
 
 vLLM's sampling parameters are supported too, because benchmarks and evaluations send them. For structured output, the
 fields of vLLM, OpenAI and SGLang are supported.
@@ -240,7 +240,7 @@ def _parsing(chat: ChatBody) -> AnswerParsing:
 
 
 def _allowed_tools(chat: ChatBody) -> list[dict[str, Any]] | None:
-    """Return the tools that the model may call. The prompt has only these tools, so the model knows no other.
+    """Return the tools that the model may call; None if the request has no tools. The prompt names no other tools.
 
     Raises:
         RequestRejected: INVALID_ARGUMENT; `tool_choice` allows no tool, or one that the request does not define.
@@ -686,7 +686,7 @@ def invalid_body(error: msgspec.ValidationError, parent: str = "", kind: Any = N
     Args:
         error: The error of msgspec.
         parent: Path of the field that was decoded; empty for the whole body.
-        kind: Type to which the value was decoded, for the list of allowed values in the message; None: without a list.
+        kind: Type to which the value was decoded; the message lists its allowed values. None: the message lists no values.
     """
     message, path = split_validation_error(error)
     message = with_allowed_values(message, kind, path)

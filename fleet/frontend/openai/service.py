@@ -171,8 +171,8 @@ async def open_http_frontend(
         processes: The processes that listen on the same port, whose metrics are merged; None if this is the only one.
         connection_seconds: The lifetime of a client's connection; 0 sets no limit.
         health_listen: ``host:port`` of another listener, which serves only health and metrics; empty for none.
-        certificates: The certificates of a port that speaks TLS; None if it does not.
-        health_certificates: The certificates of `health_listen`; None if it does not speak TLS.
+        certificates: The certificates of a port that speaks TLS; None: the port does not use TLS.
+        health_certificates: The certificates of `health_listen`; None: that listener does not use TLS.
         overflow: Hosted endpoints that take requests which are rejected for load; None if there are none.
         metrics_guards: Decide who may read the metrics at `listen` and at `health_listen`.
 
@@ -412,7 +412,7 @@ class HttpFrontend(HttpServer):
         async with aclosing(self._generation.generate(parsed.request, _authorization(exchange), offer)) as events:
             formatter: AnswerFormatter | None = None
             async for item in events:
-                if isinstance(item, Delta):  # the most frequent one
+                if isinstance(item, Delta):  # most items are deltas, so this check comes first
                     assert formatter is not None
                     if parsed.return_token_ids:
                         token_ids += item.token_ids
@@ -443,7 +443,7 @@ class HttpFrontend(HttpServer):
             # no position of its own in the answer. So it is sent before the next event with tokens, or with the last events.
             rest, has_tokens = b"", False
             async for item in events:
-                if isinstance(item, Delta):  # the most frequent one
+                if isinstance(item, Delta):  # most items are deltas, so this check comes first
                     assert formatter is not None
                     if item.resume_token:
                         ids.begin(item.resume_token)
@@ -537,7 +537,7 @@ class HttpFrontend(HttpServer):
         await self._answer_of_models(exchange, answer)
 
     async def _answer_of_models(self, exchange: Exchange, answer: AnswerOfModels) -> None:
-        """Answer with what `answer` makes of the models, in the form of the API whose client asks."""
+        """Send the result of `answer` for the served models. The client's headers choose the form of OpenAI's or Anthropic's API."""
         of_anthropic = ANTHROPIC_VERSION in exchange.request.headers
         try:
             self._generation.identify(_authorization(exchange))

@@ -239,7 +239,7 @@ class VectorFrontend:
         return self._generation.card_of(shared.model, authorization, shared.options.tenant)
 
     def _check_count(self, exchange: Exchange, first: GenerateRequest, count: int, field: str) -> None:
-        """Check that the tenant's limit allows so many prompts, before any is tokenized. `first` is the request of the first one."""
+        """Check that the tenant's limit allows `count` prompts, before any is tokenized. `first` is the request for the first prompt."""
         self._generation.check_count(first, authorization_of(exchange.request.headers), count, field)
 
     async def _scores(

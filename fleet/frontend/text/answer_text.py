@@ -2,8 +2,8 @@
 
 Rules:
 
-1. A token that ends generation (end of sequence, or a stop token) counts as a token and yields no text, even if special
-   tokens are shown (as in vLLM).
+1. A token that ends generation (end of sequence, or a stop token) counts as a token, but gives no text. As in vLLM, this
+   also holds if special tokens are shown.
 2. Stop strings are ignored until more than `min_tokens` tokens have come.
 3. The text ends before the stop string that is complete first. If several are complete at the same character, it ends before
    the longest one. So the answer does not depend on how the text was cut into pieces. A client may ask for the stop string

@@ -496,7 +496,7 @@ def _eos_token_ids(
 ) -> tuple[int, ...]:
     """Return the end-of-sequence ids that engines would find in the model folder.
 
-    They are in generation_config.json or, if it has none, in config.json. The tokenizer's settings name a further one.
+    They are in generation_config.json or, if that file has none, in config.json. The tokenizer's settings name a further id.
     """
     declared = _load_object(folder / "generation_config.json").get("eos_token_id", config.get("eos_token_id"))
     ids = declared if isinstance(declared, list) else [declared]

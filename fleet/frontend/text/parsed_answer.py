@@ -10,11 +10,12 @@ Rules:
    that the client already has, and this part is removed. If the result begins differently, the request fails, so that
    no client gets a mixture of two answers.
 4. Neither parser says to which part of the answer a token belongs, so the tokens are counted by steps. The tokens of a step
-   count as reasoning if the step adds only reasoning. If it adds other content, too, its tokens are divided by the numbers of
-   characters. Tokens of a step that adds nothing, such as delimiters, count as the next content.
-5. If no content follows such tokens, the parsers count differently. `TemplateParsedAnswer` knows whether it is within reasoning,
-   and there it counts tokens at once, unless they may begin a delimiter. `EngineParsedAnswer` does not know it. At the end of the answer it counts the tokens that
-   are left as reasoning if the answer has nothing but reasoning.
+   count as reasoning if the step adds only reasoning. If it adds other content, too, its tokens are divided in proportion to the
+   numbers of characters. Tokens of a step that adds nothing, such as those of a delimiter, are counted with the next content.
+5. If no content follows tokens of a step that adds nothing, the two classes count these tokens differently. `TemplateParsedAnswer`
+   knows whether the answer is within reasoning, and counts tokens there at once, unless they may begin a delimiter.
+   `EngineParsedAnswer` does not know this. At the end of the answer, it counts the tokens that are left as reasoning if the answer
+   has nothing but reasoning.
 """
 
 import importlib
@@ -55,7 +56,7 @@ class EngineParsedAnswer:
         self._reasoning: list[str] = []
         self._texts: list[str] = []
         self._calls: list[CallDelta] = []
-        self._uncounted = 0  # number of tokens that count as the next content (rule 4)
+        self._uncounted = 0  # number of tokens that will be counted with the next content (rule 4)
         self.reasoning_tokens = 0
         self.num_tokens = 0
         self.stopped = False  # True once a stop string has ended the answer
@@ -189,7 +190,7 @@ class TemplateParsedAnswer:
         self._text = text
         self._regions = _Regions(template, prompt, tools)
         self._calls = 0
-        self._uncounted = 0  # number of tokens that count as the next content (rule 4)
+        self._uncounted = 0  # number of tokens that will be counted with the next content (rule 4)
         self.reasoning_tokens = 0
 
     @property
@@ -255,9 +256,9 @@ class _Regions:
 
     Rules:
 
-    1. Text in which no delimiter begins cannot end a region. Such text is not given to the parser (the text of a tool call
-       only at the end of the call), because the parser takes several microseconds for each piece. Without the parser, a
-       token takes less than one microsecond. Where any text may begin a delimiter, the parser gets all text.
+    1. Text in which no delimiter begins cannot end a region. The parser does not get such text, because it takes several
+       microseconds for each piece. Without the parser, a token takes less than one microsecond. But the parser gets the
+       text of a tool call at the end of the call. Where any text may begin a delimiter, the parser gets all text.
     2. The parser gets at most one delimiter at a time. If it raises an error for a piece, only the events of this piece are
        lost. So the result does not depend on how the text was cut into pieces.
     3. White space between a region and the following text is dropped.

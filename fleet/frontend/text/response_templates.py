@@ -1,8 +1,8 @@
 """Response templates: how models write reasoning and tool calls, in the format of Hugging Face's response parser.
 
 The parser is `transformers.utils.chat_parsing.ResponseParser` (installed with the extra ``parsers``). A template in the model
-folder (``response_template`` in tokenizer_config.json) is preferred. Otherwise this module has a template for the parser names
-that the settings of the workers give. Workers whose engine parses need no template.
+folder (``response_template`` in tokenizer_config.json) is preferred. Otherwise the router uses a built-in template of this module,
+which it chooses by the parser names in the workers' settings. Workers whose engine parses need no template.
 """
 
 import importlib

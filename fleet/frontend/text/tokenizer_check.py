@@ -60,7 +60,7 @@ BLOCKS = 4
 
 
 def tokenizer_digests(codec: TextCodec | None, block_tokens: int) -> TokenizerDigests:
-    """Compute the three digests of the samples with a tokenizer of this process; None for `codec`: there is no tokenizer."""
+    """Compute the three digests of the samples with a tokenizer of this process. `codec` is None if there is no tokenizer."""
     return TokenizerDigests(
         tokens="" if codec is None else _digest([codec.encode(text) for text in SAMPLE_TEXTS]),
         template="" if codec is None else _template(codec),

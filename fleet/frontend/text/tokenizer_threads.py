@@ -8,8 +8,8 @@ Rules:
    cannot be interrupted.
 3. Very long texts (some MiB of white space may take a second or more) never occupy all threads, and only a limited number of
    them may wait. So if a client sends many very long texts, a thread and places to wait remain for other long prompts.
-4. Each very long text is tokenized in a new thread, which then ends. A tokenizer keeps scratch memory for each thread, about
-   43 bytes for a byte of white space (320 MB for 7.5 MB), and only frees it when the thread ends.
+4. Each very long text is tokenized in a new thread, which then ends. A tokenizer keeps scratch memory for each thread, and
+   only frees it when the thread ends. For white space, this memory is 43 times as large as the text: 320 MB for 7.5 MB.
 5. Large bodies and answers are converted in one further thread. This work holds the interpreter lock, and the event loop gets
    the lock in turn with every thread that wants it. So a second thread would only delay the event loop. Answers go before bodies.
 """

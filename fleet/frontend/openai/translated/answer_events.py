@@ -2,16 +2,16 @@
 
 Rules:
 
-1. An answer is a sequence of pieces of text (of reasoning, texts and tool calls) and of events between them. The events between
-   them follow from the answer alone. How the text is cut into pieces depends on the steps of the engine.
-2. So the id of an event contains the resume token and the number of tokens up to the event. It also contains three
-   numbers of what the client has, including this event: events between pieces, characters, and pieces. Its last part is the
-   letter of the API, because both translated APIs may make the same prompt of a text, but not the same events of an answer.
+1. An answer is a sequence of pieces of text (of reasoning, texts and tool calls) with other events between the pieces. These other
+   events depend only on the answer. How the text is cut into pieces also depends on the steps of the engine.
+2. So the id of an event contains the resume token and the number of tokens up to the event. It also contains three counts of
+   what the client has after this event: other events, characters, and pieces. The last part is the letter of the API, because
+   the two translated APIs may turn requests into the same prompt, but they write different events.
 3. A resumed answer is written again from its beginning (`Resume.from_start`). As many events and characters as the id names are left
    out. So the client gets exactly what it lacks, even if its stream was cut between two events of one step.
 4. The letter is a capital one if the event comes after the last token of the answer. If other fields of the request let an answer
-   go on although the client has such an event, the request is refused: its events would not fit those that the client has, and
-   text that was held back until the end may mean something else there.
+   go on although the client has such an event, the request is refused. Its events would not fit those that the client has, and
+   text that was held back until the end may be parsed differently in a longer answer.
 """
 
 from fleet.core.requests import Admitted, Delta

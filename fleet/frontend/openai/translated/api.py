@@ -101,7 +101,7 @@ def read_translated_chat(
     read = read_chat(msgspec.json.encode(given), request_id, now, headers)
     if read.request.remote_images:
         read = structs.replace(read, request=structs.replace(read.request, remote_images=remote_images(images)))
-    if read.request.late_token:  # translated answers begin with events before the text, whose ids need a token
+    if read.request.late_token:  # translated answers begin with events before any text; their ids need a resume token
         read = structs.replace(read, request=structs.replace(read.request, late_token=False))
     return read
 
@@ -125,7 +125,7 @@ def without_needless_budget(
 
 
 def rename_translated_field(refused: RequestRejected, asked: TranslatedRequest, api: TranslatedApi) -> RequestRejected:
-    """Return the rejection of a request that was read, with the field's name in its API."""
+    """Return a rejection of the request `asked`, with the name that the wrong field has in the request's own API."""
     names = asked.chat.names
     if refused.field.startswith("chat.messages["):
         # The messages of the chat have other indices than the messages of the request, because the system prompt and results of

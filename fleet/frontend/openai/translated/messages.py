@@ -6,10 +6,10 @@ Rules:
    the settings demand it.
 2. A tool's result becomes a separate message, before the other content of the message that contains it.
 3. `cache_control` has no effect, because every prefix is cached. `cache_read_input_tokens` counts the cached tokens, and
-   `input_tokens` the other ones. A stream has the right counts only in its last events.
-4. A client can turn thinking off. If it turns thinking on, the model thinks as it would anyway, and the engine ends the
-   thinking after `budget_tokens`, if every worker of the model can do that. Otherwise the budget has no effect and is not
-   refused: in Anthropic's API, too, it is a target and no strict limit, and many clients always send it.
+   `input_tokens` the other prompt tokens. A stream has the right counts only in its last events.
+4. A client can turn thinking off. If it turns thinking on, the model thinks as it would anyway. The engine ends the thinking
+   after `budget_tokens` if every worker of the model can do that. If not, the budget has no effect, but is not refused: in
+   Anthropic's API, too, it is a target and no strict limit, and many clients always send it.
 5. `max_tokens` may exceed the rest of the model's context, because agents send one number for all prompts. An answer that fills
    the context then ends with the reason `model_context_window_exceeded`.
 """
@@ -247,7 +247,7 @@ def _prompt(body: CountTokensBody, images: list[ImageFile]) -> Json:
 
 
 def _effort(thinking: ThinkingBody | None, effort: str | None) -> str | None:
-    """Return the chat's `reasoning_effort`: "none" if thinking is turned off, otherwise the client's `effort` (rule 4)."""
+    """Return the chat's `reasoning_effort`: "none" if thinking is turned off, otherwise `effort`, which may be None (rule 4)."""
     match None if thinking is None else thinking.type:
         case None | "adaptive" | "enabled":
             return effort
@@ -312,7 +312,7 @@ def _turn(field: str, turn: TurnBody, images: list[ImageFile]) -> Iterator[Json]
     if not turn.content and turn.role != "assistant":
         raise invalid(f"{field}.content", "must not be empty")
     texts: list[str] = []
-    parts: list[Json] = []  # texts and images of a user
+    parts: list[Json] = []  # texts and images of a user's message
     calls: list[Json] = []
     thoughts: list[str] = []
     for position, block in enumerate(turn.content):
@@ -438,7 +438,7 @@ class AnthropicWriter:
         return self._sent.id_line() + named_event(event) if self._sent.is_new() else b""
 
     def _stop(self, finished: Finished) -> Json:
-        """Return why the answer ended. Fewer tokens than `max_tokens` mean that the model's context ended it (rule 5)."""
+        """Return why the answer ended. Fewer tokens than `max_tokens` mean that the model's context was full (rule 5)."""
         match finished.finish:
             case Finish.STOP if finished.stop_string:
                 return {"stop_reason": "stop_sequence", "stop_sequence": finished.stop_string}

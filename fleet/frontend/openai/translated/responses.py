@@ -2,9 +2,9 @@
 
 Rules:
 
-1. The router stores no response. Fields that need a stored response or conversation, and tools that run at the server, are
-   rejected by name, and so are other unsupported fields that would change the answer. Unknown fields are ignored, or refused
-   if the settings demand it.
+1. The router stores no response. So fields that need a stored response or conversation are rejected by name. Tools that run
+   at the server are rejected too, and other unsupported fields that would change the answer. Unknown fields are ignored, or
+   refused if the settings demand it.
 2. Consecutive items that the model wrote (reasoning, text, calls) become one message of the assistant.
 3. A stream has the same output items as the answer in one piece, with the same ids.
 """
@@ -391,7 +391,7 @@ class ResponseWriter:
         self._sent = start.events
         self._blocks = AnswerBlocks()
         self._began = False
-        self._status = "completed"  # status of an item that ends now
+        self._status = "completed"  # the status of items that end from now on
 
     def chunk(self, delta: Delta) -> bytes:
         return self._written(self._blocks.add(delta))

@@ -47,7 +47,7 @@ ACCEPTED_VALUES: dict[str, tuple[object, ...]] = {
     "continue_final_message": (False,),
     "chat_template": (),
 }
-"""Fields of which not all values are supported, each with the supported ones. Null is always supported.
+"""Fields that support only some values, each with these values. Null is always supported.
 
 For a chat, `add_special_tokens` may only be false: the chat template adds the special tokens.
 """

@@ -612,7 +612,12 @@ class Generation:
         overflow: "OverflowTerms | None",
         resumed: ResumedAnswer | None,
     ) -> AsyncGenerator[GenerateEvent]:
-        card, codec, tokens, sampling = await self._checked(request)
+        try:
+            card, codec, tokens, sampling = await self._checked(request)
+        except RequestRejected as refused:
+            if resumed is None or refused.reason is not Reason.MODEL_NOT_FOUND:
+                raise
+            raise _unknown_model(request.model, "no worker serves it now; one did when the answer began") from refused
         digests: Sequence[bytes] = ()
         if request.images and (request.resumable or resumed is not None):
             digests = await image_digests(request.images)  # a resume token is valid only for the same images
@@ -926,6 +931,10 @@ class Generation:
         if model in cards and (parent := cards[model].parent):
             self._parents[model] = parent
         if (codec := self._codecs.get(self._parents.get(model, model))) is None:
+            if absent := sorted(self._codecs.keys() - cards.keys()):  # only workers say which adapters there are
+                raise _unknown_model(
+                    model, f"no worker serves {', '.join(absent)} now, of which it may be a LoRA adapter"
+                )
             known = [card.name for card in cards.values() if (card.parent or card.name) in self._codecs]
             served = ", ".join(sorted(known)) or "none"
             raise RequestRejected(
@@ -1043,6 +1052,16 @@ def _digest(card: ModelCard, tokens: TokenBytes, images: Sequence[bytes], reques
         request.parsing,
     )
     return shaped_digest(digest, shape)
+
+
+def _unknown_model(model: ModelName, cause: str) -> RequestRejected:
+    """Return the error for a model that this router does not know, but may know once more workers have registered."""
+    return RequestRejected(
+        Reason.NO_WORKER,
+        f"model: {_quoted(model)} is not known: {cause}",
+        field="model",
+        retry_after_ms=RETRY_AFTER_MS,
+    )
 
 
 class ModelTarget(Struct, frozen=True):

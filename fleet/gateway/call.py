@@ -6,6 +6,7 @@ import secrets
 from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
 from enum import Enum, auto
+from urllib.parse import unquote
 
 from msgspec import Struct, structs
 
@@ -360,8 +361,11 @@ class PickerCall:
 
 
 def _api_path(path: str) -> str:
-    """Return the path in `PLACED` with which a request's path ends. If there is none, return the request's path without its query."""
-    path = path.partition("?")[0]
+    """Return the path in `PLACED` with which a request's path ends. If there is none, return the request's path without its query.
+
+    The path is decoded, because servers decode it, too.
+    """
+    path = unquote(path.partition("?")[0])
     return next((each for each in PLACED if path.endswith(each)), path)
 
 

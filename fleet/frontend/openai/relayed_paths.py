@@ -6,7 +6,9 @@ Rules:
    parameters (``;name=value``). The path that the server gets is spelled as the client wrote it.
 2. A path that different servers could read differently is not relayed. Such a path contains an empty segment, ``.`` or ``..``, a
    backslash, a control character, or an encoding within an encoding, such as ``%252e``.
-3. Control routes change the state of a server, and so affect its other clients (loading adapters, sleeping, updating
+3. A path at which requests are placed by their prompts (`PLACED`) is only relayed in this spelling. In another one, the server would
+   perhaps serve it too, but its prompt would not count against the tenant's limit.
+4. Control routes change the state of a server, and so affect its other clients (loading adapters, sleeping, updating
    weights). A pattern with a wildcard never covers them. They are relayed only if the setting `external_paths` lists them
    by their own name.
 """
@@ -113,7 +115,7 @@ CONTROL_ROUTES = frozenset(
         "api_keys",
     ]
 )
-"""Path segments that name control routes of common servers (rule 3). A path with such a segment is a control route."""
+"""Path segments that name control routes of common servers (rule 4). A path with such a segment is a control route."""
 
 
 class PathClass(Enum):
@@ -143,6 +145,8 @@ class RelayedPaths(Struct, frozen=True):
         if plain is None:
             # A client only needs the explanation "ambiguous" if the path begins like a relayed one.
             return PathClass.AMBIGUOUS if path.startswith(self.prefixes) else PathClass.UNKNOWN
+        if plain in PLACED and plain != path.removesuffix("/"):
+            return PathClass.AMBIGUOUS
         if plain in self.exact:
             return PathClass.RELAYED
         if not plain.startswith(self.prefixes):

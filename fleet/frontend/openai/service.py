@@ -286,7 +286,8 @@ class HttpFrontend(HttpServer):
             return None
         match self._relay.paths.classify(head.path):
             case PathClass.RELAYED:
-                return self._pass_through
+                is_placed = head.path in self._relay.placed and head.method == "POST"
+                return self._refuse_content if is_placed else self._pass_through
             case PathClass.CONTROL:
                 return self._refuse_control_route
             case PathClass.AMBIGUOUS:
@@ -297,9 +298,7 @@ class HttpFrontend(HttpServer):
     def _is_passage(self, head: HttpHead) -> bool:
         """Return whether a request is a passage, which `_pass_through` forwards while its body arrives."""
         relay, path = self._relay, head.path
-        if relay is None or (
-            path in relay.placed and head.method == "POST" and _unsuitable_content(head.headers) is None
-        ):
+        if relay is None or (path in relay.placed and head.method == "POST"):
             return False
         method = "GET" if head.method == "HEAD" else head.method
         if method in (self._routes.get(path) or self.handlers_of(path) or {}):
@@ -332,6 +331,15 @@ class HttpFrontend(HttpServer):
             raise draining_rejection()
         await self._relay.pass_through(exchange)
 
+    async def _refuse_content(self, exchange: Exchange) -> None:
+        """Refuse a request whose prompt the router cannot read, at a path at which requests are placed by their prompts."""
+        if self.draining:
+            raise draining_rejection()
+        self.unserved(HTTPStatus.UNSUPPORTED_MEDIA_TYPE)
+        problem = _unsuitable_content(exchange.request.headers)
+        assert problem is not None
+        send_http_error(exchange, HTTPStatus.UNSUPPORTED_MEDIA_TYPE, problem)
+
     async def _refuse_control_route(self, exchange: Exchange) -> None:
         message = (
             f"{exchange.request.path[:200]} controls a server and is not relayed; the operator of this router can list"
@@ -340,7 +348,10 @@ class HttpFrontend(HttpServer):
         send_http_error(exchange, HTTPStatus.FORBIDDEN, message)
 
     async def _refuse_ambiguous_path(self, exchange: Exchange) -> None:
-        message = "the path must not hold '.' and '..', empty segments, backslashes or encoded percent signs"
+        message = (
+            "the path must not hold '.' and '..', empty segments, backslashes or encoded percent signs, nor be another spelling of a"
+            " path of the API"
+        )
         send_http_error(exchange, HTTPStatus.BAD_REQUEST, f"{message}{self._hint(exchange.request.path)}")
 
     async def _chat(self, exchange: Exchange) -> None:

@@ -65,9 +65,9 @@ from fleet.net.http.exchange import (
     RelaySource,
     StartExchange,
     answer_id,
+    head_problem,
     is_anthropic,
     split_target,
-    version_problem,
 )
 from fleet.net.limit_log import ClientLog
 from fleet.net.settings import ORDINARY_BODY_BYTES, HttpSettings
@@ -394,7 +394,7 @@ class HttpConnection(asyncio.Protocol):
         if size > self._settings.max_head_bytes:
             self._reject_head()
             return
-        if (problem := version_problem(self._parser.get_http_version(), self._headers)) is not None:
+        if (problem := head_problem(self._parser.get_http_version(), self._url, self._headers)) is not None:
             self._reject(HTTPStatus.BAD_REQUEST, problem)
             return
         if self._headers.get(b"transfer-encoding", CHUNKED).strip().lower() != CHUNKED:

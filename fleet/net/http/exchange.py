@@ -185,12 +185,13 @@ and a space, do not match."""
 _ABSOLUTE = re.compile(rb"https?://[^/]*", re.IGNORECASE)
 
 
-def version_problem(version: str, headers: Mapping[bytes, bytes]) -> str | None:
-    """Return what is wrong with the version of a request or with its Host field (RFC 9112, 3.2); None if both are valid.
+def head_problem(version: str, target: bytes, headers: Mapping[bytes, bytes]) -> str | None:
+    """Return what is wrong with the version, the target or the Host field of a request (RFC 9112, 3.2); None if all are valid.
 
+    A target has no fragment. Servers behind this one would leave it out, and so serve another path than the one that was checked.
     `headers` has names in lower case, and the values of equal names joined.
     """
-    if version not in ("1.0", "1.1"):
+    if version not in ("1.0", "1.1") or b"#" in target:
         return BAD_REQUEST_LINE
     host = headers.get(b"host")
     if host is None:

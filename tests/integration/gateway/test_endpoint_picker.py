@@ -311,6 +311,13 @@ async def test_request_without_body_goes_to_the_idlest_worker(model_dir):
         assert sum(world.booked().values()) == 1
 
 
+async def test_encoded_path_is_placed_like_the_plain_one(model_dir):
+    """A server decodes it, and its prompt would not be counted."""
+    async with a_picker_setup(model_dir, D1) as world:
+        await world.request().ask(a_completion(), "/v1/%63ompletions")
+        assert world.booked() == {"d1": 1}
+
+
 async def test_path_prefix_of_the_gateway_is_ignored(model_dir):
     async with a_picker_setup(model_dir, D1) as world:
         await world.request().ask(a_completion(), "/team-a/v1/completions?api-version=1")

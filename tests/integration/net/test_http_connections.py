@@ -805,6 +805,7 @@ async def test_client_that_never_speaks_is_cut_before_idle_ones(model_dir):
         (b"GET /health HTTP/0.9\r\nhost: a\r\n\r\n", "the version HTTP/1.1 or HTTP/1.0"),
         (b"GET /health\r\n\thost: a\r\n\r\n", "the version HTTP/1.1 or HTTP/1.0"),
         (b"GET /hea\x01lth HTTP/1.1\r\nhost: a\r\n\r\n", "a target without invalid characters"),
+        (b"GET /health#x HTTP/1.1\r\nhost: a\r\n\r\n", "a target without invalid characters"),
         (b"GET /health /v1\r\n", "not HTTP"),
         (b"GET /health HTTP/2.0\r\nhost: a\r\n\r\n", "the version HTTP/1.1 or HTTP/1.0"),
     ],

@@ -307,6 +307,12 @@ async def test_unexpected_error_counts_as_internal_and_is_raised(generations):
     [
         ((a_model_card(),), "other", Reason.MODEL_NOT_FOUND, "'other' is not served here; served: tiny"),
         ((), MODEL, Reason.NO_WORKER, "no worker serves 'tiny' now"),
+        (
+            (),
+            "tuned",
+            Reason.NO_WORKER,
+            "'tuned' is not known: no worker serves tiny now, of which it may be a LoRA adapter",
+        ),
         ((), "", Reason.NO_WORKER, "no worker serves any model yet"),
         ((a_model_card(), a_model_card(name="big")), "", Reason.INVALID_ARGUMENT, "must be one of big, tiny"),
         ((a_model_card(), a_model_card(name="big")), "big", Reason.MODEL_NOT_FOUND, "served: tiny"),

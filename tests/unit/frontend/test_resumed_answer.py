@@ -9,7 +9,7 @@ from msgspec import structs
 from prometheus_client import CollectorRegistry
 
 from fleet.core.errors import Reason, RequestRejected
-from fleet.core.ids import RequestId
+from fleet.core.ids import ModelName, RequestId
 from fleet.core.requests import (
     Admitted,
     AnswerParsers,
@@ -347,6 +347,19 @@ async def test_many_long_answers_are_resumed_at_once(open_generation):
     answers = await asyncio.gather(*(events_of(generation, again) for _ in range(100)))
 
     assert {received(answer)[1][-1] for answer in answers} == {100 + INLINE_TOKENS + 99}
+
+
+async def test_resumption_waits_for_the_workers_of_its_model(open_generation):
+    """Workers register one after the other at a router that has just started, and a resume token says that there was one."""
+    router = FakeRouter(range(100, 120))
+    generation = open_generation(router)
+    request = structs.replace(await resumption_of_kept_answer(generation), model=ModelName("tuned"))
+
+    with pytest.raises(RequestRejected) as refused:
+        await events_of(generation, request)
+
+    assert refused.value.reason is Reason.NO_WORKER
+    assert refused.value.retry_after_ms > 0
 
 
 async def resumption_of_kept_answer(generation) -> GenerateRequest:

@@ -566,6 +566,27 @@ async def test_request_from_before_a_drain_is_rejected_as_draining(server):
         assert len(server.seen) == 1
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/rerank", "/score", "/tokenize"])
+async def test_body_of_a_placed_path_has_to_be_json(server, path):
+    """A server may read a body of another type as JSON, and its prompt would not be counted."""
+    async with a_relay(server, limits={"external_paths": ("/*",)}) as world, raw_http_client(world) as peer:
+        await peer.send(post(path, b'{"model": "mock"}', "content-type: text/plain"))
+        status, _, content = await peer.answer()
+
+        assert (status, error_of(content)["message"]) == (415, "content-type: must be application/json")
+        assert server.seen == []
+
+
+async def test_target_with_a_fragment_is_refused(server):
+    """A server would leave the fragment out, and so serve a control route."""
+    async with a_relay(server, limits={"external_paths": ("/*",)}) as world, raw_http_client(world) as peer:
+        await peer.send(post("/v1/load_lora_adapter#", b"{}"))
+        status, _, _ = await peer.answer()
+
+        assert status == 400
+        assert server.seen == []
+
+
 async def test_body_that_is_no_json_is_left_to_the_server(server):
     async def judge(exchange: ServerExchange) -> None:
         await exchange.respond(415, exchange.seen.body)

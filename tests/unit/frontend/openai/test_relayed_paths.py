@@ -74,6 +74,14 @@ def test_paths_that_servers_read_differently_are_refused(path):
     assert PATHS.classify(path) is PathClass.AMBIGUOUS
 
 
+@pytest.mark.parametrize(
+    "path", ["/v1/chat/%63ompletions", "/V1/Chat/completions", "/v1/chat/completions;x=1", "/v1/%72erank", "/SCORE"]
+)
+def test_placed_paths_are_relayed_in_one_spelling_only(path):
+    """A server may read the other spellings, too, and their prompts would not be counted."""
+    assert RelayedPaths.of(("/*",)).classify(path) is PathClass.AMBIGUOUS
+
+
 def test_listed_control_route_is_relayed_under_its_name_only():
     paths = RelayedPaths.of(("/*", "/v1/load_lora_adapter"))
 

@@ -7,8 +7,8 @@ Rules:
    each token that it generates itself, before it sends the token.
    So it has all tokens that a client can have, however suddenly the router ends. Any router of the cluster may ask for
    the tokens by the key.
-2. An answer with at least one token is kept for a set time after its end. If the stream to its router ends, the answer
-   ends with it.
+2. An answer with at least one token is kept for a set time after its end. When the stream to its router ends, the
+   answer counts as ended too.
 3. If the tokens exceed the memory limit, the answers that have ended are forgotten first, beginning with the earliest
    end, and then the running ones, beginning with the earliest start.
 4. Routers use a key for one attempt only. If a key is used again nevertheless, the tokens of the new attempt replace
@@ -58,7 +58,7 @@ class AnswerKeeper:
         self.held_bytes = 0
 
     def begin(self, key: AnswerKey, prompt: TokenBytes, generated: int, now: Nanos) -> KeptTokens | None:
-        """Keep the tokens of an attempt from now on; return None if nothing is kept.
+        """Keep the tokens of an attempt from now on; return None if the answer has no key or `max_bytes` is 0.
 
         Args:
             key: The key of the answer; 0: it has none.

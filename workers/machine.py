@@ -4,7 +4,7 @@ Rules:
 
 1. The phases of the process are STARTING -> SERVING -> DRAINING -> GONE, in this order; some may be skipped (`NEXT`).
    The worker accepts new attempts only in SERVING. In DRAINING, running attempts may finish until a deadline; then the
-   attempts that still run are aborted: their routers get an end, and the engine cancels them. The phase becomes GONE
+   attempts that still run are aborted: their routers get a rejection, and the engine cancels them. The phase becomes GONE
    when the engine has no more work and no blocks that are needed (rule 7), or `GRACE` after the deadline. A drain
    begins with SIGTERM (`fleet.app.worker`), for which `drain_timeout_ms` (`workers.settings`) sets the deadline, or
    with a call at the control port, which states its deadline (`workers.connections.control_port`).
@@ -13,7 +13,7 @@ Rules:
 3. Routers choose request ids, and two routers may choose the same one, but the engine needs unique ids. Routers know an
    attempt by its stream and its request id. The engine knows it by its engine id, which is the request id, with a
    suffix if another attempt has this id. A second start of an attempt that still runs on the same stream is refused.
-4. An attempt is cancelled in the engine when its router cancels it, when its stream ends, or when its deadline or the
+4. An attempt is cancelled in the engine when its router cancels it, when the router's stream ends, or when its deadline or the
    drain's deadline has passed. It counts towards the capacity until the engine reports its end, because it uses blocks
    until then.
 5. A router has one stream. When it connects again, the older stream is closed, because the router has lost its attempts
@@ -86,7 +86,7 @@ waits longer in a queue, its worker computes the blocks."""
 REPLACEMENTS = 3
 REPLACEMENT_WINDOW = Nanos(10 * SECOND)
 """Limit of the replacements of a router's streams (rule 5). A router that is cut tries again within two seconds by default,
-so two routers with one id exceed it soon. One router replaces its stream only after the network failed."""
+so two routers with one id soon exceed the limit. One router replaces its stream only after the network failed."""
 
 KEPT_ANSWERS_BYTES = 1 << 20
 """When the tokens of a message with kept answers reach this number of bytes, the machine sends it and begins another one."""

@@ -56,7 +56,7 @@ class EngineStepped(Struct, frozen=True, kw_only=True):
     """The engine has finished a step, with these outputs."""
 
     outputs: Sequence[Progress | Rejected]
-    lent: int = 0  # number of handoffs whose blocks the engine keeps now; those of `outputs` are included
+    lent: int = 0  # number of handoffs whose blocks the engine keeps now, including the handoffs in `outputs`
 
 
 class DrainRequested(Struct, frozen=True, kw_only=True):

@@ -14,7 +14,7 @@ Rules:
    each other for ever. It ends with an error, so that its supervisor acts. A registered worker also counts as replaced if
    it finds another process registered under its id.
 6. A worker is ready when each of its registries has accepted it once. If a registry fails later, the worker stays ready,
-   because the routers have their streams. A worker that was replaced or has deregistered is not ready.
+   because the routers have streams to it. A worker that was replaced or has deregistered is not ready.
 """
 
 import asyncio
@@ -54,7 +54,7 @@ class RegistryEntry(Struct, kw_only=True):
         """Stay registered until cancelled.
 
         Return earlier if another process has replaced this worker, or if another process keeps the worker's id for
-        longer than `name_wait_seconds` (rules 4 and 5); the result says so in words.
+        longer than `name_wait_seconds` (rules 4 and 5); the result is a text that says which of the two happened.
         """
         pause = FIRST_PAUSE_SECONDS
         reachable: bool | None = None

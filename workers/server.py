@@ -225,7 +225,7 @@ class WorkerServer:
                     session.cut("the worker ends")
 
     def open(self, router_id: str, outlet: Outlet) -> RouterSession:
-        """Open a session for a router, and put the introduction into its outlet.
+        """Open a session for a router, and send the router the worker's description and the list of cached blocks.
 
         The caller calls `close` when the stream has ended.
         """

@@ -262,7 +262,7 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     secret, or a certificate. They also protect `control_listen` if `control_credentials` are empty."""
 
     name_wait_seconds: Annotated[float, Meta(ge=0, le=86_400)] = 60.0
-    """Maximum wait for the end of another process with the same `worker_id`; then the worker ends with an error. A router
+    """Maximum wait for the end of another process with the same `worker_id`. After it the worker ends with an error. A router
     notices the end of a process within 10 s (its lease), so a minute is enough for a predecessor, and a second worker
     with the same name is soon noticed."""
 

@@ -45,7 +45,7 @@ SIZES = 32  # number of step sizes, which are powers of two; no step has 2**31 t
 
 
 class WatchdogSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of the watchdog: when an engine without progress on its work counts as hung (the rules are above).
+    """Settings of the watchdog: when an engine without progress on its work counts as hung, by the rules of this module.
 
     A worker whose engine hangs leaves service at once, kills the engine and ends, so that its supervisor starts
     another one.
@@ -61,7 +61,7 @@ class WatchdogSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     ceiling_seconds: Annotated[float, Meta(gt=0, le=86_400)] = 300.0
     """The longest patience. It also applies to first steps and to work of a new kind, because such steps may compile
-    kernels or load an adapter. vLLM itself gives up a step of several processes after this time."""
+    kernels or load an adapter. vLLM has the same limit for a step that several processes compute."""
 
     step_factor: Annotated[float, Meta(ge=2, le=1000)] = 20.0
     """Between `floor_seconds` and `ceiling_seconds`, the patience is this factor times the slowest recent step of the
@@ -90,7 +90,7 @@ class Watchdog:
         self._looked_at: Nanos | None = None
 
     def look(self, pulses: Sequence[Pulse], now: Nanos) -> EngineHealth:
-        """Compare the pulses of the engine's schedulers with those of the last call; return the engine's health.
+        """Compare the pulses of the engine's schedulers with the pulses of the previous call; return the engine's health.
 
         Args:
             pulses: One pulse for each scheduler, always in the same order; empty: the engine does not report its steps,

@@ -116,8 +116,8 @@ class GroupLeader:
             for number in itertools.count():
                 connection = await _accepted(listening)
                 if len(self._silent) == MAX_SILENT_CONNECTIONS:
-                    # Close the oldest silent connection. It hardly belongs to a rank, because a rank sends its first
-                    # message at once.
+                    # Close the oldest silent connection. It is probably not that of a rank, because a rank sends its
+                    # first message at once.
                     self._silent.pop(next(iter(self._silent))).cancel()
                 self._silent[number] = links.create_task(self._hear(number, connection))
                 await asyncio.sleep(0)  # lets the new task and other tasks run
@@ -396,7 +396,7 @@ async def _next(reader: asyncio.StreamReader, words: msgspec.json.Decoder[Word],
 def _say(writer: asyncio.StreamWriter, word: FromRank | FromLeader) -> None:
     """Send a message without waiting until it is sent.
 
-    Messages are few and short, and a side that does not read is soon lost.
+    Messages are few and short, so they need little memory until a peer that does not read counts as lost.
     """
     if not writer.is_closing():
         writer.write(msgspec.json.encode(word) + b"\n")

@@ -27,7 +27,7 @@ OWN_TEMPLATE = "hf"
 
 
 class ModelFamily(Struct, frozen=True):
-    """Names the parsers for models that write calls and reasoning in one form, and says how to recognise the models."""
+    """Names the parsers for models that write calls and reasoning in the same form, and says how to recognise the models."""
 
     tool_calls: str  # name of the parser of tool calls
     marks: tuple[str, ...]  # texts that all occur in the chat template of such a model

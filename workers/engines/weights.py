@@ -39,6 +39,6 @@ def revision_of(files: Iterable[Path]) -> str:
 
 
 def _sha256_of(file: Path) -> str:
-    """Return the file's SHA-256, which the hub's client has put into its name; empty for any other file."""
+    """Return the file's SHA-256, which the client of the Hugging Face Hub has put into its name; empty for any other file."""
     name = file.resolve().name if file.is_symlink() else ""
     return name if SHA256.fullmatch(name) else ""

@@ -63,7 +63,7 @@ class SessionPinPolicy:
         self._gaps = GapTimes()
 
     def began(self, start: Start, now: Nanos) -> None:
-        """Record that an attempt was given to the engine, and the length of the session's pause, which ends now."""
+        """Record that an attempt was given to the engine. If its session was paused, record how long the pause was."""
         if not start.session or start.phase is Phase.PREFILL:
             return
         session = store_session_name(start.session, start.salt)

@@ -109,7 +109,7 @@ class Batch:
         self._loading.append(sequence)
 
     def take_loads(self) -> list[Sequence]:
-        """Return the sequences that were admitted since the last call and wait for `accept`."""
+        """Return the sequences that were admitted since the last call and that wait until the caller calls `accept`."""
         loading, self._loading = self._loading, []
         return loading
 

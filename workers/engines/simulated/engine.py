@@ -336,7 +336,7 @@ class SimulatedEngine:
     async def _load_adapter(self, name: str, *, first: bool) -> None:
         """Wait until a LoRA adapter is loaded.
 
-        If other requests need the same adapter meanwhile, they wait for the same load.
+        The request with `first` loads the adapter; further requests that need it meanwhile wait for this load.
         """
         if first:
             loading = self._adapters_loading[name] = asyncio.Event()

@@ -4,8 +4,8 @@ The model computes a block's values by layer, head, token and element. The engin
 several ranks: each rank has its share of the heads, and within a layer heads come before tokens (HND) or tokens before
 heads (NHD). A block is one buffer here: first the bytes of rank 0, then those of rank 1, and so on.
 
-This code is deliberately separate from `kvstore.layouts.repack` and written in other terms, so that wrong tokens reveal an
-error in what that module does to a block's bytes.
+This code deliberately shares nothing with `kvstore.layouts.repack`. If that module puts the bytes of a block into a wrong
+order, the engine therefore computes wrong tokens, which reveal the error.
 """
 
 import numpy as np
@@ -35,7 +35,7 @@ class EngineLayout(Struct, frozen=True, kw_only=True):
         return self._swapped(values, (self.layers, self.tensor_parallel, share, self.block_tokens, self.head_bytes))
 
     def values(self, held: bytes | bytearray) -> bytes:
-        """Return the values of the block `held`, which is in the engine's layout, in the order that `lay_out` takes."""
+        """Return the values of the block `held`, converted from the engine's layout to the order that `lay_out` takes."""
         share = self.kv_heads // self.tensor_parallel
         inner = (share, self.block_tokens) if self.kv_layout == "HND" else (self.block_tokens, share)
         return self._swapped(held, (self.tensor_parallel, self.layers, *inner, self.head_bytes))

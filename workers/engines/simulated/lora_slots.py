@@ -31,7 +31,7 @@ class LoraSlots:
     def hold(self, name: str) -> bool:
         """Add a request that uses an adapter; return whether the adapter has to be loaded first.
 
-        The caller has to check with `takes` that a slot can be had.
+        The caller has to check with `takes` that a slot is available.
         """
         assert self.takes(name), name
         there = name in self._held or name in self._idle

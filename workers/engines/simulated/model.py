@@ -4,7 +4,7 @@ Rules:
 
 1. The KV bytes of block i are expand(H(weights ‖ D(i-1) ‖ tokens of block i)), where D(i) = H(D(i-1) ‖ the bytes that
    block i really has in memory), and D(-1) is a constant for each LoRA adapter. Here ‖ joins bytes, H is the digest and
-   expand the expansion of rule 3, and the weights are the model's seed. A block therefore depends on everything before
+   expand is the expansion of rule 3, and the weights are the model's seed. A block therefore depends on everything before
    it, as with attention. The bytes are ordered by layer, head, token and element; `workers.engines.simulated.layout`
    places them.
 2. The next token is drawn by the random number H(weights ‖ D of the last full block ‖ tokens after it ‖ the sampling
@@ -43,7 +43,7 @@ class SampledToken(Struct, frozen=True):
 
 
 class SimulatedModel(Struct, frozen=True, kw_only=True):
-    """Computes KV bytes and tokens. The parameters below stand for the weights and the vocabulary of a real model."""
+    """Computes KV bytes and tokens. The fields stand for the weights and the vocabulary of a real model."""
 
     seed: int
     vocab_size: int

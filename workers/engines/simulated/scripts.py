@@ -49,7 +49,7 @@ class ScriptWriter:
 
     @staticmethod
     def open(model_dir: str, vocab_size: int, parsers: AnswerParsers | None) -> "ScriptWriter | None":
-        """Return the writer for a model folder; None without a tokenizer, or if its vocabulary exceeds the engine's."""
+        """Return the writer for a model folder; None if it has no tokenizer, or one with a larger vocabulary than the engine."""
         path = Path(model_dir) / "tokenizer.json"
         if not model_dir or not path.is_file():
             return None

@@ -101,7 +101,7 @@ class SimulatedStore:
         return await self._in_thread(lambda: self._load(names, max_wait_seconds, trace), deadline, otherwise=Loaded())
 
     async def publish(self, blocks: Mapping[BlockHash, bytes], deadline: Nanos, trace: bytes = b"") -> int:
-        """Write blocks now; return the number of blocks that the store did not have before."""
+        """Write blocks now; return the number of blocks that the store did not have before, or 0 after `deadline`."""
         if not blocks:
             return 0
         held = list(blocks.values())

@@ -11,7 +11,7 @@ Rules:
    beginning to the parser again, and sends the parts of the whole answer (`ParsedDelta.from_start`).
 2. vLLM's own `adjust_request` decides which structured output enforces the demanded calls. Depending on the parser, it
    is a structural tag or a JSON schema.
-3. If a parser fails on malformed output, it is not used any more: the answer since its last result is sent as text.
+3. If a parser fails on malformed output, it is not used any more: all text after its last result is sent as it is.
 4. Some of vLLM's older parsers find other arguments in a stream of tokens than in the whole answer. Tool calls are
    therefore streamed only if the parser is declarative (`engine_based_streaming`) or listed in `STREAMED`. With any
    other parser, the whole text of the answer is parsed at its end, and the calls are sent then.

@@ -266,7 +266,7 @@ class FleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
                 local = counts.engine * block_tokens
                 cached = min(local + (counts.store + counts.direct) * block_tokens, request.num_prompt_tokens)
                 stats.set(request.num_prompt_tokens, local, cached - local)
-                # By this number, `workers.engines.vllm.requests.counts_at_start` tells directly pulled blocks from stored ones.
+                # By this number, `workers.engines.vllm.requests.counts_at_start` distinguishes directly pulled blocks from stored ones.
                 stats.num_external_cached_tokens = cached - local if counts.direct else 0
 
     # vLLM calls the following hooks in the process of the model, on each rank.
@@ -290,7 +290,7 @@ class FleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         self._starts_early = on_host
 
     def _join_ranks(self, client: StoreClient, seat: RankPosition) -> LeaderRank | FollowerRank | None:
-        """Return this rank's end of the channels between the ranks. vLLM calls this on all ranks at the same time."""
+        """Return this rank's end of the channels between the ranks; None if there is one rank only. vLLM calls this on all ranks at the same time."""
         if seat.ranks == 1:
             return None
         if not seat.leads:
@@ -325,7 +325,7 @@ class FleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
             self.mover.save(self._orders())
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Return the requests whose loads have ended. The next two hooks return more about the same loads."""
+        """Return the requests whose loads have ended. The next two hooks report how many blocks these loads brought."""
         if self.mover is None:
             return None, None
         ended = self.mover.collect(idle=self._orders().idle)

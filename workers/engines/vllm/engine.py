@@ -68,7 +68,7 @@ __all__ = ["available", "open_engine", "open_rank"]
 
 log = logging.getLogger(__name__)
 
-STORE_SECONDS = 10.0  # maximum wait of a start for the KV store node, which may be starting as well
+STORE_SECONDS = 10.0  # maximum wait at the start for the KV store node, which may be starting too
 # If the tools of a request have more characters than this, its answer parser is opened in a thread, otherwise in the
 # event loop. Each token of the answer that another worker has generated counts as 32 characters.
 INLINE_CHARACTERS = 4096
@@ -83,7 +83,7 @@ async def open_engine(settings: WorkerSettings) -> AsyncIterator[Engine]:
 
     Raises:
         ConfigurationRefused: vLLM cannot work with a setting, which the message names; nothing is left running.
-        EngineDied: vLLM ended while starting; its log above has the cause.
+        EngineDied: vLLM ended while starting; its log output before this error has the cause.
     """
     vllm_launch.check(settings)
     scratch = Path(tempfile.mkdtemp(prefix="fleet-vllm-"))
@@ -238,7 +238,7 @@ def _answer_parsers(llm: "AsyncLLM", settings: WorkerSettings, names: AnswerPars
 
 
 def _stop(llm: "AsyncLLM") -> None:
-    # The task of vLLM for outputs is cancelled first, because it would report the end of the engine as a failure.
+    # vLLM's task for outputs is cancelled first, because otherwise it would report the end of the engine as a failure.
     if llm.output_handler is not None:
         llm.output_handler.get_loop().call_soon_threadsafe(llm.output_handler.cancel)
     llm.shutdown()
@@ -303,7 +303,7 @@ class _InFlight:
         self.image_tokens = 0  # number of tokens by which images make the prompt longer than `start.tokens`
         self.generated = 0
         self.cancelled = False
-        # True once vLLM's engine gets the request; before, its images are decoded and its parser is opened.
+        # True once vLLM's engine gets the request; until then, its images are decoded and its parser is opened.
         self.given = False
 
 
@@ -443,7 +443,7 @@ class VllmEngine:
 
     @property
     def lent(self) -> int:
-        """Number of handoffs whose lease has perhaps not ended yet.
+        """Number of handoffs whose blocks vLLM may still keep.
 
         A handoff counts until its lease ends, because vLLM does not report when its blocks have been fetched.
         """

@@ -43,7 +43,7 @@ async def open_rank(settings: WorkerSettings) -> AsyncIterator[None]:
 
     Raises:
         ConfigurationRefused: vLLM cannot work with a setting, which the message names; nothing was started.
-        EngineDied: vLLM's processes here have ended by themselves; the body is cancelled, and the error is raised in an
+        EngineDied: vLLM's processes on this node have ended by themselves; the body is cancelled, and the error is raised in an
             exception group.
     """
     vllm_launch.check(settings)

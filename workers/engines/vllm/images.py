@@ -84,7 +84,7 @@ class ImagePrompts:
         self, start: Start, images: "list[MediaWithBytes[Image]]", identities: Sequence[str]
     ) -> "MultiModalInput":
         ids = prompt_ids(start)
-        # Tokens of the answer must not be taken for placeholders.
+        # Tokens of the answer must not count as placeholders, so vLLM gets them separately.
         answer = ids[start.num_tokens - start.generated_tokens :]
         prompt = {
             "prompt_token_ids": ids[: len(ids) - len(answer)],

@@ -463,7 +463,7 @@ def engine_args(
 
 
 def engine_config(settings: WorkerSettings, args: "AsyncEngineArgs") -> "VllmConfig":
-    """Return the configuration that vLLM makes of its arguments, with short steps where Fleet wants them."""
+    """Return the configuration that vLLM makes of its arguments, with shorter steps if `step_tokens` gives a limit."""
     config = args.create_engine_config()
     limit = step_tokens(settings, config)
     if limit is None:

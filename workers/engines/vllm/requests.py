@@ -122,8 +122,8 @@ def _handoff_params(start: Start) -> dict[str, Any]:
 def _pull_params(handoff: Handoff, num_tokens: int) -> dict[str, Any] | None:
     """Return the parameters that the prefill engine's NIXL connector has put into the handoff.
 
-    Return None if there are none, or if the prompt does not have `num_tokens` tokens at the prefill engine: the decode
-    engine pulls the blocks of the whole prompt.
+    Return None if there are none, or if the prompt does not have `num_tokens` tokens at the prefill engine, because the
+    decode engine pulls the blocks of the whole prompt.
     """
     try:
         params = json.loads(handoff.params)

@@ -433,7 +433,7 @@ class StorePlanner:
 class PrefillSpeed:
     """Estimates how many seconds a prompt token takes to compute, from the times at which steps are planned.
 
-    The estimate is rather too high than too low.
+    If the estimate is wrong, it is rather too high than too low.
 
     Schedulers may plan a step while the previous one still runs. Therefore the duration of a step is taken as the time
     until the second plan after it, if none of these steps was idle. The shortest of the last samples is used, because it

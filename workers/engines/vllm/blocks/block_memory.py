@@ -121,7 +121,7 @@ class HostBlocks:
         return lambda index: self._pieces(block_ids[index])
 
     def host_rows(self, count: int) -> ByteArray:
-        # Written once in advance, because the first access to a page of memory is thirty times slower than a copy.
+        # The memory is written once in advance, because the first access to a page of memory is thirty times slower than a copy.
         return np.full((count, self.block_bytes), 1, dtype=np.uint8)
 
     def copy_out(self, block_ids: Sequence[int], rows: Sequence[ByteArray]) -> Wait:

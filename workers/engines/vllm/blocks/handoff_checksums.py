@@ -8,7 +8,7 @@ Rules:
    computes the prompt's last token. The checksums travel in the handoff and not together with the blocks.
 2. Each rank of the decode engine compares the blocks that it has pulled, before vLLM may schedule the request. A block
    with another checksum is reported to vLLM as not loaded. vLLM then computes this block and all later ones.
-3. Checksums belong to positions in the prompt. A block that arrived whole, but at the wrong position, is corrupt.
+3. Checksums belong to positions in the prompt. A block that arrived whole, but at the wrong position, counts as corrupt.
 4. A block whose checksum the decode engine does not know is used, and counts as unverified. That is the case if the
    prefill engine computes no checksums, for example because it has an earlier version, or if the two engines have
    different numbers of ranks or different block sizes.
@@ -56,7 +56,7 @@ def encoded(checksums: Sequence[int]) -> str:
 
 
 def decoded(text: str) -> list[int]:
-    """Return the checksums that were `encoded`; none if the text is malformed."""
+    """Return the checksums in a text that `encoded` has made; an empty list if the text is malformed."""
     try:
         octets = bytes.fromhex(text)
     except ValueError:

@@ -147,7 +147,7 @@ class NixlConnector(NixlPullConnector):  # type: ignore[misc]  # see above
         super().start_load_kv(forward_context, **kwargs)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Return the requests whose transfers have ended. The next two hooks return more about the same transfers."""
+        """Return the requests whose transfers have ended. The next two hooks report their corrupt blocks and their counts."""
         results = super().get_transfer_results(finished_req_ids)
         self._checks.ended(results.finished_recving, failed=results.failed_recving)
         return results

@@ -54,8 +54,8 @@ FOLLOW = Nanos(4 * SECOND)
 
 ORDER_BLOCKS = 256  # maximum number of blocks in one order, which then has 10 KB
 ENDED_SAVES = 1024  # maximum number of saves in one message that are reported as ended
-# Maximum number of bytes of the blocks in one order, unless one block is larger; every machine writes them within
-# `LEAD`.
+# Maximum number of bytes of the blocks in one order, unless a single block is larger. It is so small that every machine
+# writes the blocks within `LEAD`.
 ORDER_BYTES = 256 << 20
 MESSAGE_BYTES = 64 << 10
 

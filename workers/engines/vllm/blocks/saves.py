@@ -60,7 +60,7 @@ class BlockSaverThread(Protocol):
     """Saves the blocks that have become full. The engine's thread calls all methods."""
 
     def stepped(self) -> None:
-        """Record that a step has begun, so that the engine does not pause."""
+        """Record that a step has begun, which ends a pause of the engine."""
         ...
 
     def keep(self, work: StoreWork) -> None:
@@ -73,7 +73,7 @@ class BlockSaverThread(Protocol):
 
 
 class Staged(Struct, frozen=True):
-    """Some blocks of one request in the staging area, in the order of their chain; none if the area was full."""
+    """Some blocks of one request in the staging area, in the order of their chain. The lists are empty if the area was full."""
 
     request_id: str
     tenant: bytes = b""
@@ -280,7 +280,7 @@ class FollowingSaver:
         self.area = StagingArea(blocks)
         self._changed = threading.Condition()  # protects `staged` and `finished`; notified when a save is staged
         self.staged: dict[SaveKey, list[int]] = {}
-        # Saves whose shards need not be staged any more: an order waited for them in vain, or the save ended before they
+        # Saves whose shards need not be staged any more: an order has waited for them too long, or the save ended before they
         # were staged.
         self.finished: set[SaveKey] = set()
         self.lost = False

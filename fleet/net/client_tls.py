@@ -10,7 +10,7 @@ Rules:
    (`fleet.net.connection_limits`, rule 2). Clients that never finish a handshake therefore take no slot from others.
 3. A handshake must end within `first_byte_timeout_seconds`, like the first byte on a port without TLS.
 4. The number of failed handshakes and the cause of the last one are logged, at most once a minute. A client gets the
-   alert that TLS has for its cause.
+   alert that fits the cause (one of TLS's alerts).
 """
 
 import asyncio

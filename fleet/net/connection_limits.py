@@ -115,7 +115,7 @@ class ConnectionTable(Generic[Client]):
         return self._connections
 
     def admit(self, client: Client, address: str, now: float) -> ConnectionAdmission[Client]:
-        """Admit a connection as a silent one if there is a slot or one can be freed.
+        """Admit a connection as a silent one if there is a slot or one can be freed; otherwise refuse it.
 
         `address` comes from `client_key`; `now` is in seconds by a monotonic clock.
         """

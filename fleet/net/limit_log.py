@@ -50,7 +50,7 @@ class ClientLog:
         self._waiting = 0  # number of bytes that the last slow client had not read
 
     def note_slow(self, client: str, waiting: int) -> None:
-        """Count a client that is disconnected because it read too little; `waiting` bytes were left."""
+        """Count a client that is disconnected because it read too little; it had not read `waiting` bytes."""
         self.disconnected += 1
         self._slow.client, self._waiting = client, waiting
 

@@ -36,7 +36,7 @@ class ConnectionSettings(Struct, frozen=True, kw_only=True, forbid_unknown_field
     is disconnected, even if it reads a byte now and then."""
 
     min_read_bytes: Annotated[int, Meta(ge=1, le=1024 * MIB)] = 64 * KIB
-    """The number of bytes that a client must read within `write_timeout_seconds` if so many bytes wait for it. The default is
+    """The number of bytes that a client must read within `write_timeout_seconds` if that many bytes wait for it. The default is
     the number of buffered bytes at which the writer of a connection waits. With the default
     `write_timeout_seconds` it requires a rate of 2 KiB/s, which every network has."""
 
@@ -55,14 +55,14 @@ class ClientTlsSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """PEM file of the certificate's private key, without a passphrase."""
 
     client_authority: str = ""
-    """PEM file of the certificates that must have signed the clients' certificates (mTLS). Empty: clients need none."""
+    """PEM file of the certificates that must have signed the clients' certificates (mTLS). Empty: clients need no certificate."""
 
     health: bool = False
-    """`health_listen` speaks TLS as well. Off, because probes of a load balancer or of Kubernetes usually use plain HTTP
-    there. With `client_authority`, probes need a certificate, and probes of Kubernetes have none."""
+    """True if `health_listen` speaks TLS as well. The default is false, because probes of a load balancer or of Kubernetes
+    usually use plain HTTP. With `client_authority`, probes need a certificate, and probes of Kubernetes have none."""
 
     endpoint_picker: bool = False
-    """The endpoint picker speaks TLS as well, for gateways that call pickers over TLS. With `client_authority`,
+    """True if the endpoint picker speaks TLS as well, for gateways that call pickers over TLS. With `client_authority`,
     gateways need a certificate."""
 
     renewal_check_seconds: Annotated[float, Meta(ge=0.1, le=86_400)] = 10.0

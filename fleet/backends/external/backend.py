@@ -20,13 +20,13 @@ Rules:
    can send again. If events cannot be used, an alert names the problem (`fleet.backends.kv_events.health`), and placement
    relies on the other events alone.
 6. If the settings name the tokenizer of a server, the tokenizer check compares it with the server's own tokenizer
-   before the server joins. If the two differ, the server joins all the same, and an error is logged, because the
+   before the server joins. If the two differ, the server joins nevertheless, and an error is logged, because the
    server's KV events then describe blocks that no request can use.
 7. A server that answers health checks but sends no content of answers leaves rotation: it gets no new requests. The
    rules of `silence.py` decide when. The wait of a request that its client cancelled counts, too. The server stays a
    worker, so the router still assumes the same cache when the server returns.
 8. If the settings have no key for a server, the server gets the client's key. If the connection is unencrypted and
-   leads to another host, the client's key is left out unless the settings allow to send it (`insecure`). This is logged
+   leads to another host, the client's key is left out, unless the settings allow it (`insecure`). This is logged
    once for each server.
 9. If this router has no socket left, no server is blamed. A request waits for a socket at most until its connection
    timeout, and is then rejected. A health check that cannot be sent counts neither as answered nor as failed.

@@ -662,7 +662,7 @@ def read_usage(content: bytes) -> UpstreamUsage | None:
 
 
 def connection_line(*, keep_alive: bool, chunks: bool) -> bytes:
-    """Return the header line that tells a client whether its connection stays open; empty if nothing has to be said.
+    """Return the header line that tells a client whether its connection stays open; empty if this follows from the HTTP version.
 
     `chunks` is false for a client of HTTP/1.0.
     """

@@ -4,7 +4,7 @@ Rules:
 
 1. A ledger file is read, changed and written under a lock of the kernel (flock). Each change is one write of a fixed
    size, so if the process is killed meanwhile, the file has either the old or the new content.
-2. The event loop never blocks on the lock. If another process keeps the lock for `LOCK_SECONDS`, because it was
+2. The event loop never blocks on the lock. If another process keeps the lock for `LOCK_SECONDS`, for example because it was
    stopped, no request is admitted, and settlements are kept in memory until the lock is free.
 3. If the content of a file is not a ledger, the charges of the last hour are unknown. The limit then counts as spent, so
    no request is admitted, and a warning names the file.

@@ -95,7 +95,7 @@ class Http2Server:
 
         Args:
             shared: True if other processes may listen on the same port.
-            connection_seconds: The time, varied by up to a tenth, after which a client is asked to reconnect; 0 sets no
+            connection_seconds: Seconds, varied by up to a tenth, after which a client is asked to reconnect; 0 sets no
                 limit.
             limits: Limits of connections.
             max_held_bytes: Number of bytes of the messages that arrive or are being served, beyond which long messages
@@ -396,7 +396,7 @@ class Http2Connection(asyncio.Protocol):
             call.check_limits(now)
 
     def displace(self, *, silent: bool) -> None:
-        """Close at once, because the table needs the slot.
+        """Close the connection at once, because the table needs the slot.
 
         No calls are running; a `silent` client has never sent a byte.
         """

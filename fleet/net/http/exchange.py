@@ -214,7 +214,7 @@ def split_target(target: bytes) -> tuple[str, bytes]:
 
 
 NO_RETRY = ("x-should-retry", "false")
-"""Header by which the clients of OpenAI and Anthropic do not retry. Without it they retry each status from 500 on."""
+"""Header that tells the clients of OpenAI and Anthropic not to retry. Without it they retry after each status from 500 on."""
 
 
 class MalformedRequest(Struct, frozen=True):
@@ -343,7 +343,7 @@ class ExchangeConnection(Protocol):
         ...
 
     def relay(self, source: RelaySource) -> asyncio.Transport:
-        """Return the transport that takes the bytes of `source`, which pauses while the client does not read.
+        """Return the transport that takes the bytes of `source`; `source` is paused while the client does not read.
 
         Raises:
             ClientDisconnected: The connection is closed.

@@ -45,8 +45,8 @@ class Cache(Generic[View]):
     def put(self, item: View) -> list[View]:
         """Store the answer to a write or an event of a watch.
 
-        Return the object before and after if a stored field differs. The list has one item for a new object, and none if
-        nothing has changed.
+        Return the object before and after the change if a stored field differs. The list has one item for a new object, and
+        none if nothing has changed.
         """
         place = _place(item)
         if self._removed.get(place) == item.metadata.uid:

@@ -251,7 +251,7 @@ async def dial(
     limit: int = FRAME_BYTES,
     send_limit: int = SEND_BYTES,
 ) -> FrameConnection:
-    """Open a connection on which both peers have proven their identity. Callers set a deadline.
+    """Open a connection on which both peers have proven their identity. It has no time limit, so callers set a deadline.
 
     There is no handshake on a Unix socket, or if the identity is open (`StreamIdentity.is_open`).
 

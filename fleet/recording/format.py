@@ -15,7 +15,7 @@ Rules for readers:
    parts of block hashes, and the block hashes of a tenant with a salt include this salt. A reader of the recording who guesses a whole
    prompt can check by the block keys whether the guess is right, if the tenant has no salt or the reader knows it.
 
-A recording suffices for `fleet sim replay`, because the decisions of the machine depend on nothing else than what it contains.
+A recording suffices for `fleet sim replay`, because the decisions of the machine depend only on what it contains.
 """
 
 import struct

@@ -376,7 +376,7 @@ class _Offer:
         self.parsed = parsed
         self.exchange = exchange
         self.authorization = authorization
-        self.tenant: str | None = None  # the tenant, set when its rate limits have admitted the request; None before
+        self.tenant: str | None = None  # the tenant; None until its rate limits have admitted the request
         self.allowance: RateLimitStatus | None = None
         # Number of prompt tokens. Until the prompt is tokenized, this is the number of bytes of the request's body: an
         # upper bound, because a token has at least one byte.

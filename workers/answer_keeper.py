@@ -9,8 +9,8 @@ Rules:
    the tokens by the key.
 2. An answer with at least one token is kept for a set time after its end. When the stream to its router ends, the
    answer counts as ended too.
-3. If the tokens exceed the memory limit, the answers that have ended are forgotten first, beginning with the earliest
-   end, and then the running ones, beginning with the earliest start.
+3. If the tokens exceed the memory limit, answers are forgotten: first those that have ended, in the order of their
+   ends, then the running ones, in the order of their starts.
 4. Routers use a key for one attempt only. If a key is used again nevertheless, the tokens of the new attempt replace
    those of the earlier one.
 """

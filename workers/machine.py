@@ -3,8 +3,8 @@
 Rules:
 
 1. The phases of the process are STARTING -> SERVING -> DRAINING -> GONE, in this order; some may be skipped (`NEXT`).
-   The worker accepts new attempts only in SERVING. In DRAINING, running attempts may finish until a deadline; then the
-   attempts that still run are aborted: their routers get a rejection, and the engine cancels them. The phase becomes GONE
+   The worker accepts new attempts only in SERVING. In DRAINING, running attempts may finish until a deadline. Attempts
+   that still run then are aborted: their routers get a rejection, and the engine cancels them. The phase becomes GONE
    when the engine has no more work and no blocks that are needed (rule 7), or `GRACE` after the deadline. A drain
    begins with SIGTERM (`fleet.app.worker`), for which `drain_timeout_ms` (`workers.settings`) sets the deadline, or
    with a call at the control port, which states its deadline (`workers.connections.control_port`).
@@ -21,11 +21,11 @@ Rules:
    `REPLACEMENT_WINDOW`, probably two routers have this id, and the machine asks for a warning.
 6. The worker holds at most `capacity` attempts, running and waiting together. The next one is refused with
    QUEUE_FULL.
-7. After attempts have ended, other workers may still need their blocks. A drain therefore waits, until its deadline,
-   for three events: the engine lends no more blocks to decode workers; the time `FETCHED_WITHIN` since the last handoff
-   through the store has passed, if the store ends with this process; and the evacuation of warm blocks has ended. If
-   the server has an evacuator, an evacuation runs when a serving worker begins to drain. If any attempt ran then,
-   another evacuation follows after the last attempt.
+7. After attempts have ended, other workers may still need their blocks. A drain therefore waits, at most until its
+   deadline, for three conditions. The engine lends no more blocks to decode workers. If the store ends with this
+   process, the time `FETCHED_WITHIN` has passed since the last handoff through the store. The evacuation of warm blocks
+   has ended. If the server has an evacuator, an evacuation runs when a serving worker begins to drain. If any attempt
+   ran then, another evacuation follows after the last attempt.
 8. If the engine hangs, the process ends at once, also during a drain. All streams are closed, so that routers continue
    their requests on other workers, as if the process had been killed. The worker does not drain, because the engine
    would not respond.

@@ -4,8 +4,9 @@ Rules:
 
 1. The worker registers at once, and renews its lease three times in the time for which a lease lasts. While the
    registry does not answer, it tries again with growing pauses.
-2. A draining worker deregisters first, so that no further router finds it. Routers that have a stream to the worker keep
-   the stream until it ends: running attempts go on, and a message on the stream says that the worker takes no new ones.
+2. A draining worker deregisters first, so that no further router finds it. Routers that have a stream to the worker
+   keep it until it ends. So running attempts go on, and a message on the stream says that the worker takes no new
+   attempts.
 3. A registry that cannot be reached does not delay the end of the worker, because the lease ends by itself.
 4. If another process is registered under the worker's id, the worker waits for the end of that process, at most
    `name_wait_seconds`. The process may be the worker's own predecessor, whose end the registry has not noticed yet. The
@@ -54,7 +55,7 @@ class RegistryEntry(Struct, kw_only=True):
         """Stay registered until cancelled.
 
         Return earlier if another process has replaced this worker, or if another process keeps the worker's id for
-        longer than `name_wait_seconds` (rules 4 and 5); the result is a text that says which of the two happened.
+        longer than `name_wait_seconds` (rules 4 and 5). The result is a text that says which of the two has happened.
         """
         pause = FIRST_PAUSE_SECONDS
         reachable: bool | None = None

@@ -5,8 +5,8 @@ Hung processes of `fleet up` are noticed by `fleet.local.liveness`, silent strea
 
 Rules:
 
-1. Progress is a step of the engine's scheduler, not a token: a long prompt that is computed chunk by chunk produces no token for
-   minutes, but steps all the time. A scheduler that has no work makes no progress and does not hang.
+1. Progress is a step of the engine's scheduler, and not a token: while a long prompt is computed chunk by chunk, there are steps
+   all the time, but no token for minutes. A scheduler that has no work makes no progress and does not hang.
 2. The patience is the time without progress after which an engine with work counts as hung. It is `step_factor` times
    the slowest recent step of the same size, but at least `floor_seconds` and at most `ceiling_seconds`.
 3. Steps are distinguished by size, because a step that computes 4,096 prompt tokens may take a thousand times as long
@@ -22,9 +22,9 @@ Rules:
 6. A step may wait for a KV transfer from another engine. While work that was present when the step began waits for a transfer, the
    patience is at least the transfer's own time limit, and the step's time is not learned.
 7. The time between two calls of `Watchdog.look` counts as at most a tenth of the patience. The watchdog sees nothing
-   while its process is stopped, the machine is suspended, or the event loop is blocked, and such a gap is no sign of a
-   hang. A hang is therefore detected after at least ten calls without progress. The time of a step with a longer gap is
-   not learned.
+   while its process is stopped, the machine is suspended, or the event loop is blocked. Such a gap does not mean that
+   the engine hangs. A hang is therefore detected after at least ten calls without progress. The time of a step with a
+   longer gap is not learned.
 8. The state of an engine is the worst state of its schedulers.
 """
 
@@ -65,8 +65,8 @@ class WatchdogSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     step_factor: Annotated[float, Meta(ge=2, le=1000)] = 20.0
     """Between `floor_seconds` and `ceiling_seconds`, the patience is this factor times the slowest recent step of the
-    same size. The default is 20 = 4 x 5: a step over a context of 100,000 tokens takes about 4 times as long as a step
-    without context, and if four other processes share the core, a step takes 5 times as long."""
+    same size. The default is 20 = 4 x 5. A step over a context of 100,000 tokens takes about 4 times as long as a step
+    without context. If four other processes share the core, a step takes 5 times as long."""
 
     def __post_init__(self) -> None:
         if self.ceiling_seconds < self.floor_seconds:

@@ -17,9 +17,9 @@ class ConnectionSettings(Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     max_connections: Annotated[int, Meta(ge=1, le=1 << 20)] = 4096
     """The largest number of open connections; each costs about 20 KiB and a file descriptor. When the port is full, a
-    new connection displaces one that waits: first one whose client has not sent its next bytes for a second, then the
-    one that has waited longest. A connection whose request is being served is never displaced. A new connection that
-    displaces no other is refused: over HTTP with 503 and Retry-After."""
+    new connection displaces a waiting one: a connection whose client has not sent its next bytes for a second, or else
+    the connection that has waited longest. A connection whose request is being served is never displaced. A new
+    connection that displaces no other is refused: over HTTP with 503 and Retry-After."""
 
     address_share: Annotated[float, Meta(gt=0, le=1)] = 0.9
     """The part of `max_connections` that one client address (for IPv6, one /64 network) may use. An address at its
@@ -96,9 +96,9 @@ class GrpcSettings(ConnectionSettings, frozen=True, kw_only=True, forbid_unknown
 
     library: GrpcLibrary = GrpcLibrary.NGH2
     """`ngh2` serves by libnghttp2. `grpcio` serves the same methods by gRPC's own library, for a machine or a client
-    that has trouble with `ngh2`. `grpcio` takes about twice the CPU time per token, has no `address_share` and no
-    `min_read_bytes`, displaces no idle connection on a full port, and counts a message towards
-    `grpc_max_held_bytes` only once it has arrived."""
+    that has trouble with `ngh2`. `grpcio` takes about twice the CPU time per token. It has no `address_share` and no
+    `min_read_bytes`, and displaces no idle connection on a full port. It counts a message towards `grpc_max_held_bytes`
+    only once the message has arrived."""
 
 
 DEFAULT_GRPC_LIMITS = GrpcSettings()

@@ -4,10 +4,10 @@ An engine can hang while its HTTP server still answers `/health`. The router the
 answer arrives. Silence may also have other causes: a long prompt, a long answer in one piece, a queue, or a server that
 still loads. Rules:
 
-1. The allowed silence follows from the measured times of the server's earlier answers (`first_byte_history.py`): the
-   time until the first byte, and this time divided by the size of the request in KiB, so that a long prompt gets more
-   time. A server with few answers is also judged by the times of its siblings, the other servers of its model. If none
-   of them has answered yet, no server is judged.
+1. The allowed silence follows from the times of the server's earlier answers (`first_byte_history.py`). Two values are
+   measured: the time until the first byte, and this time divided by the size of the request in KiB. So a long prompt
+   gets more time. A server with few answers is also judged by the times of its siblings, the other servers of its
+   model. If none of them has answered yet, no server is judged.
 2. A server becomes suspect if a request has waited twice the expected time while the server sent no byte to any client.
    The same holds if the client has cancelled the request after that time. Shorter waits of cancelled requests are added
    up, and their sum counts like one wait. The router sends a suspect server a trial request (`SendTrial`) for one token,
@@ -17,9 +17,9 @@ still loads. Rules:
    request was not answered either. A sibling must work: it has answered a request since the silence began, or has no
    requests. If all servers are equally slow, none of them is removed.
 4. A server may answer some requests and never answer others. Such a server is not silent, so single requests are
-   counted too: those that wait much longer than expected while later requests were answered, and those that wait on a
-   silent server. Each answer lowers the count. A server with a count of `MAX_SILENT_REQUESTS` leaves rotation if a
-   sibling works and enough siblings remain.
+   counted too. A request is counted if it waits much longer than expected while later requests were answered, or if it
+   waits on a silent server. Each answer lowers the count. A server with a count of `MAX_SILENT_REQUESTS` leaves
+   rotation if a sibling works and enough siblings remain.
 5. The detector abandons requests in the following cases. An abandoned request starts on another server, unless its
    client has already got a part of the answer.
    - If the server is out of rotation, a request is abandoned when it waits for too long.

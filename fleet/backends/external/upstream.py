@@ -3,7 +3,7 @@
 Rules:
 
 1. A connection carries one request at a time. It is used again if the server allows it and the answer ended where its
-   HTTP head says, but not after an answer whose chunks were decoded (rule 2).
+   HTTP head says. It is not used again after an answer whose chunks were decoded (rule 2).
 2. The HTTP parser reads every byte, but only to find the end of the head and of the answer. It also decodes chunks for a
    client that does not understand them (HTTP/1.0). The connection is closed if the parser rejects something, or if bytes
    arrive while no request is open.
@@ -22,7 +22,7 @@ Rules:
    connection's next use) comes after that. An error or the end of the answer is sent after all waiting bytes. Content in
    later turns is passed on at once, because the router has nothing to decide about it.
 7. An answer counts as begun with its first content. Comments between events, and events that only name the role, are
-   passed on, but a hung engine may send them too, so they are no sign of life (`has_content`).
+   passed on, but they are not content (`has_content`): a server whose engine hangs may send them too.
 """
 
 import asyncio
@@ -118,7 +118,7 @@ class UpstreamOwner(Protocol):
     first_bytes: list[tuple[Nanos, Nanos, int, bool]]
     """Measurements of the first content of answers since the last silence check, at most `LEARNED_FIRST_BYTES`.
 
-    Each has the instant of the request (in running time), the instant of the content (in the time of the clock), the
+    Each has four values: the instant of the request (in running time), the instant of the content (by the clock), the
     size of the request in bytes, and True if the client wants a stream.
     """
 

@@ -10,16 +10,17 @@ Rules:
    counted as silence of a worker. If an engine hangs, its worker notices it (`workers.watchdog`) and ends the stream.
 2. When a worker has left, the router dials it again, with growing pauses, as long as the worker is a member. Each
    stream begins with a cache dump, which replaces what was known before.
-3. If a worker's lease ends, its stream stays open, because attempts may still run on the worker, and because an open
-   stream shows that the worker is alive, while perhaps only the registry is unreachable. When this stream has ended,
-   the worker is not dialled again.
+3. If a worker's lease ends, its stream stays open, because attempts may still run on the worker. The open stream also
+   shows that the worker is alive; perhaps only the registry is unreachable. When this stream has ended, the worker is
+   not dialled again.
 4. Sending never waits. Unsent bytes are kept up to a limit. A message that starts an attempt, or asks for spans or
    kept answers, is not sent if it does not fit. The stream then stays open, because other attempts run on it. If another
    message does not fit, such as a cancellation, the stream counts as broken.
 5. The streams report to the membership whether workers can be reached (`ReachabilityEvent`), so that no other process
    can register under the name of a worker that is alive.
-6. The greeting and the description state the protocol versions of both peers. A worker without a common version has not
-   joined; it is shown as incompatible, and dialled again with pauses, because either of the two may be upgraded.
+6. The greeting and the description state the protocol versions of both peers. A worker without a common version does
+   not join. It is shown as incompatible, and dialled again with pauses, because the worker or the router may be
+   upgraded.
 7. Each message is handled before the next one is read. So messages do not pile up in a slow router; it reads more
    slowly, and its workers have to wait until they can send.
 """

@@ -1,7 +1,7 @@
 """Start of the simulated engine, which runs no model, but has exact KV and the timing of a latency model.
 
-The engine has the parts of a real one (continuous batching, chunked prefill, a limited number of blocks, a prefix cache
-with KV events, two KV paths), and needs no other software. Its tokens depend on every byte of KV
+The engine has the parts of a real one: continuous batching, chunked prefill, a limited number of blocks, a prefix cache
+with KV events, and two KV paths. It needs no other software. Its tokens depend on every byte of KV
 (`workers.engines.simulated.model`), so each end-to-end test with this engine also proves that KV was moved correctly.
 """
 

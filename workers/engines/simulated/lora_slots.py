@@ -2,9 +2,9 @@
 
 Rules:
 
-1. A slot is free, idle (its adapter is loaded, and no request uses it) or used. An adapter that a request needs takes the
-   slot in which it is loaded, otherwise a free slot, otherwise the slot that has been idle longest, whose adapter it
-   replaces. If all slots are used, requests wait.
+1. A slot is free, idle (its adapter is loaded, and no request uses it) or used. An adapter that a request needs keeps
+   the slot in which it is loaded. If it is not loaded, it takes a free slot. If no slot is free, it replaces the
+   adapter that has been idle longest. If all slots are used, requests wait.
 2. An adapter counts as loaded from the moment at which it takes its slot; the caller then has to load it.
 """
 

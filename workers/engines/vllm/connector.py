@@ -5,12 +5,12 @@ vLLM imports this module by its path.
 vLLM makes several connectors in different processes: one beside the scheduler, which decides
 (`workers.engines.vllm.store_planner`), and one beside the model on each rank, which moves bytes
 (`workers.engines.vllm.blocks.block_mover`). This module only translates between these two modules and vLLM's hooks.
-Loads are asynchronous in vLLM's sense: a request whose blocks are being loaded waits while others go on, and its blocks
-enter the engine's prefix cache only when they were verified.
+Loads are asynchronous in vLLM's sense: a request whose blocks are being loaded waits, while other requests go on. The
+loaded blocks enter the engine's prefix cache only after they were verified.
 
-vLLM reports a load to the scheduler side as ended when every rank has ended it, and a block as bad as soon as one rank
-has reported it. vLLM merges only the reports of the same step. If ranks end a load in different steps, this module
-merges their reports (`_AllRanks`).
+vLLM tells the scheduler side that a load has ended when every rank has ended it. It reports a block as bad as soon as
+one rank has reported the block as bad. vLLM merges only the reports of the same step. If ranks end a load in different
+steps, this module merges their reports (`_AllRanks`).
 
 The connector also runs without a store. It counts where the blocks of a prompt came from, and counts the engine's steps
 for the watchdog (`workers.engines.vllm.step_counter`). It also ends vLLM's processes when the worker process has ended,

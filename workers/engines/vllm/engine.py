@@ -289,8 +289,9 @@ def _can_share(client: StoreClient, settings: WorkerSettings) -> bool:
 
 
 Started = tuple["AsyncLLM", EngineFacts, int, StoreClient | None, VllmAnswerParsers | None]
-"""A started vLLM, its facts, the bytes of a block, the client that waits for a store node that has not answered (None:
-the node has answered, or there is none), and the parsers of its answers (None: they are not parsed)."""
+"""Five values: the started vLLM; its description; the number of bytes of a block; the client that waits for a store
+node which has not answered (None: the node has answered, or there is none); the parsers of its answers (None: answers
+are not parsed)."""
 
 
 class _InFlight:

@@ -2,8 +2,8 @@
 
 The worker sees only the tokens that vLLM generates, and a long prompt generates none before its last chunk. vLLM's
 scheduler plans each step when the previous step's result has arrived (with asynchronous scheduling, the result of the
-step before that). If the number of planned steps does not grow although there are requests, the engine hangs: in the
-scheduler, in the model, or in a rank for which the others wait.
+step before that). If the number of planned steps does not grow although there are requests, the engine hangs. The
+scheduler may hang, the model, or a rank for which the other ranks wait.
 
 The memory is a file in the folder of the engine's sockets, mapped by both processes. Writing needs no system call,
 and reading needs no answer from a process that may hang.

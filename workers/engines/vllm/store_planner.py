@@ -19,9 +19,9 @@ Rules:
 6. If a request has to wait in the engine's queue, the store is called to prefetch its blocks while the current step
    runs. The prefetched blocks are not pinned, because the request may wait long and would keep them from being evicted.
    The scheduler makes only a few such calls in each step.
-7. The counts of a request tell where its prompt's blocks came from when vLLM first scheduled the request: blocks in the
-   engine's own cache, blocks loaded from the store (as the worker side confirmed them), and blocks pulled directly. All
-   other blocks were computed.
+7. The counts of a request (`PromptBlockCounts`) tell where the blocks of its prompt came from when vLLM first scheduled
+   it: from the engine's own cache, from the store (as the worker side confirmed), or from another engine. All other
+   blocks were computed.
 """
 
 from collections import deque
@@ -44,8 +44,8 @@ LEAST_TOKENS = 64  # a step with fewer tokens does not count for `PrefillSpeed`,
 SAMPLES = 16  # number of step durations that `PrefillSpeed` remembers
 UNKNOWN_SECONDS_A_TOKEN = 0.0005  # assumed prefill time of a token before the first measurement
 LOOK_AGAIN_SECONDS = 0.002  # pause between two calls that check whether the store's promotions have ended
-# If a request waits longer than this for room in the engine, its match is made anew, so that the lease does not end before
-# the blocks are read.
+# If a request waits longer than this for room in the engine, the planner queries the store again. Otherwise the lease
+# of its match could end before the blocks are read.
 MATCH_FRESH_SECONDS = 10.0
 # Maximum number of prefetches for queued requests in one step; each is a call of 0.5 ms, and the step waits for it.
 FETCHES_A_STEP = 4

@@ -16,9 +16,9 @@ Rules:
 4. Urgent and deferred blocks have separate channels: each is a socket in a folder that only this engine's processes can
    access. Each channel carries one order at a time. The leader waits for answers, and followers wait for orders, up to
    a deadline. A save that exceeds its deadline is lost, so its blocks will have to be computed again. If a rank leaves
-   an order unanswered, the leader orders no more writes of that save, and then no writes on the channel for a pause
-   (`kvstore.circuit_breaker`). The engine therefore does not wait for this rank again and again. If the connection of a
-   rank is lost, the leader orders no more writes at all.
+   an order unanswered, the leader orders no more writes of that save. It then pauses all writes on the channel for some
+   time (`kvstore.circuit_breaker`). The engine therefore does not wait for this rank again and again. If the connection
+   of a rank is lost, the leader orders no more writes at all.
 5. If several ranks hold the same head, only one of them writes it, and the ranks take turns from block to block. The
    other ranks report a contribution of zero to the checksum.
 """

@@ -84,7 +84,7 @@ class AnswerKeeper:
                 self._forget(now)
 
     def end(self, answer: KeptTokens, now: Nanos) -> None:
-        """Note that no more tokens of an answer follow. From now on its tokens, if any, are kept for the set time."""
+        """Note that no more tokens of an answer follow. Its tokens are kept for the set time; an answer without tokens is forgotten now."""
         if self._running.get(answer.key) is answer:
             answer.ended_at = now
             if answer.tokens:

@@ -28,7 +28,7 @@ class PinChain(Struct, frozen=True, kw_only=True):
 
 
 class UnpinChain(Struct, frozen=True, kw_only=True):
-    """Requests the end of a session's pin, because the session has gone on with another request."""
+    """Requests the end of a session's pin, because the session has sent another request."""
 
     session: str
 

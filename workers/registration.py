@@ -135,7 +135,7 @@ class WorkerMembership:
         return not self._leaving.is_set() and all(each.taken for each in self.registrations)
 
     def when_replaced(self, tell: Callable[[], None]) -> None:
-        """Call `tell` once another process has replaced this worker, at once if that has happened already."""
+        """Call `tell` when another process replaces this worker; call it now if that has happened already."""
         self._when_replaced = tell
         if self.replaced:
             tell()

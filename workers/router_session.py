@@ -19,9 +19,9 @@ from workers.ports import Outlet
 
 MAX_WAITING_ANSWERS = 100
 """Maximum number of messages with kept answers that wait for a router. Each message has about 1 MiB. By default a worker keeps
-64 MiB of answers, so a router can request all of them at once. Further messages are dropped instead of closing the
-stream, because the stream carries the requests of all clients. The router stops waiting for a dropped message after a
-time limit."""
+64 MiB of answers, so a router can request all of them at the same time. Further messages are dropped instead of closing the
+stream, because the stream carries the requests of all clients. The router stops waiting for a dropped message after a time
+limit."""
 
 
 class RouterSession:

@@ -416,7 +416,7 @@ class WorkerServer:
             log.warning("router connects again and again", extra={"router": router_id, "cause": cause})
 
     def _abandon(self, lost: int) -> None:
-        """End all streams first, so that their requests continue elsewhere, and then kill the engine."""
+        """End all streams first, so that routers continue the requests on other workers; then kill the engine."""
         self._hung_at = self._clock.now()
         for session in self._sessions.values():
             session.cut("its engine hangs")

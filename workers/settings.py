@@ -98,7 +98,7 @@ class SimulatedSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Maximum wait of a request for blocks from the store or a prefill engine; after this time the blocks are computed."""
 
     publish_timeout_ms: Positive = 2000
-    """Maximum time for which a prefill whose tokens are computed waits until its blocks are in the store. It is also
+    """After its tokens are computed, a prefill waits at most this time until its blocks are in the store. This is also
     the limit of each write in the background."""
 
     adapter_load_ms: Annotated[float, Meta(ge=0)] = 50.0

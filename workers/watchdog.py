@@ -1,7 +1,7 @@
 """Step watchdog: decides from an engine's steps whether it is healthy or hangs. `workers.server` calls it.
 
-If the engine hangs, `workers.server` ends the routers' streams, and each router continues the requests elsewhere.
-Hung processes of `fleet up` are noticed by `fleet.local.liveness`, silent streams of workers by `fleet.backends.workers.streams`.
+If the engine hangs, `workers.server` ends the routers' streams, and each router continues its requests on other workers. Hung
+processes of `fleet up` are noticed by `fleet.local.liveness`, silent streams of workers by `fleet.backends.workers.streams`.
 
 Rules:
 
@@ -53,7 +53,7 @@ class WatchdogSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     enabled: bool = True
     """If off, a hung engine keeps its requests and gets new ones until somebody ends it. Switch it off for debuggers
-    that the system does not show, and for engines whose steps have no bound."""
+    that the operating system does not show, and for engines whose steps have no bound."""
 
     floor_seconds: Annotated[float, Meta(gt=0, le=3600)] = 10.0
     """The shortest patience, however fast the steps were. Steps of deployed engines take from milliseconds to a second;

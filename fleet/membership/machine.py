@@ -2,8 +2,8 @@
 
 Rules:
 
-1. A worker is a member from its registration until its lease ends, it deregisters, or another incarnation takes its
-   place. If the worker registers again, its lease is renewed. The end of a lease ends no stream: attempts on the worker
+1. A worker is a member from its registration until its lease ends, it deregisters, or another incarnation replaces it.
+   If the worker registers again, its lease is renewed. The end of a lease ends no stream: attempts on the worker
    continue (`fleet.backends.workers.streams`, rule 3).
 2. The name of a worker belongs to one incarnation. While this router has a stream to a worker, the name belongs to the
    incarnation with which the stream is open. Without a stream, the name belongs to the member until its lease ends. If

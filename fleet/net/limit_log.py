@@ -66,7 +66,7 @@ class ClientLog:
         self._failed.client, self._cause = client, cause
 
     def log_changes(self, now: float, listen: str) -> None:
-        """Log how many clients were counted since the last message, if there were any, and the last of them."""
+        """Log how many clients were counted since the last message, and the last of these clients; log nothing if there were none."""
         if clients := self._slow.due(self.disconnected, now):
             log.warning(
                 "clients cut off because they read too slowly",

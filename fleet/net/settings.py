@@ -48,8 +48,8 @@ class ClientTlsSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """
 
     certificate: str = ""
-    """PEM file of the router's certificate, and of the certificates between it and its authority. Empty: the ports do not
-    speak TLS, and a proxy in front of them has to."""
+    """PEM file of the router's certificate, and of the certificates between it and its authority. Empty: the ports do
+    not speak TLS, so a proxy in front of them has to."""
 
     key: str = ""
     """PEM file of the certificate's private key, without a passphrase."""
@@ -66,9 +66,9 @@ class ClientTlsSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     gateways need a certificate."""
 
     renewal_check_seconds: Annotated[float, Meta(ge=0.1, le=86_400)] = 10.0
-    """The time between two checks whether the files have changed. New connections then use the renewed certificate, and
-    open ones go on. If the files cannot be used, this is logged, and the old certificate stays in use. Kubernetes
-    writes a renewed secret into a pod after about a minute, so ten seconds add little."""
+    """The time between two checks whether the files have changed. If they have changed, new connections use the renewed
+    certificate, and open connections continue. If the files cannot be used, this is logged, and the old certificate
+    stays in use. Kubernetes writes a renewed secret into a pod after about a minute, so ten seconds add little."""
 
     expiry_warning_days: Annotated[float, Meta(ge=0, le=3650)] = 14.0
     """A warning is logged once a day if the certificate ends within this time. Certificates are usually renewed 30 days

@@ -5,9 +5,9 @@ Rules:
 1. A parser that the settings name is used. If the setting is ``auto``, and the model folder has a response template,
    vLLM's parser for response templates is used. Otherwise the parser is chosen by the model type and by the chat
    template, because the chat template instructs the model how to write tool calls.
-2. The first entry of `FAMILIES` that allows the model type, and whose marks all occur in the chat template, decides. If
-   no entry fits, the model has no parser. Requests with tools are then refused, because a wrong parser would not find
-   the calls in the answers.
+2. The first entry of `FAMILIES` that allows the model type, and whose marks all occur in the chat template, names the
+   parsers. If no entry fits, the model has no parser. Requests with tools are then refused, because a wrong parser
+   would not find the calls in the answers.
 3. The reasoning parser of an entry is used only if the chat template contains the entry's `reasoning_mark`.
 """
 

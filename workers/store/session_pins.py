@@ -53,7 +53,7 @@ class _SessionPauses(Struct):
 
 
 class SessionPinPolicy:
-    """Decides which chains to pin, by the rules of this module. The ids of attempts are those of the engine."""
+    """Decides which chains to pin, by the rules of this module. Attempts are named by their engine ids."""
 
     def __init__(self, longest: Nanos):
         assert longest > 0, longest

@@ -112,8 +112,8 @@ PROBE_INTERVAL_IN_PROGRESS = SECOND  # time between two silence checks while som
 _STOP = Finish.STOP  # reading a module variable is three times as fast as reading the enum attribute
 
 Hear = Callable[[WorkerEvent], None]
-"""Function that gives a worker's event to the router (`RouterServer.hear`): it is handled before the function returns, unless the router
-is handling another event then."""
+"""Function that gives a worker's event to the router (`RouterServer.hear`). The router handles the event before the function returns.
+But while the router is handling another event, it handles the new event after that one."""
 
 
 class ExternalBackend:

@@ -174,8 +174,8 @@ class SilenceDetector:
         self._left: _AbandonedRequest | None = None
         self._left_at = Nanos(0)
         self._owed = 0  # nanoseconds that cancelled requests waited in total since the server's last byte
-        # KiB of the longest cancelled prompt that the server may still compute: first among the requests for an answer in one
-        # piece, then among those for a stream.
+        # KiB of the longest cancelled prompt that the server may still compute. The first number is for requests for an
+        # answer in one piece, the second number for requests for a stream.
         self._left_kib = [0, 0]
         self._overtook = _UNSEEN
         self._out = False
@@ -208,7 +208,7 @@ class SilenceDetector:
 
     @property
     def calm(self) -> bool:
-        """True if the server is in rotation, without a trial request, a hold, or a cancelled request that counts."""
+        """True if the server is in rotation and not held back, no trial request is open, and no cancelled request counts."""
         return not (self._out or self._held or self._left is not None or self._asked_at is not None)
 
     # Events of requests
@@ -383,7 +383,7 @@ class SilenceDetector:
         commands.append(TakeOutOfRotation(why))
 
     def _hold(self, now: Nanos, silence: Nanos, commands: list[SilenceCommand]) -> None:
-        """Hold a suspect server back, or end its hold (rule 2)."""
+        """Stop or resume sending new requests to a suspect server (rule 2)."""
         tells = self._suspect and self._trials_tell(now)
         if self._held and not (tells and any(each.works(self._latest_byte_at) for each in self._siblings)):
             self._held = False
@@ -500,7 +500,7 @@ class SilenceDetector:
         return kinds
 
     def _limits(self) -> tuple[float, float] | None:
-        """Return the nanoseconds after which silence is suspicious, and those after which it is too long; None if unknown.
+        """Return two times in nanoseconds, after which silence is suspicious and after which it is too long; None if unknown.
 
         A server that computes one prompt after the other may be busy with the longest prompt. So the limits for that
         prompt are returned. A server that was seen to compute several requests at a time should answer the shortest

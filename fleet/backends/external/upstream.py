@@ -1,4 +1,4 @@
-"""Upstream: one connection to an external backend, whose answer goes to the client as it arrives.
+"""Upstream: one connection to an external backend; it passes each answer on to the client while the answer arrives.
 
 Rules:
 
@@ -18,9 +18,9 @@ Rules:
 5. Tokens are not decoded. The number of events is a good estimate of an answer's length. A tenant is charged for the
    usage that the server reports at the end, if it reports one.
 6. A request, and the head of an answer with its first content, go through the write batcher (`write_batcher.py`), which
-   may keep them until the end of the event loop's turn. What follows from an answer (released reservations, counters, the
-   connection's next use) comes after that. An error or the end of the answer is sent after all waiting bytes. Content in
-   later turns is passed on at once, because the router has nothing to decide about it.
+   may keep them until the end of the event loop's turn. The other effects of an answer (released reservations,
+   counters, the connection's next use) come after that. An error or the end of the answer is sent after all waiting
+   bytes. Content in later turns is passed on at once, because the router has nothing to decide about it.
 7. An answer counts as begun with its first content. Comments between events, and events that only name the role, are
    passed on, but they are not content (`has_content`): a server whose engine hangs may send them too.
 """
@@ -182,7 +182,7 @@ class Upstream(asyncio.Protocol):
         self._complete = False  # True if the answer is complete, but not reported to `owner` yet
         self._head: AnswerHead | None = None
         self._held = b""  # bytes that wait for the rest of the head, or for the first content (rule 3)
-        # bytes of the request that wait for the end of the event loop's turn, or, once `_client` is set, bytes of the answer
+        # Bytes that wait for the end of the event loop's turn: bytes of the request, or of the answer once `_client` is set.
         self._unsent: list[bytes] = []
         # The bytes since the start of the latest read in which an event began; if there are many, only the last ones.
         self.latest = b""
@@ -355,7 +355,8 @@ class Upstream(asyncio.Protocol):
 
         Args:
             content: The bytes just read, preceded by the last bytes of earlier reads.
-            begin: Where to begin the search. Earlier reads have found any count before this place, with enough bytes around it.
+            begin: Where to begin the search. Counts before this index were found in earlier reads, with enough bytes around
+                them.
         """
         if (found := content.rfind(_TOKEN_COUNT, begin)) >= 0:
             self._counted = content[max(0, found - USAGE_BYTES) : found + USAGE_BYTES]

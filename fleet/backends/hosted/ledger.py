@@ -56,7 +56,7 @@ class SpendingLedger(Protocol):
         ...
 
     def spent(self) -> int:
-        """Return the charges of the last hour in nanodollars; if a file cannot be read now, those of its last reading."""
+        """Return the charges of the last hour in nanodollars; if a file cannot be read now, the charges at its last reading."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Answer search: asks the workers for the tokens of answers whose streams are to be resumed.
+"""Answer search: asks the workers for the tokens of answers that clients resume.
 
 Rules:
 

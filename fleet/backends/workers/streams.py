@@ -154,7 +154,7 @@ class WorkerStreams:
             settings: Timeouts, and the store node to watch.
             membership: Yields the arrivals and departures of members; None: there is no registry.
             addresses: Addresses of workers that are always members.
-            reachability: Function that is called when it turns out that a worker can or cannot be reached.
+            reachability: Function that is called when a worker was reached, or could not be reached.
             incompatible: Collects workers without a common protocol version; None: they are only logged.
 
         Raises:
@@ -331,7 +331,7 @@ class WorkerStreams:
         return link is not None and link.say(message)
 
     def _ask(self, wanted: AnswersWanted) -> list[WorkerId]:
-        """Ask all workers that keep answers; return those to which the message was sent."""
+        """Ask all workers that keep answers; return the workers to which the message was sent."""
         keepers = [
             worker_id
             for worker_id, link in self._links.items()

@@ -159,7 +159,7 @@ class Http2Server:
         self._sweep = loop.create_task(self._sweep_forever())
 
     async def stop(self, grace: float | None) -> None:
-        """Accept no more calls, let running calls finish for `grace` seconds (None or 0: not at all), then cancel the others."""
+        """Accept no more calls, let running calls finish for `grace` seconds (None or 0: not at all), then cancel the remaining calls."""
         self.closing = True
         for stop in self._stop_listening:
             stop()

@@ -88,8 +88,8 @@ class HeadCache:
     """Caches parsed heads by their exact bytes, without the digits of the content length.
 
     Clients that keep their connections send the same head again and again, and a look-up costs a tenth of parsing. Only
-    heads with a content length are cached. A full cache is emptied, so clients whose heads are different every time cost
-    the others no more than parsing.
+    heads with a content length are cached. A full cache is emptied. So a client that sends a different head each time
+    can only cause the heads of other clients to be parsed again.
     """
 
     def __init__(self) -> None:

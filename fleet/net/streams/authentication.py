@@ -265,7 +265,7 @@ async def dial(
 
     Raises:
         OSError: The address cannot be reached, or one of the peers has not proven its identity; the message says which
-            and why.
+            peer, and why.
         ValueError: The address is malformed.
     """
     if unix_path(address) or identity.is_open:

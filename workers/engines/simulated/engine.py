@@ -167,7 +167,7 @@ class SimulatedEngine:
         return self.lending.leases
 
     async def save(self, names: Sequence[BlockHash], within: Nanos) -> int:
-        """Write those of the given blocks that are cached; return the number of blocks that the store did not have.
+        """Write the given blocks that are in the cache; return how many of them the store did not have.
 
         Implements `workers.ports.BlockSaver.save`.
         """

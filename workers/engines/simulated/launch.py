@@ -102,8 +102,8 @@ async def open_rank(settings: WorkerSettings) -> AsyncIterator[None]:
 def namespace_of(settings: WorkerSettings, model: SimulatedModel) -> KvNamespace:
     """Return the namespace of the engine's blocks.
 
-    Two simulated engines share blocks only if their namespaces are equal. The seed takes the place of the weights'
-    revision.
+    Two simulated engines share blocks only if their namespaces are equal. The seed stands for the revision of the
+    weights.
     """
     return KvNamespace(
         model=settings.model,

@@ -41,6 +41,6 @@ class EngineLayout(Struct, frozen=True, kw_only=True):
         return self._swapped(held, (self.tensor_parallel, self.layers, *inner, self.head_bytes))
 
     def _swapped(self, block: bytes | bytearray, shape: tuple[int, ...]) -> bytes:
-        """Return the block after swapping the axes of layers and ranks, and for NHD also those of heads and tokens."""
+        """Return the block after swapping the axes of layers and ranks, and for NHD also the axes of heads and tokens."""
         axes = (1, 0, 2, 3, 4) if self.kv_layout == "HND" else (1, 0, 3, 2, 4)
         return np.frombuffer(block, np.uint8).reshape(shape).transpose(axes).tobytes()

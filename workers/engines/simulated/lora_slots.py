@@ -1,4 +1,4 @@
-"""LoRA slots: record which adapters an engine has loaded, at most one for each slot, and which of them requests use.
+"""LoRA slots: record which adapters an engine has loaded, at most one for each slot, and which of these are in use.
 
 Rules:
 

@@ -12,7 +12,7 @@ Rules:
    that does not end the answer has the logit 1, changed only by `logit_bias` and penalties. Tokens that are not
    allowed, or that would complete a forbidden sequence, are not sampled, unless no other token is left. It does not
    matter which engine sampled the earlier tokens, so any engine continues any answer exactly.
-3. Expansion is numpy's Philox with the digest as its key, whose random numbers are fixed by its specification (Salmon
+3. Expansion is numpy's generator Philox with the digest as its key. Its specification fixes its random numbers (Salmon
    et al. 2011), so every machine computes the same bytes. Digests are XXH3-128, because a block has to cost
    microseconds and no adversary is expected.
 """

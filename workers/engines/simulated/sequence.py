@@ -231,7 +231,7 @@ class Sequence:
         )
 
     def _fill(self) -> BlockHash:
-        """Compute the bytes of the next block, all of whose tokens are known."""
+        """Compute the bytes of the next block; all tokens of the block must be known."""
         shape = self._shape
         position = len(self.blocks)
         tokens = self._tokens[position * self._block_bytes : (position + 1) * self._block_bytes]

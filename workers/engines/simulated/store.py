@@ -71,7 +71,7 @@ class SimulatedStore:
 
     @classmethod
     async def open(cls, address: str, kv: Fingerprint, credentials: Credentials) -> Self:
-        """Join a store node, now or as soon as it answers, for an engine whose blocks `kv` describes.
+        """Join a store node, now or as soon as it answers. `kv` describes the blocks of the engine.
 
         Raises:
             LayoutMismatch: The node has blocks of this model that differ from `kv`; the error names the field.

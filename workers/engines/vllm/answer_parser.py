@@ -263,9 +263,8 @@ class VllmAnswerParser:
             is_finished: True if the answer ends with these tokens.
             is_cut: True if the answer ends at its length limit, perhaps in the middle of a call.
 
-        Returns:
-            The number of these tokens that belong to the answer (those after a stop string do not), and the parsed
-            parts; None instead of the parts if no part is complete yet.
+        Returns: The number of these tokens that belong to the answer (tokens after a stop string do not), and the
+        parsed parts; None instead of the parts if no part is complete yet.
         """
         taken = 0
         for token_id in token_ids:

@@ -74,8 +74,8 @@ CALL_SECONDS = {
 # Maximum wait at the start for the store node; if it does not answer, it is joined later in the background.
 STORE_SECONDS = 2.0
 ORPHAN_GRACE_SECONDS = 5.0  # time between SIGTERM and SIGKILL for a vLLM process whose worker process has ended
-# Number of blocks offered to the store whose names the planner remembers, for each block that fits into the engine's
-# memory. A block that the planner remembers is not offered again.
+# The planner remembers the names of this many offered blocks for each block that fits into the engine's memory. A block
+# that the planner remembers is not offered to the store again.
 REMEMBERED_PER_BLOCK = 4
 
 

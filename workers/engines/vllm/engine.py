@@ -134,8 +134,8 @@ async def _start_shielded(settings: WorkerSettings, scratch: Path) -> "Started":
         return await asyncio.shield(starting)
     except asyncio.CancelledError:
         # vLLM must not go on after this call, but its start cannot be interrupted. The start fails soon after vLLM's
-        # processes were killed. If they were not killed, it could take minutes, or for ever if a rank of a group is gone.
-        # If vLLM runs in this process alone, it is stopped as soon as it has started.
+        # processes were killed. Otherwise the start could take minutes, and would never end if a rank of a group has
+        # ended. If vLLM runs in this process alone, it is stopped as soon as it has started.
         while not starting.done():
             vllm_launch.end_processes()
             await asyncio.wait([starting], timeout=HEALTH_SECONDS)

@@ -8,7 +8,7 @@ Rules:
    with the prompt's last token, because that token has to be computed to get the next token.
 2. A claim is made under a read lease, which the worker side returns once it has read the blocks. If a match is not
    claimed, its lease is returned with the next step. If several ranks read the blocks, the lease is returned after the
-   last of them.
+   last rank has read them.
 3. A claimed block that could not be loaded is computed; the request does not query the store again.
 4. Every block that becomes full is offered to the store, and not again while the planner remembers its name. If a
    request hands its blocks off through the store, the decode worker will look for them in the store. Such a request
@@ -355,7 +355,7 @@ class StorePlanner:
         return tracked
 
     def _fresh_match(self, store: PlannerStore, tracked: _Tracked, num_tokens: int) -> Match | None:
-        """Return the store's match, or None while the request waits for promotions that are worth the wait (rule 5)."""
+        """Return the store's match; None while the request waits for promotions that take less time than computing the blocks (rule 5)."""
         now = self._now()
         num_blocks = num_tokens // self._block_tokens
         if tracked.waits_until is not None:

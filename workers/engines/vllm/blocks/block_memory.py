@@ -272,7 +272,7 @@ class DeviceBlocks:
 
 
 class _Streams:
-    """The streams of one device for loads and for saves; the engine's own work uses neither of them."""
+    """The streams of one device for loads and for saves; the engine's own work uses other streams."""
 
     def __init__(self, torch: Any, device: "torch.device"):
         self._cuda = torch.cuda  # torch uses this name for AMD's devices (ROCm) as well

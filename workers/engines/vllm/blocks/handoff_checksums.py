@@ -156,7 +156,7 @@ class PulledChecks:
         """Record that blocks are being pulled.
 
         Args:
-            request_id: The request for whose prompt the blocks are pulled.
+            request_id: The request to whose prompt the blocks belong.
             block_ids: Numbers of the engine's blocks that are being filled.
             first: Position in the prompt of the first pulled block; the engine has the blocks before it.
             checksums: Checksums of the blocks of the prompt from position 0 on; empty if they are unknown.

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 class ChecksumOrders(NixlConnectorMetadata):  # type: ignore[misc]  # vLLM's types are not read
-    """Orders of one step for all ranks: those of vLLM's connector, and the blocks that have to be checked."""
+    """Orders of one step for all ranks: the orders of vLLM's connector, and the blocks that have to be checked."""
 
     def __init__(self, orders: NixlConnectorMetadata, handed: dict[str, list[int]]):
         self.__dict__.update(vars(orders))

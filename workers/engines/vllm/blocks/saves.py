@@ -7,7 +7,7 @@ Rules:
 2. Urgent blocks are written before the step returns. Deferred blocks are copied to a staging area of fixed size, and
    one thread writes them. When the area is full, blocks are dropped, because a block that was not saved can be computed
    again.
-3. A write costs milliseconds at the engine and at the node, however few its blocks, and slows down concurrent steps.
+3. Even a write of few blocks costs milliseconds at the engine and at the node, and slows down concurrent steps.
    Deferred blocks are therefore written in a pause of the engine. They wait for a pause until `LONGEST_WAIT_SECONDS`
    have passed or half of the area is taken. The waiting blocks of one request are then written together.
 4. If an engine has several ranks, each has a staging area of its own, and the first rank decides which blocks are

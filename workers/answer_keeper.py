@@ -114,7 +114,7 @@ class AnswerKeeper:
             self.held_bytes -= ENTRY_BYTES + TOKEN_BYTES * len(answer.tokens)
 
     def check(self) -> None:
-        """Assert that the counted memory is that of the kept answers; for tests."""
+        """Assert that `held_bytes` is the memory of the kept answers; for tests."""
         kept = [*self._running.values(), *self._ended.values()]
         assert self.held_bytes == sum(ENTRY_BYTES + TOKEN_BYTES * len(each.tokens) for each in kept)
         assert self.held_bytes <= self._max_bytes

@@ -11,7 +11,7 @@ from fleet.core.work import AnswersWanted, Draining, KeptAnswers, Progress, Reje
 from workers.ports import EngineFacts
 
 StreamId = NewType("StreamId", int)
-"""Number of one connection of one router; no number is used twice."""
+"""Number of a router's stream at this worker; no number is used twice."""
 
 
 class EngineReady(Struct, frozen=True):

@@ -120,7 +120,7 @@ def _log_failure(error: RegistryUnreachable) -> None:
 
 
 class WorkerMembership:
-    """Keeps a worker's entries in all of its registries; it may have none."""
+    """Keeps a worker's entries in all of its registries; a worker may have no registry."""
 
     def __init__(self, registrations: Sequence[RegistryEntry]) -> None:
         self.registrations = registrations

@@ -149,7 +149,7 @@ class GroupSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     its addresses (`workers.rank_rendezvous.common_settings_digest`)."""
 
     leader: Annotated[str, Meta(min_length=1)]
-    """host:port at which the other ranks find the first one."""
+    """host:port at which the other ranks find rank 0."""
 
     listen: str = ""
     """host:port at which the first rank listens for the other ranks; empty: `leader`. Whoever can connect there can
@@ -244,10 +244,10 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     certificate."""
 
     metrics_access: MetricsAccess = MetricsAccess()
-    """Access to the metrics of `metrics_listen`."""
+    """The keys with which the metrics at `metrics_listen` may be read."""
 
     metrics_tls: MetricsTls = MetricsTls()
-    """TLS of `metrics_listen`."""
+    """The certificate and key for TLS at `metrics_listen`."""
 
     advertise: str = ""
     """The address that routers dial, if it differs from `listen`, for example because `listen` is 0.0.0.0 or addresses

@@ -51,7 +51,7 @@ class WaitingFor(IntEnum):
     """The client has never sent a byte."""
 
     CLOSING = 1
-    """The last answer was sent, and the client has not closed yet."""
+    """The last answer was sent, and the client has not closed the connection yet."""
 
     HEAD = 2
     """The head of a request has begun and is not complete."""

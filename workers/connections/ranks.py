@@ -309,7 +309,7 @@ async def _joined(
             return await _tried(group, common, left)
         except TimeoutError:
             cause = why  # an attempt that timed out gives no new cause, so the earlier one is reported
-        except (_Gone, OSError) as error:  # the leader's name is unknown, it does not listen yet, or it restarts
+        except (_Gone, OSError) as error:  # the leader's name cannot be resolved, or the leader does not listen yet
             cause = f"the leader {error}" if isinstance(error, _Gone) else str(error)
         if cause != why:
             log.info("worker group not formed yet", extra={"leader": group.leader, "cause": cause})
@@ -412,6 +412,6 @@ def _reserve_ports(reserved: ExitStack, address: str) -> tuple[int, ...]:
     held = [reserved.enter_context(socket.socket(family, socket.SOCK_STREAM)) for _ in range(ENGINE_PORTS)]
     for each in held:
         each.bind((address, 0))
-        # Set after binding, so that the socket shares no port with the reservation of another process.
+        # Set after binding. Otherwise the socket could share its port with the reservation of another process.
         each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     return tuple(int(each.getsockname()[1]) for each in held)

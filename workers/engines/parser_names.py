@@ -67,8 +67,8 @@ FAMILIES = (
     ModelFamily("hermes", ("<tool_call>",), ("qwen3", "qwen3_moe", "qwen3_next"), "qwen3"),
     ModelFamily("hermes", ("<tool_call>", '"arguments": '), (), "deepseek_r1"),
 )
-"""The known families. The first one that fits is used, so more specific ones come first. The parser names are vLLM's
-(docs.vllm.ai, tool calling)."""
+"""The known families. The first family that fits is used, so more specific families come first. The parser names are
+vLLM's (docs.vllm.ai, tool calling)."""
 
 
 def parsers_for(settings: WorkerSettings, *, in_engine: bool) -> AnswerParsers | None:

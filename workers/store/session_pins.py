@@ -34,7 +34,7 @@ MAX_SESSIONS = 16_384
 
 
 class _SessionAttempt:
-    """Records one attempt with a session that the engine runs."""
+    """Records one running attempt that belongs to a session."""
 
     __slots__ = ("generated", "session", "start")
 

@@ -679,7 +679,7 @@ class ExternalBackend:
             self._left()
 
     def _lose(self) -> None:
-        """Drop all running requests, because the server is gone."""
+        """Drop all running requests, because the server does not answer any more."""
         works = list(self._works.values())
         self._works.clear()
         for work in works:

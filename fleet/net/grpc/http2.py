@@ -426,7 +426,7 @@ class Http2Connection(asyncio.Protocol):
             call.cancel(grpc.StatusCode.UNAVAILABLE, "the server is going away")
 
     def close(self) -> None:
-        """Send the remaining bytes and close."""
+        """Send the remaining bytes and close the connection."""
         if not self._gone:
             self.flush()
             self.transport.close()

@@ -213,7 +213,7 @@ class CallContext:
     # Called by the connection
 
     def resume_writer(self) -> None:
-        """Resume the writer, because the caller has read enough."""
+        """Let a waiting `write` return, because the caller has read enough."""
         if self._writer is not None and not self._writer.done():
             self._writer.set_result(None)
 

@@ -67,7 +67,7 @@ _SERVER: Final = (
 )
 
 SERVER_OPTIONS: Final = (*_SERVER, ("grpc.so_reuseport", 0))
-"""With these options a port in use is an error."""
+"""With these options, binding a port that is in use is an error."""
 
 SHARED_SERVER_OPTIONS: Final = (*_SERVER, ("grpc.so_reuseport", 1))
 """With these options several processes listen on one port, and the kernel spreads connections over them."""

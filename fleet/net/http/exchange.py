@@ -226,7 +226,7 @@ class MalformedRequest(Struct, frozen=True):
     """The time after which the client may try again; 0 omits the hint."""
 
     request_id: str = ""
-    """The id of the request for the answer; empty: the answer has none."""
+    """The request id that the answer states; empty: it states none."""
 
     is_anthropic: bool = False
     """True if the answer has the form of Anthropic's API (`is_anthropic`)."""

@@ -40,7 +40,7 @@ _LENGTH = struct.Struct(">I")
 
 
 class DirectParams(Struct, frozen=True, kw_only=True):
-    """The parameters in a handoff that a borrower needs."""
+    """The parameters of a handoff, by which a borrower fetches the blocks."""
 
     address: str
     lease: str
@@ -110,7 +110,7 @@ class BlockLender:
         )
 
     def check(self) -> None:
-        """Assert that contents exist exactly for the open leases."""
+        """Assert that block contents are kept for the open leases and for no others."""
         self.leases.check()
         assert set(self.leases) == self._lent.keys()
 

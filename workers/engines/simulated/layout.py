@@ -15,7 +15,7 @@ from workers.ports import KvLayout
 
 
 class EngineLayout(Struct, frozen=True, kw_only=True):
-    """Converts blocks between the model's order of bytes and the order in the memory of an engine of these sizes."""
+    """Converts blocks between the model's order of bytes and the order in the memory of an engine with these sizes."""
 
     layers: int
     kv_heads: int  # number of heads, a multiple of `tensor_parallel`

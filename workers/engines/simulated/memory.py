@@ -32,7 +32,7 @@ class BlockMemory:
         return [self._contents[name] for name in names[: self._blocks.leading(names)]]
 
     def publish(self, names: Iterable[BlockHash], contents: Mapping[BlockHash, bytearray]) -> None:
-        """Store the bytes of blocks that have just been named."""
+        """Store the bytes of blocks that have just got their names (rule 1)."""
         self._contents.update((name, contents[name]) for name in names)
 
     def changed(self) -> bool:

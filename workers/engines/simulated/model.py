@@ -64,7 +64,7 @@ class SimulatedModel(Struct, frozen=True, kw_only=True):
         return xxhash.xxh3_128_digest(_BEGINNING + adapter.encode())
 
     def compute(self, before: Digest, tokens: bytes | bytearray) -> bytes:
-        """Return the KV bytes of the block that holds `tokens` and follows `before`."""
+        """Return the KV bytes of a block of `tokens` that follows the blocks with the digest `before`."""
         key = xxhash.xxh3_128_intdigest(b"".join((b"block", before, tokens)), seed=self.seed)
         return np.random.Philox(key=key).random_raw(self.block_bytes // _WORD_BYTES).tobytes()
 

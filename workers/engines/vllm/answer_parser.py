@@ -388,7 +388,7 @@ class _CallParts:
         self._empty: set[int] = set()  # numbers of the calls that have no arguments so far
 
     def add(self, call: Any) -> list[CallDelta]:
-        """Return the parts of calls that can be sent after a ``DeltaToolCall`` of vLLM's parser."""
+        """Take a ``DeltaToolCall`` of vLLM's parser, and return the parts of calls that can be sent now."""
         function = call.function
         name = without_surrogates((function.name if function is not None else None) or "")
         arguments = without_surrogates((function.arguments if function is not None else None) or "")

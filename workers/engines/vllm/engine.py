@@ -133,9 +133,9 @@ async def _start_shielded(settings: WorkerSettings, scratch: Path) -> "Started":
             note_phase(StartPhase.WARM_UP)
         return await asyncio.shield(starting)
     except asyncio.CancelledError:
-        # vLLM must not go on after this call, but its start cannot be interrupted. The start fails soon after vLLM's
-        # processes were killed. Otherwise the start could take minutes, and would never end if a rank of a group has
-        # ended. If vLLM runs in this process alone, it is stopped as soon as it has started.
+        # vLLM must not go on after this call, but its start cannot be interrupted. So vLLM's processes are killed, and
+        # the start fails soon after. Without this, the start could take minutes, and would never end if a rank of a
+        # group has ended. If vLLM runs in this process alone, it is stopped as soon as it has started.
         while not starting.done():
             vllm_launch.end_processes()
             await asyncio.wait([starting], timeout=HEALTH_SECONDS)
@@ -254,7 +254,7 @@ def _configure(settings: WorkerSettings, revision: str, scratch: Path, parsers: 
 
 
 def meet_store(settings: WorkerSettings, namespace: KvNamespace) -> "tuple[StoreId | None, StoreClient | None]":
-    """Return the store node's id. If it does not answer yet, return instead a client that joins it later.
+    """Return the store node's id and None. If the node does not answer yet, return None and a client that joins it later.
 
     vLLM's own processes have other clients, which also join by themselves (`workers.engines.vllm.connector`).
 
@@ -295,7 +295,7 @@ are not parsed)."""
 
 
 class _InFlight:
-    """Records a request that vLLM is working on."""
+    """Records a request that was submitted and has not ended."""
 
     def __init__(self, start: Start):
         self.start = start

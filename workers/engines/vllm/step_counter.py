@@ -25,7 +25,7 @@ def step_file(scratch: Path | str, engine: int) -> Path:
 
 
 class StepCounter:
-    """Writes the counter, in the process of vLLM's scheduler."""
+    """Writes the counter to its file; used in the process of vLLM's scheduler."""
 
     def __init__(self, file: Path) -> None:
         file.write_bytes(bytes(WORDS * WORD_BYTES))
@@ -45,7 +45,7 @@ class StepCounter:
 
 
 class StepReader:
-    """Reads the counter, in the worker's process."""
+    """Reads the counter from its file; used in the worker's process."""
 
     def __init__(self, file: Path) -> None:
         """Map the counter file; raise OSError if it does not exist."""

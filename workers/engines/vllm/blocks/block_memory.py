@@ -59,7 +59,7 @@ class EngineBlocks(Protocol):
         ...
 
     def load(self, reader: BlockReader, load: BlockLoad, fence: Wait) -> list[bool]:
-        """Read the blocks of `load` into the memory after `fence`.
+        """Read the blocks of `load` into the memory, after a call of `fence`.
 
         Return for each block whether its bytes arrived correctly.
         """

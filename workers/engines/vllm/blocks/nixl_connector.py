@@ -57,7 +57,7 @@ class ChecksumOrders(NixlConnectorMetadata):  # type: ignore[misc]  # vLLM's typ
 
 @dataclass
 class RankChecksums(KVConnectorWorkerMetadata):  # type: ignore[misc]  # see above
-    """Report of one rank, or of several, about a step."""
+    """Report about a step by one rank, or by several ranks together."""
 
     handed: dict[str, dict[int, str]] = field(default_factory=dict)  # checksums by request and rank
     pulled: PulledBlocks = field(default_factory=PulledBlocks)

@@ -142,7 +142,7 @@ class StagingArea:
         return slots
 
     def __getitem__(self, slot: int) -> ByteArray:
-        """Return the block in a slot, after its copy is complete."""
+        """Wait until the copy into a slot is complete, and return the block there."""
         self._copied[slot]()
         row: ByteArray = self._rows[slot]
         return row
@@ -211,7 +211,7 @@ class LeaderRankStore:
 
 
 class LeadingSaver:
-    """Saves blocks on an engine's only rank or its first rank, and so decides which blocks are written, and when."""
+    """Saves blocks on the only or the first rank of an engine. This rank decides which blocks are written, and when."""
 
     def __init__(self, store: SaveStore, blocks: EngineBlocks):
         self._store = store
@@ -351,8 +351,8 @@ class FollowingSaver:
             for ended in self._follower.orders(self._find):
                 self.end_saves(ended)
         except Exception:
-            # Supervisor: without this thread, no shard is saved. From the closed channels the first rank knows that it
-            # must not wait.
+            # Supervisor: without this thread, no shard is saved. When the channels are closed, the first rank does not
+            # wait for this rank.
             log.exception("kv block writes stopped")
             self._loss_logged = True
             self._follower.close()

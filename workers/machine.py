@@ -85,8 +85,9 @@ waits longer in a queue, its worker computes the blocks."""
 
 REPLACEMENTS = 3
 REPLACEMENT_WINDOW = Nanos(10 * SECOND)
-"""Limit of the replacements of a router's streams (rule 5). A router that is cut tries again within two seconds by default,
-so two routers with one id soon exceed the limit. One router replaces its stream only after the network failed."""
+"""Limit of the replacements of a router's streams (rule 5). A router whose stream is closed connects again within two
+seconds by default, so two routers with one id soon exceed the limit. One router replaces its stream only after the
+network failed."""
 
 KEPT_ANSWERS_BYTES = 1 << 20
 """When the tokens of a message with kept answers reach this number of bytes, the machine sends it and begins another one."""

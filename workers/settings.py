@@ -46,8 +46,8 @@ class VllmSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     direct_checksums: Literal["auto", "on", "off"] = "auto"
     """Checksums of the blocks that move between engines by the KV path direct. The prefill engine sends them with the
-    handoff; the decode engine computes blocks that arrived with another checksum, and counts them. auto: on for CPU
-    engines; off for accelerators, whose blocks would have to be copied to host memory for the check."""
+    handoff; the decode engine counts blocks that arrive with another checksum, and computes them again. auto: on for
+    CPU engines; off for accelerators, whose blocks would have to be copied to host memory for the check."""
 
     extra_args: dict[str, Any] = {}
     """Any other argument of vLLM's `AsyncEngineArgs`; it overrides the fields above. If neither `max_num_batched_tokens` nor
@@ -309,8 +309,8 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     generation: Annotated[str, Meta(max_length=128)] = ""
     """The version of the deployment. A prefill and a decode worker form a pair only within one generation. So during a
-    rolling update, no decode worker takes over a request from a prefill worker of another version. It does not limit
-    which blocks a worker loads from the store."""
+    rolling update, no decode worker takes over a request from a prefill worker of another version. The generation does
+    not limit which blocks a worker loads from the store."""
 
     adapters: dict[ModelName, str] = {}
     """Folders of the LoRA adapters that the worker may load on demand, by name; clients ask for them as for models.

@@ -113,7 +113,7 @@ class Watchdog:
 
     @property
     def waited(self) -> Nanos:
-        """The longest time for which a scheduler with work has made no progress now; gaps count as in rule 7."""
+        """The longest time since which a scheduler with work has made no progress; gaps count as in rule 7."""
         return max((scheduler.waited for scheduler in self._schedulers), default=Nanos(0))
 
 
@@ -158,7 +158,7 @@ class _Scheduler:
         return EngineHealth.SUSPECT if 2 * self.waited >= patience else EngineHealth.HEALTHY
 
     def _begin(self, pulse: Pulse) -> None:
-        """Note the kinds of work that are present when a step begins (rules 5 and 6)."""
+        """Note at the beginning of a step whether there is work of a new kind, or work that waits for a transfer (rules 5 and 6)."""
         self._novel = pulse.novel
         self._fetch_limit = pulse.fetch_limit
 

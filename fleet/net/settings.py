@@ -55,7 +55,7 @@ class ClientTlsSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """PEM file of the certificate's private key, without a passphrase."""
 
     client_authority: str = ""
-    """PEM file of the certificates that must have signed the clients' certificates (mTLS). Empty: clients need no certificate."""
+    """PEM file of the authorities of which one must have signed a client's certificate (mTLS). Empty: clients need no certificate."""
 
     health: bool = False
     """True if `health_listen` speaks TLS as well. The default is false, because probes of a load balancer or of Kubernetes

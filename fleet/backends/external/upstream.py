@@ -140,7 +140,7 @@ class UpstreamOwner(Protocol):
         ...
 
     def finished(self, upstream: "Upstream", work_id: RequestId, tokens: int, *, reusable: bool) -> None:
-        """Record that the answer is complete; `tokens` were passed on since the last report."""
+        """Record that the answer is complete; `tokens` more tokens were passed on since the last report."""
         ...
 
     def failed(self, work_id: RequestId, reason: Reason, message: str) -> None:

@@ -535,7 +535,7 @@ class _SilenceTimer:
 
 
 def _other_task(first: WorkerDescription, links: "Iterable[_WorkerConnection]") -> str | None:
-    """Return the task of the connected workers with the same model as the worker `first`, if its task differs; else None."""
+    """Return the task of the connected workers with the same model as `first`, if it is not the task of `first`; else None."""
     for each in links:
         if (other := each.description) is not None and other.model == first.model and other.pooling != first.pooling:
             return _task(other)

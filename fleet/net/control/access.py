@@ -53,7 +53,7 @@ class ControlAccess:
         return bool(self._access.control_key or (self._access.has_certificate and self._access.has_authority))
 
     def server(self, guard: SocketGuard | None = None, *, shared: bool = False) -> grpc.aio.Server:
-        """Return a server. If the credentials have a secret, its callers must prove that they know it.
+        """Return a gRPC server. If the credentials have a secret, the server's callers must prove that they know it.
 
         Args:
             guard: Limits the connections of the server's TCP port; `fleet.net.grpc.port.open_port` runs it.

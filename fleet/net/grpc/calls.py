@@ -23,7 +23,7 @@ MAX_REQUEST_BYTES = 8 << 20  # maximum size of a request message, as over HTTP
 WRITE_SECONDS = 30.0
 
 Context = Any
-"""`grpc.aio.ServicerContext` for bytes: its type stubs require message types, which these calls do not have."""
+"""`grpc.aio.ServicerContext`. The type is Any, because the type stubs require message types, and these calls pass bytes."""
 
 Answer = TypeVar("Answer")
 AnyMessage = TypeVar("AnyMessage", bound=Message)

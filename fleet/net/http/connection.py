@@ -223,7 +223,7 @@ class HttpConnection(asyncio.Protocol):
         # Raw bytes under which the parsed head may be cached (`HeadCache`). They are usable only if the whole head was in
         # the first chunk.
         self._raw_head: bytes | None = None
-        self._known_head: tuple[HttpHead, int] | None = None  # head and content length of a body that arrives unparsed
+        self._known_head: tuple[HttpHead, int] | None = None  # head and content length of a body kept from the parser
         self.waiting: deque[HttpRequest | MalformedRequest] = deque()
         self.unparsed = b""  # received bytes that were not parsed yet; they follow the waiting requests
         self._served = 0  # approximate number of requests that were served in this iteration of the event loop
@@ -609,7 +609,7 @@ class HttpConnection(asyncio.Protocol):
         )
 
     def _refuse_body_of_stranger(self) -> None:
-        """Serve the request of a stranger now, without the body that is arriving; take the bodies of other clients (rule 10).
+        """If the client is a stranger, serve its request now without the body that is arriving; otherwise take the body (rule 10).
 
         A request behind an earlier one cannot be served yet. `_advance` then stops reading, and calls this method again when the
         earlier request has ended.
@@ -639,7 +639,7 @@ class HttpConnection(asyncio.Protocol):
             self._advance()
 
     def _check_body_rate(self, body: BodyStream) -> None:
-        """Reject a body if too few of its bytes have arrived since the last check and its consumer was not the slow side."""
+        """Reject a body if too few of its bytes have arrived since the last check, except if its consumer reads too slowly."""
         if body.full or body.received - self._body_seen >= self._settings.min_read_bytes:
             self._body_seen = body.received
             self.deadline = self._deadline_in(self._settings.body_timeout_seconds)
@@ -900,10 +900,10 @@ class HttpConnection(asyncio.Protocol):
         )
 
     def _linger(self) -> None:
-        """Close after the client had time to read the answer; drop the remaining bytes of its request meanwhile.
+        """Close the connection after the client has had time to read the answer; meanwhile drop the remaining bytes of its request.
 
-        Close at once if the client has closed its sending side, or if the connection uses TLS, which has no half-closed
-        connections.
+        Close it at once if the client has closed its sending side, or if the connection uses TLS, which has no
+        half-closed connections.
         """
         self._stage = _CLOSING
         if self._slot is not None:

@@ -237,7 +237,7 @@ class MalformedRequest(Struct, frozen=True):
         if self.retry_after_seconds:
             headers.append(("retry-after", str(self.retry_after_seconds)))
         if self.status is HTTPStatus.NOT_IMPLEMENTED:
-            headers.append(NO_RETRY)  # a retry would need the same function
+            headers.append(NO_RETRY)  # a retry would need the same missing function
         return response_head(self.status, "application/json", len(content), close=True, headers=headers) + content
 
 
@@ -351,7 +351,7 @@ class ExchangeConnection(Protocol):
         ...
 
     def write(self, pieces: Sequence[bytes]) -> None:
-        """Write all pieces at once.
+        """Write all pieces together.
 
         Raises:
             ClientDisconnected: The connection is closed.
@@ -424,7 +424,7 @@ class Exchange:
     def send(
         self, content: bytes, *, content_type: str, headers: Sequence[tuple[str, str]] = (), last: bool = False
     ) -> None:
-        """Send the next chunk of a streamed answer; the head goes out with the first chunk.
+        """Send the next chunk of a streamed answer; the head is sent with the first chunk.
 
         Raises:
             ClientDisconnected: The connection is closed.
@@ -490,7 +490,7 @@ class Exchange:
         self.finish()
 
     def pass_on(self, content: bytes) -> None:
-        """Send the next bytes of an answer that comes with its own head. The caller then awaits `drained`.
+        """Send the next bytes of an answer whose bytes include its head. The caller then awaits `drained`.
 
         Raises:
             ClientDisconnected: The connection is closed.

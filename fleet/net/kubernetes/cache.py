@@ -81,7 +81,7 @@ class Cache(Generic[View]):
             self._drop(place)
 
     def fill(self, items: Iterable[View], version: str, namespace: str = "") -> list[View]:
-        """Replace the objects of a namespace by a list that has this version; an empty namespace means all.
+        """Replace the objects of a namespace by a list with the given version; an empty namespace means all namespaces.
 
         Objects that were written after the list was made are kept. Return all changed objects, before and after the change.
         """

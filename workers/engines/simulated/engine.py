@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 OUTPUTS = 64  # maximum number of outputs that are queued for the consumer; the engine waits when the queue is full
 HANG_SECONDS = 0.05  # seconds between two checks whether the file `hang_file` still exists
-CATCH_UP_SECONDS = 0.02  # maximum delay of a step that later steps make up for by shorter waits; timers are inexact by 1 ms
+CATCH_UP_SECONDS = 0.02  # maximum delay of a step that later steps make up for; timers are inexact by 1 ms
 NO_WORKER = WorkerId("")  # placeholder, which the server replaces by the worker's id
 
 

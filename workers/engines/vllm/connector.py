@@ -290,7 +290,7 @@ class FleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         self._starts_early = on_host
 
     def _join_ranks(self, client: StoreClient, seat: RankPosition) -> LeaderRank | FollowerRank | None:
-        """Return this rank's end of the channels between the ranks; None if there is one rank only. vLLM calls this on all ranks at the same time."""
+        """Return this rank's end of the channels between the ranks; None if there is only one rank. vLLM calls this on all ranks at once."""
         if seat.ranks == 1:
             return None
         if not seat.leads:

@@ -278,7 +278,7 @@ def counts_at_start(start: Start, stats: "PrefillStats", block_tokens: int) -> P
 def report_of(
     start: Start, counts: PromptBlockCounts, facts: EngineFacts, block_bytes: int, image_tokens: int = 0
 ) -> KvReport:
-    """Return the KV report of an attempt; images make its prompt `image_tokens` longer."""
+    """Return the KV report of an attempt; images make its prompt longer by `image_tokens` tokens."""
     num_tokens = start.num_tokens + image_tokens
     prompt_blocks = blocks_for(num_tokens, facts.block_tokens)
     known = counts.engine + counts.store + counts.direct

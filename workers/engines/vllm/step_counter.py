@@ -15,7 +15,7 @@ from pathlib import Path
 from fleet.core.clock import Nanos
 from workers.ports import Pulse
 
-WORD_BYTES = 8  # size of a number in the memory, which is written at once, so a reader never gets half of it
+WORD_BYTES = 8  # size of a number in the memory; it is written in one operation, so no reader gets half of it
 WORDS = 2  # the memory has two numbers: the count of steps, and the tokens of the latest step
 
 

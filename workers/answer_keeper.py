@@ -7,10 +7,10 @@ Rules:
    each token that it generates itself, before it sends the token.
    So it has all tokens that a client can have, however suddenly the router ends. Any router of the cluster may ask for
    the tokens by the key.
-2. An answer with at least one token is kept for a set time after its end. If the stream to its router ends, the answer
-   ends with it.
-3. If the tokens exceed the memory limit, the answers that have ended are forgotten first, beginning with the earliest
-   end, and then the running ones, beginning with the earliest start.
+2. An answer with at least one token is kept for a set time after its end. When the stream to its router ends, the
+   answer counts as ended too.
+3. If the tokens exceed the memory limit, answers are forgotten: first those that have ended, in the order of their
+   ends, then the running ones, in the order of their starts.
 4. Routers use a key for one attempt only. If a key is used again nevertheless, the tokens of the new attempt replace
    those of the earlier one.
 """
@@ -58,7 +58,7 @@ class AnswerKeeper:
         self.held_bytes = 0
 
     def begin(self, key: AnswerKey, prompt: TokenBytes, generated: int, now: Nanos) -> KeptTokens | None:
-        """Keep the tokens of an attempt from now on; return None if nothing is kept.
+        """Keep the tokens of an attempt from now on; return None if the answer has no key or `max_bytes` is 0.
 
         Args:
             key: The key of the answer; 0: it has none.
@@ -84,7 +84,7 @@ class AnswerKeeper:
                 self._forget(now)
 
     def end(self, answer: KeptTokens, now: Nanos) -> None:
-        """Note that no more tokens of an answer follow. From now on its tokens, if any, are kept for the set time."""
+        """Note that no more tokens of an answer follow. Its tokens are kept for the set time; an answer without tokens is forgotten now."""
         if self._running.get(answer.key) is answer:
             answer.ended_at = now
             if answer.tokens:
@@ -114,7 +114,7 @@ class AnswerKeeper:
             self.held_bytes -= ENTRY_BYTES + TOKEN_BYTES * len(answer.tokens)
 
     def check(self) -> None:
-        """Assert that the counted memory is that of the kept answers; for tests."""
+        """Assert that `held_bytes` is the memory of the kept answers; for tests."""
         kept = [*self._running.values(), *self._ended.values()]
         assert self.held_bytes == sum(ENTRY_BYTES + TOKEN_BYTES * len(each.tokens) for each in kept)
         assert self.held_bytes <= self._max_bytes

@@ -4,14 +4,14 @@ Rules:
 
 1. Only attempts whose router sent a trace context are followed. The span of an attempt is a child of the router's span.
 2. A sampled attempt is exported when it ends. An attempt that is not sampled is kept in memory after its end, because
-   its request may still become slow or fail elsewhere. The router then sends `KeepTrace` with the ids of its own spans
-   of these attempts, and the attempts are exported too. Without such ids, all attempts of the trace are exported. At
-   most `MOST_HELD` attempts are kept, the newest ones. If the router asks for it (`KeepTrace.leave_room`), the
-   attempts that it names may fill only a part of the export queue, so that room is left for the attempts of failed
-   requests.
-3. Below the attempt's span there are "queue" (until the engine schedules the attempt), "kv_transfer" (blocks from
-   elsewhere), "prefill" (until the first token) and "decode" (until the last token). If the engine does not report one
-   of these parts, the next part includes its time. An attempt that failed before its first token has no such parts.
+   its request may still become slow or fail on another worker. The router then sends `KeepTrace` with the ids of its
+   own spans of these attempts, and the attempts are exported too. Without such ids, all attempts of the trace are
+   exported. At most `MOST_HELD` attempts are kept, the newest ones. With `KeepTrace.leave_room`, the attempts that the
+   router names may fill only a part of the export queue, so that room is left for the attempts of failed requests.
+3. Below the attempt's span there are "queue" (until the engine schedules the attempt), "kv_transfer" (blocks from the
+   store or another worker), "prefill" (until the first token) and "decode" (until the last token). If the engine does
+   not report one of these parts, the next part includes its time. An attempt that failed before its first token has no
+   such parts.
 """
 
 from collections import OrderedDict
@@ -83,7 +83,7 @@ class AttemptTraces:
         self._ids = ids
         # Traced attempts that have not ended, by the engine's request id.
         self._running: dict[RequestId, AttemptFacts] = {}
-        # Ended attempts that were not exported, by trace id and router's span, in the order in which they ended.
+        # Ended attempts that were not exported, by trace id and the id of the router's span, in the order in which they ended.
         self._held: OrderedDict[tuple[bytes, bytes], AttemptFacts] = OrderedDict()
 
     def __call__(self, now: Nanos, event: WorkerEvent, commands: Sequence[WorkerCommand], /) -> None:

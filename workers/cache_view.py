@@ -11,12 +11,12 @@ from fleet.core.work import KvCleared, KvEvent, KvRemoved, KvStored
 from kvstore.block import BlockHash
 
 CHUNK = 4096
-"""Maximum number of block hashes in one message of a cache dump. They take 64 KiB, so that the outputs of engine steps
-do not wait long behind a message of a dump."""
+"""Maximum number of block hashes in one message of a cache dump. Such a message has 64 KiB, so the outputs of engine
+steps, which wait behind it in the stream, are hardly delayed."""
 
 
 class CacheView:
-    """Keeps the hashes of the cached blocks in the order of their storing, so earlier blocks of a chain come first."""
+    """Keeps the hashes of the cached blocks in the order in which they were stored, so earlier blocks of a chain come first."""
 
     def __init__(self) -> None:
         self._held: dict[bytes, None] = {}

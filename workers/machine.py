@@ -3,8 +3,8 @@
 Rules:
 
 1. The phases of the process are STARTING -> SERVING -> DRAINING -> GONE, in this order; some may be skipped (`NEXT`).
-   The worker accepts new attempts only in SERVING. In DRAINING, running attempts may finish until a deadline; then the
-   attempts that still run are aborted: their routers get an end, and the engine cancels them. The phase becomes GONE
+   The worker accepts new attempts only in SERVING. In DRAINING, running attempts may finish until a deadline. Attempts
+   that still run then are aborted: their routers get a rejection, and the engine cancels them. The phase becomes GONE
    when the engine has no more work and no blocks that are needed (rule 7), or `GRACE` after the deadline. A drain
    begins with SIGTERM (`fleet.app.worker`), for which `drain_timeout_ms` (`workers.settings`) sets the deadline, or
    with a call at the control port, which states its deadline (`workers.connections.control_port`).
@@ -13,7 +13,7 @@ Rules:
 3. Routers choose request ids, and two routers may choose the same one, but the engine needs unique ids. Routers know an
    attempt by its stream and its request id. The engine knows it by its engine id, which is the request id, with a
    suffix if another attempt has this id. A second start of an attempt that still runs on the same stream is refused.
-4. An attempt is cancelled in the engine when its router cancels it, when its stream ends, or when its deadline or the
+4. An attempt is cancelled in the engine when its router cancels it, when the router's stream ends, or when its deadline or the
    drain's deadline has passed. It counts towards the capacity until the engine reports its end, because it uses blocks
    until then.
 5. A router has one stream. When it connects again, the older stream is closed, because the router has lost its attempts
@@ -21,11 +21,11 @@ Rules:
    `REPLACEMENT_WINDOW`, probably two routers have this id, and the machine asks for a warning.
 6. The worker holds at most `capacity` attempts, running and waiting together. The next one is refused with
    QUEUE_FULL.
-7. After attempts have ended, other workers may still need their blocks. A drain therefore waits, until its deadline,
-   for three events: the engine lends no more blocks to decode workers; the time `FETCHED_WITHIN` since the last handoff
-   through the store has passed, if the store ends with this process; and the evacuation of warm blocks has ended. If
-   the server has an evacuator, an evacuation runs when a serving worker begins to drain. If any attempt ran then,
-   another evacuation follows after the last attempt.
+7. After attempts have ended, other workers may still need their blocks. A drain therefore waits, at most until its
+   deadline, for three conditions. The engine lends no more blocks to decode workers. If the store ends with this
+   process, the time `FETCHED_WITHIN` has passed since the last handoff through the store. The evacuation of warm blocks
+   has ended. If the server has an evacuator, an evacuation runs when a serving worker begins to drain. If any attempt
+   ran then, another evacuation follows after the last attempt.
 8. If the engine hangs, the process ends at once, also during a drain. All streams are closed, so that routers continue
    their requests on other workers, as if the process had been killed. The worker does not drain, because the engine
    would not respond.
@@ -85,8 +85,9 @@ waits longer in a queue, its worker computes the blocks."""
 
 REPLACEMENTS = 3
 REPLACEMENT_WINDOW = Nanos(10 * SECOND)
-"""Limit of the replacements of a router's streams (rule 5). A router that is cut tries again within two seconds by default,
-so two routers with one id exceed it soon. One router replaces its stream only after the network failed."""
+"""Limit of the replacements of a router's streams (rule 5). A router whose stream is closed connects again within two
+seconds by default, so two routers with one id soon exceed the limit. One router replaces its stream only after the
+network failed."""
 
 KEPT_ANSWERS_BYTES = 1 << 20
 """When the tokens of a message with kept answers reach this number of bytes, the machine sends it and begins another one."""

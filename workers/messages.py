@@ -11,7 +11,7 @@ from fleet.core.work import AnswersWanted, Draining, KeptAnswers, Progress, Reje
 from workers.ports import EngineFacts
 
 StreamId = NewType("StreamId", int)
-"""Number of one connection of one router; no number is used twice."""
+"""Number of a router's stream at this worker; no number is used twice."""
 
 
 class EngineReady(Struct, frozen=True):
@@ -56,7 +56,7 @@ class EngineStepped(Struct, frozen=True, kw_only=True):
     """The engine has finished a step, with these outputs."""
 
     outputs: Sequence[Progress | Rejected]
-    lent: int = 0  # number of handoffs whose blocks the engine keeps now; those of `outputs` are included
+    lent: int = 0  # number of handoffs whose blocks the engine keeps now, including the handoffs in `outputs`
 
 
 class DrainRequested(Struct, frozen=True, kw_only=True):

@@ -28,7 +28,7 @@ class PinChain(Struct, frozen=True, kw_only=True):
 
 
 class UnpinChain(Struct, frozen=True, kw_only=True):
-    """Requests the end of a session's pin, because the session has gone on with another request."""
+    """Requests the end of a session's pin, because the session has sent another request."""
 
     session: str
 
@@ -82,7 +82,7 @@ EngineOutput = Sequence[Progress | Rejected]
 
 
 class Pulse(Struct, frozen=True, kw_only=True):
-    """Tells the progress of one scheduler of an engine; the watchdog compares pulses."""
+    """Progress of one scheduler of an engine at one instant; the watchdog compares it with the previous pulse."""
 
     steps: int
     """Number of steps that the scheduler has begun. At most two begun steps have not ended, because a scheduler may
@@ -99,8 +99,8 @@ class Pulse(Struct, frozen=True, kw_only=True):
     usual step."""
 
     fetch_limit: Nanos = Nanos(0)
-    """Time limit of the KV transfers from other engines for which requests of this scheduler wait; 0 if none waits. A
-    step may wait for such a transfer too, so the watchdog's patience is at least this time, up to its ceiling."""
+    """Time limit of the KV transfers from other engines for which requests of this scheduler wait; 0 if none waits. Such
+    a transfer can delay a step, so the watchdog's patience is at least this time, but at most `ceiling_seconds`."""
 
 
 class Engine(Protocol):
@@ -121,8 +121,8 @@ class Engine(Protocol):
     def facts(self) -> EngineFacts:
         """Return the engine's description.
 
-        While the engine runs, only `store_id` and `kv_paths` change: an engine joins a store that did not answer at
-        the start as soon as the store answers.
+        While the engine runs, only `store_id` and `kv_paths` change: if the store did not answer at the start, the
+        engine joins it as soon as it answers.
         """
         ...
 
@@ -144,7 +144,7 @@ class Engine(Protocol):
         ...
 
     def kv_events(self) -> AsyncIterator[Sequence[KvEvent]]:
-        """Yield the changes of the prefix cache, beginning with an empty cache. Only one caller may read them."""
+        """Yield the changes of the prefix cache, in order; the cache is empty before the first change. Only one caller may read them."""
         ...
 
     def load(self) -> LoadReport: ...
@@ -219,7 +219,7 @@ class Outlet(Protocol):
         ...
 
     def put(self, message: WorkerMessage) -> None:
-        """Send a message. The call returns at once, and it never calls the session back."""
+        """Send a message. The call returns at once, and it does not call the session."""
         ...
 
     def end(self, why: str) -> None:

@@ -41,7 +41,7 @@ class Join(Struct, frozen=True, kw_only=True, tag="join"):
 
 
 class RankAlive(Struct, frozen=True, tag="alive"):
-    """Heartbeat, which both sides send several times within the time that counts as silence."""
+    """Heartbeat, which the leader and the other ranks send several times within the time that counts as silence."""
 
 
 class RankLeaving(Struct, frozen=True, tag="leaving"):
@@ -117,7 +117,7 @@ class RankRendezvous:
         return tuple(rank for rank in range(1, self._group.nodes) if rank not in self._joined)
 
     def join(self, asked: Join) -> RankRefused | None:
-        """Let a rank join, instead of its former process if there is one; return a refusal if the rank may not join."""
+        """Let a rank join, also as the successor of its earlier process; return a refusal if the rank may not join."""
         if not 1 <= asked.rank < self._group.nodes or asked.nodes != self._group.nodes:
             why = f"group: rank {asked.rank} of {asked.nodes} does not belong to the {self._group.nodes - 1} ranks of this leader"
             return RankRefused(why=why, again=False)
@@ -130,7 +130,7 @@ class RankRendezvous:
         return None
 
     def gone(self, rank: int, how: str) -> None:
-        """Record that a rank is lost; `how` says in which way, and continues the text "rank 1 of its group"."""
+        """Record that a rank is lost; `how` completes the error text "rank 1 of its group …", as in "has ended"."""
         self._joined.discard(rank)
         if self._begun and not self._over and self._lost is None:
             self._lost = f"rank {rank} of its group {how}"

@@ -4,8 +4,9 @@ Rules:
 
 1. The worker registers at once, and renews its lease three times in the time for which a lease lasts. While the
    registry does not answer, it tries again with growing pauses.
-2. A draining worker deregisters first, so that no further router finds it. Routers that have a stream to the worker keep
-   the stream until it ends: running attempts go on, and a message on the stream says that the worker takes no new ones.
+2. A draining worker deregisters first, so that no further router finds it. Routers that have a stream to the worker
+   keep it until it ends. So running attempts go on, and a message on the stream says that the worker takes no new
+   attempts.
 3. A registry that cannot be reached does not delay the end of the worker, because the lease ends by itself.
 4. If another process is registered under the worker's id, the worker waits for the end of that process, at most
    `name_wait_seconds`. The process may be the worker's own predecessor, whose end the registry has not noticed yet. The
@@ -14,7 +15,7 @@ Rules:
    each other for ever. It ends with an error, so that its supervisor acts. A registered worker also counts as replaced if
    it finds another process registered under its id.
 6. A worker is ready when each of its registries has accepted it once. If a registry fails later, the worker stays ready,
-   because the routers have their streams. A worker that was replaced or has deregistered is not ready.
+   because the routers have streams to it. A worker that was replaced or has deregistered is not ready.
 """
 
 import asyncio
@@ -54,7 +55,7 @@ class RegistryEntry(Struct, kw_only=True):
         """Stay registered until cancelled.
 
         Return earlier if another process has replaced this worker, or if another process keeps the worker's id for
-        longer than `name_wait_seconds` (rules 4 and 5); the result says so in words.
+        longer than `name_wait_seconds` (rules 4 and 5). The result is a text that says which of the two has happened.
         """
         pause = FIRST_PAUSE_SECONDS
         reachable: bool | None = None
@@ -119,7 +120,7 @@ def _log_failure(error: RegistryUnreachable) -> None:
 
 
 class WorkerMembership:
-    """Keeps a worker's entries in all of its registries; it may have none."""
+    """Keeps a worker's entries in all of its registries; a worker may have no registry."""
 
     def __init__(self, registrations: Sequence[RegistryEntry]) -> None:
         self.registrations = registrations
@@ -134,7 +135,7 @@ class WorkerMembership:
         return not self._leaving.is_set() and all(each.taken for each in self.registrations)
 
     def when_replaced(self, tell: Callable[[], None]) -> None:
-        """Call `tell` once another process has replaced this worker, at once if that has happened already."""
+        """Call `tell` when another process replaces this worker; call it now if that has happened already."""
         self._when_replaced = tell
         if self.replaced:
             tell()

@@ -18,14 +18,14 @@ from workers.messages import AnswersRequested, AttemptRequested, CancelRequested
 from workers.ports import Outlet
 
 MAX_WAITING_ANSWERS = 100
-"""Maximum number of messages with kept answers that wait for a router. Each has about 1 MiB. By default a worker keeps
-64 MiB of answers, so a router can request all of them at once. Further messages are dropped instead of closing the
-stream, because the stream carries the requests of all clients. The router stops waiting for a dropped message after a
-time limit."""
+"""Maximum number of messages with kept answers that wait for a router. Each message has about 1 MiB. By default a worker keeps
+64 MiB of answers, so a router can request all of them at the same time. Further messages are dropped instead of closing the
+stream, because the stream carries the requests of all clients. The router stops waiting for a dropped message after a time
+limit."""
 
 
 class RouterSession:
-    """Receives a router's messages, and sends it messages in order; they wait in a queue while the outlet is full.
+    """Receives the messages of one router, and sends messages to it in order; these wait in a queue while the outlet is full.
 
     At most `limit` messages wait. If one more has to wait, the stream is closed, so that a router that does not read
     uses no more memory. The introduction (the worker's description and its cache) may be large and does not count.
@@ -42,7 +42,7 @@ class RouterSession:
         absorb: Callable[[AttemptRequested | CancelRequested | AnswersRequested], None],
         keep_trace: Callable[[KeepTrace], None] | None = None,
     ) -> None:
-        """Start with the introduction; nothing is sent until `flow` is called."""
+        """Queue the introduction; nothing is sent until `flow` is called."""
         self.stream = stream
         self._outlet = outlet
         self._absorb = absorb
@@ -93,7 +93,7 @@ class RouterSession:
         return sum(isinstance(each, KeptAnswers) for each in self.waiting) >= MAX_WAITING_ANSWERS
 
     def offer_changes(self, events: tuple[KvEvent, ...]) -> bool:
-        """Send changes of the cache with the next sequence number of this stream; return False as `offer` does."""
+        """Send changes of the cache with the next sequence number of this stream; return False if the queue is full."""
         return self.offer(self._numbered(events))
 
     def flow(self) -> None:

@@ -225,7 +225,7 @@ class WorkerServer:
                     session.cut("the worker ends")
 
     def open(self, router_id: str, outlet: Outlet) -> RouterSession:
-        """Open a session for a router, and put the introduction into its outlet.
+        """Open a session for a router, and send the router the worker's description and the list of cached blocks.
 
         The caller calls `close` when the stream has ended.
         """
@@ -416,7 +416,7 @@ class WorkerServer:
             log.warning("router connects again and again", extra={"router": router_id, "cause": cause})
 
     def _abandon(self, lost: int) -> None:
-        """End all streams first, so that their requests continue elsewhere, and then kill the engine."""
+        """End all streams first, so that routers continue the requests on other workers; then kill the engine."""
         self._hung_at = self._clock.now()
         for session in self._sessions.values():
             session.cut("its engine hangs")

@@ -46,13 +46,13 @@ class VllmSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     direct_checksums: Literal["auto", "on", "off"] = "auto"
     """Checksums of the blocks that move between engines by the KV path direct. The prefill engine sends them with the
-    handoff; the decode engine computes blocks that arrived with another checksum, and counts them. auto: on for CPU
-    engines; off for accelerators, whose blocks would have to be copied to host memory for the check."""
+    handoff; the decode engine counts blocks that arrive with another checksum, and computes them again. auto: on for
+    CPU engines; off for accelerators, whose blocks would have to be copied to host memory for the check."""
 
     extra_args: dict[str, Any] = {}
-    """Any other argument of vLLM's `AsyncEngineArgs`; it overrides the fields above. A step of a CPU engine with one rank and
-    a model that generates from text has at most 256 tokens, or twice `max_running` if that is more, unless
-    `max_num_batched_tokens` or `performance_mode` is given here."""
+    """Any other argument of vLLM's `AsyncEngineArgs`; it overrides the fields above. If neither `max_num_batched_tokens` nor
+    `performance_mode` is given here, Fleet limits the steps of a CPU engine with one rank and a model that generates from
+    text: to 256 tokens, or to twice `max_running` if that is more."""
 
 
 class SimulatedSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -98,7 +98,7 @@ class SimulatedSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Maximum wait of a request for blocks from the store or a prefill engine; after this time the blocks are computed."""
 
     publish_timeout_ms: Positive = 2000
-    """Maximum time for which a prefill whose tokens are computed waits until its blocks are in the store. It is also
+    """After its tokens are computed, a prefill waits at most this time until its blocks are in the store. This is also
     the limit of each write in the background."""
 
     adapter_load_ms: Annotated[float, Meta(ge=0)] = 50.0
@@ -149,7 +149,7 @@ class GroupSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     its addresses (`workers.rank_rendezvous.common_settings_digest`)."""
 
     leader: Annotated[str, Meta(min_length=1)]
-    """host:port at which the other ranks find the first one."""
+    """host:port at which the other ranks find rank 0."""
 
     listen: str = ""
     """host:port at which the first rank listens for the other ranks; empty: `leader`. Whoever can connect there can
@@ -234,9 +234,9 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     control_credentials: Credentials = Credentials()
     """The credentials that callers of `control_listen` over TCP have to prove: the secret in `secret_file`, or a
     certificate signed by `authority` (with `certificate` and `key` of this end). Default: `registry_credentials`,
-    because only members of the cluster know the routers' secret. If there is neither a secret nor an authority, and
-    `insecure` is not set, the worker refuses to listen over TCP, because any caller could end it (`Drain`). Health and
-    reflection need no proof."""
+    because only members of the cluster know the routers' secret. Without a secret, an authority or `insecure`, the
+    worker refuses to listen over TCP, because any caller could end it (`Drain`). Health and reflection need no
+    proof."""
 
     metrics_listen: str = ""
     """host:port of /metrics, for monitoring that reaches workers; routers export what workers report in any case. Empty:
@@ -244,10 +244,10 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     certificate."""
 
     metrics_access: MetricsAccess = MetricsAccess()
-    """Access to the metrics of `metrics_listen`."""
+    """The keys with which the metrics at `metrics_listen` may be read."""
 
     metrics_tls: MetricsTls = MetricsTls()
-    """TLS of `metrics_listen`."""
+    """The certificate and key for TLS at `metrics_listen`."""
 
     advertise: str = ""
     """The address that routers dial, if it differs from `listen`, for example because `listen` is 0.0.0.0 or addresses
@@ -262,9 +262,9 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     secret, or a certificate. They also protect `control_listen` if `control_credentials` are empty."""
 
     name_wait_seconds: Annotated[float, Meta(ge=0, le=86_400)] = 60.0
-    """Maximum wait for the end of another process with the same `worker_id`; then the worker ends with an error. A router
-    notices the end of a process within 10 s (its lease), so a minute is enough for a predecessor, and a second worker
-    with the same name is soon noticed."""
+    """Maximum wait for the end of another process with the same `worker_id`. After it the worker ends with an error. A router
+    notices the end of a process within 10 s (its lease), so a minute is enough if the other process is this worker's own
+    predecessor."""
 
     discovery: Discovery | None = None
     """The directory in which the worker publishes itself for all routers that read it, besides `registry` or instead of
@@ -308,8 +308,8 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Labels that a request may demand, such as a zone or a licence."""
 
     generation: Annotated[str, Meta(max_length=128)] = ""
-    """The version of the deployment. A prefill and a decode worker form a pair only within one generation, so that
-    during a rolling update new workers take over no requests from old prefill workers, nor the other way round. It does
+    """The version of the deployment. A prefill and a decode worker form a pair only within one generation. So during a
+    rolling update, no decode worker takes over a request from a prefill worker of another version. The generation does
     not limit which blocks a worker loads from the store."""
 
     adapters: dict[ModelName, str] = {}

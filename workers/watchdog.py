@@ -1,12 +1,12 @@
 """Step watchdog: decides from an engine's steps whether it is healthy or hangs. `workers.server` calls it.
 
-If the engine hangs, `workers.server` ends the routers' streams, and each router continues the requests elsewhere.
-Hung processes of `fleet up` are noticed by `fleet.local.liveness`, silent streams of workers by `fleet.backends.workers.streams`.
+If the engine hangs, `workers.server` ends the routers' streams, and each router continues its requests on other workers. Hung
+processes of `fleet up` are noticed by `fleet.local.liveness`, silent streams of workers by `fleet.backends.workers.streams`.
 
 Rules:
 
-1. Progress is a step of the engine's scheduler, not a token: a long prompt that is computed chunk by chunk produces no token for
-   minutes, but steps all the time. A scheduler that has no work makes no progress and does not hang.
+1. Progress is a step of the engine's scheduler, and not a token: while a long prompt is computed chunk by chunk, there are steps
+   all the time, but no token for minutes. A scheduler that has no work makes no progress and does not hang.
 2. The patience is the time without progress after which an engine with work counts as hung. It is `step_factor` times
    the slowest recent step of the same size, but at least `floor_seconds` and at most `ceiling_seconds`.
 3. Steps are distinguished by size, because a step that computes 4,096 prompt tokens may take a thousand times as long
@@ -22,9 +22,9 @@ Rules:
 6. A step may wait for a KV transfer from another engine. While work that was present when the step began waits for a transfer, the
    patience is at least the transfer's own time limit, and the step's time is not learned.
 7. The time between two calls of `Watchdog.look` counts as at most a tenth of the patience. The watchdog sees nothing
-   while its process is stopped, the machine is suspended, or the event loop is blocked, and such a gap is no sign of a
-   hang. A hang is therefore detected after at least ten calls without progress. The time of a step with a longer gap is
-   not learned.
+   while its process is stopped, the machine is suspended, or the event loop is blocked. Such a gap does not mean that
+   the engine hangs. A hang is therefore detected after at least ten calls without progress. The time of a step with a
+   longer gap is not learned.
 8. The state of an engine is the worst state of its schedulers.
 """
 
@@ -45,7 +45,7 @@ SIZES = 32  # number of step sizes, which are powers of two; no step has 2**31 t
 
 
 class WatchdogSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of the watchdog: when an engine without progress on its work counts as hung (the rules are above).
+    """Settings of the watchdog: when an engine without progress on its work counts as hung, by the rules of this module.
 
     A worker whose engine hangs leaves service at once, kills the engine and ends, so that its supervisor starts
     another one.
@@ -53,7 +53,7 @@ class WatchdogSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     enabled: bool = True
     """If off, a hung engine keeps its requests and gets new ones until somebody ends it. Switch it off for debuggers
-    that the system does not show, and for engines whose steps have no bound."""
+    that the operating system does not show, and for engines whose steps have no bound."""
 
     floor_seconds: Annotated[float, Meta(gt=0, le=3600)] = 10.0
     """The shortest patience, however fast the steps were. Steps of deployed engines take from milliseconds to a second;
@@ -61,12 +61,12 @@ class WatchdogSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     ceiling_seconds: Annotated[float, Meta(gt=0, le=86_400)] = 300.0
     """The longest patience. It also applies to first steps and to work of a new kind, because such steps may compile
-    kernels or load an adapter. vLLM itself gives up a step of several processes after this time."""
+    kernels or load an adapter. vLLM has the same limit for a step that several processes compute."""
 
     step_factor: Annotated[float, Meta(ge=2, le=1000)] = 20.0
     """Between `floor_seconds` and `ceiling_seconds`, the patience is this factor times the slowest recent step of the
-    same size. The default is 20 = 4 x 5: a step over a context of 100,000 tokens takes about 4 times as long as a step
-    without context, and if four other processes share the core, a step takes 5 times as long."""
+    same size. The default is 20 = 4 x 5. A step over a context of 100,000 tokens takes about 4 times as long as a step
+    without context. If four other processes share the core, a step takes 5 times as long."""
 
     def __post_init__(self) -> None:
         if self.ceiling_seconds < self.floor_seconds:
@@ -90,7 +90,7 @@ class Watchdog:
         self._looked_at: Nanos | None = None
 
     def look(self, pulses: Sequence[Pulse], now: Nanos) -> EngineHealth:
-        """Compare the pulses of the engine's schedulers with those of the last call; return the engine's health.
+        """Compare the pulses of the engine's schedulers with the pulses of the previous call; return the engine's health.
 
         Args:
             pulses: One pulse for each scheduler, always in the same order; empty: the engine does not report its steps,
@@ -113,7 +113,7 @@ class Watchdog:
 
     @property
     def waited(self) -> Nanos:
-        """The longest time for which a scheduler with work has made no progress now; gaps count as in rule 7."""
+        """The longest time since which a scheduler with work has made no progress; gaps count as in rule 7."""
         return max((scheduler.waited for scheduler in self._schedulers), default=Nanos(0))
 
 
@@ -158,7 +158,7 @@ class _Scheduler:
         return EngineHealth.SUSPECT if 2 * self.waited >= patience else EngineHealth.HEALTHY
 
     def _begin(self, pulse: Pulse) -> None:
-        """Note the kinds of work that are present when a step begins (rules 5 and 6)."""
+        """Note at the beginning of a step whether there is work of a new kind, or work that waits for a transfer (rules 5 and 6)."""
         self._novel = pulse.novel
         self._fetch_limit = pulse.fetch_limit
 

@@ -43,7 +43,7 @@ class _Refusals(Struct):
 
     peer: IncompatiblePeer
     at: Nanos  # instant of the latest refusal
-    logged: Nanos  # instant of the latest refusal that was to be logged
+    logged: Nanos  # instant of the latest refusal that the caller had to log
     unlogged: int = 0  # number of refusals since `logged`
 
 

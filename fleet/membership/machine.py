@@ -2,8 +2,8 @@
 
 Rules:
 
-1. A worker is a member from its registration until its lease ends, it deregisters, or another incarnation takes its
-   place. If the worker registers again, its lease is renewed. The end of a lease ends no stream: attempts on the worker
+1. A worker is a member from its registration until its lease ends, it deregisters, or another incarnation replaces it.
+   If the worker registers again, its lease is renewed. The end of a lease ends no stream: attempts on the worker
    continue (`fleet.backends.workers.streams`, rule 3).
 2. The name of a worker belongs to one incarnation. While this router has a stream to a worker, the name belongs to the
    incarnation with which the stream is open. Without a stream, the name belongs to the member until its lease ends. If
@@ -16,10 +16,11 @@ Rules:
    each other again and again. The last `REMEMBERED_INCARNATIONS` replaced incarnations of each worker are remembered,
    until no incarnation of the worker is a member any more.
 5. A worker in a directory is a member as if it had registered, for the lease that the directory states. A worker that
-   has registered here counts as alive until its lease ends. Until then, a record of another incarnation in the directory
-   does not replace it, and a missing record is no departure. A member that was only found in the directory leaves as
-   soon as its record is missing. A record of another incarnation replaces such a member at once, but not while this
-   router has a stream to the member: directories show changes with a delay, so the record may be older than the stream.
+   has registered here counts as alive until its lease ends. Until then, a record of another incarnation in the
+   directory does not replace it, and a missing record is no departure. A member that was only found in the directory
+   leaves as soon as its record is missing. A record of another incarnation replaces such a member at once. But while
+   this router has a stream to the member, the record replaces nothing: directories show changes with a delay, so the
+   record may be older than the stream.
 6. A worker that has registered with another router (`Registration`) becomes a member for the rest of its lease there, but
    at most for the lease of this router. If another incarnation is already a member of this router, it is not replaced,
    because the other router may not know of a restart. The incarnation that is alive will renew its registration.

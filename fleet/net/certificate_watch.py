@@ -1,4 +1,4 @@
-"""Certificates of a process of Fleet: reads the files that its settings name, and refuses those that cannot be used.
+"""Certificates of a process of Fleet: reads the files that its settings name, and refuses files that cannot be used.
 
 `kvstore.security.certificates` reads the files again when they have changed.
 """

@@ -10,7 +10,7 @@ Rules:
    (`fleet.net.connection_limits`, rule 2). Clients that never finish a handshake therefore take no slot from others.
 3. A handshake must end within `first_byte_timeout_seconds`, like the first byte on a port without TLS.
 4. The number of failed handshakes and the cause of the last one are logged, at most once a minute. A client gets the
-   alert that TLS has for its cause.
+   alert that fits the cause (one of TLS's alerts).
 """
 
 import asyncio
@@ -93,7 +93,7 @@ class ServerCertificates:
 
 
 def _listening_context(protocols: Sequence[str]) -> ssl.SSLContext:
-    """Return a TLS context for a listener; each handshake replaces it by one with the current certificate."""
+    """Return a TLS context for a listener; each handshake replaces it by a context with the current certificate."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(list(protocols))
@@ -101,7 +101,7 @@ def _listening_context(protocols: Sequence[str]) -> ssl.SSLContext:
 
 
 class TlsPort:
-    """Accepts the connections of one listening socket, and gives each its protocol after the handshake."""
+    """Accepts the connections of one listening socket, and gives each connection its protocol after the TLS handshake."""
 
     def __init__(
         self,

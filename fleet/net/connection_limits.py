@@ -4,12 +4,12 @@ Rules:
 
 1. A connection that waits for its client is in one of the groups of `WaitingFor`. A connection whose request is being
    served is never closed for another one.
-2. If the table is full, a new connection displaces a waiting connection, which is closed. First, connections are
-   displaced that have waited for their client's next bytes for `GRACE_SECONDS`: silent connections, then closing ones,
-   then those with an incomplete head. If no connection has waited that long for bytes, the connection that has waited
-   longest is displaced, which may be an idle one. A connection with an incomplete body is displaced only if no other
-   connection waits. So the connections of one burst do not displace each other while others have been idle for longer. If
-   no connection waits, the new connection is refused.
+2. If the table is full, a new connection displaces a waiting connection, which is closed. Connections that have waited
+   for their client's next bytes for `GRACE_SECONDS` are displaced first, in this order: silent connections, closing
+   ones, connections with an incomplete head. If no connection has waited that long for bytes, the connection that has
+   waited longest is displaced, which may be an idle one. A connection with an incomplete body is displaced only if no
+   other connection waits. So the connections of one burst do not displace each other while others have been idle for
+   longer. If no connection waits, the new connection is refused.
 3. One client address has a limited share of the connections. At that limit, a new connection displaces only connections
    of its own address. So if the share is below 1, one address cannot shut out the clients of other addresses.
 4. Every operation takes constant time on average. The start of a request only sets a flag (`ConnectionSlot.served`). The
@@ -51,7 +51,7 @@ class WaitingFor(IntEnum):
     """The client has never sent a byte."""
 
     CLOSING = 1
-    """The last answer was sent, and the client has not closed yet."""
+    """The last answer was sent, and the client has not closed the connection yet."""
 
     HEAD = 2
     """The head of a request has begun and is not complete."""
@@ -115,7 +115,7 @@ class ConnectionTable(Generic[Client]):
         return self._connections
 
     def admit(self, client: Client, address: str, now: float) -> ConnectionAdmission[Client]:
-        """Admit a connection as a silent one if there is a slot or one can be freed.
+        """Admit a connection as a silent one if there is a slot or one can be freed; otherwise refuse it.
 
         `address` comes from `client_key`; `now` is in seconds by a monotonic clock.
         """
@@ -137,8 +137,8 @@ class ConnectionTable(Generic[Client]):
     def mark_waiting(self, slot: ConnectionSlot[Client], group: WaitingFor, now: float) -> None:
         """Record that a connection waits from now on. A connection that has left the table is ignored.
 
-        A connection that has waited in the same group all the time keeps its position. One that was served meanwhile
-        moves to the end of the group, unless it has been in the group for less than `ORDER_SECONDS`.
+        A connection that has waited in the same group all the time keeps its position. A connection that was served
+        meanwhile moves to the end of the group, unless it has been in the group for less than `ORDER_SECONDS`.
         """
         if slot.left:
             return

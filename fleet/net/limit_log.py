@@ -50,7 +50,7 @@ class ClientLog:
         self._waiting = 0  # number of bytes that the last slow client had not read
 
     def note_slow(self, client: str, waiting: int) -> None:
-        """Count a client that is disconnected because it read too little; `waiting` bytes were left."""
+        """Count a client that is disconnected because it read too little; it had not read `waiting` bytes."""
         self.disconnected += 1
         self._slow.client, self._waiting = client, waiting
 
@@ -66,7 +66,7 @@ class ClientLog:
         self._failed.client, self._cause = client, cause
 
     def log_changes(self, now: float, listen: str) -> None:
-        """Log how many clients were counted since the last message, if there were any, and the last of them."""
+        """Log how many clients were counted since the last message, and the last of these clients; log nothing if there were none."""
         if clients := self._slow.due(self.disconnected, now):
             log.warning(
                 "clients cut off because they read too slowly",

@@ -17,9 +17,9 @@ class ConnectionSettings(Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     max_connections: Annotated[int, Meta(ge=1, le=1 << 20)] = 4096
     """The largest number of open connections; each costs about 20 KiB and a file descriptor. When the port is full, a
-    new connection displaces one that waits: first one whose client has not sent its next bytes for a second, then the
-    one that has waited longest. A connection whose request is being served is never displaced. A new connection that
-    displaces no other is refused: over HTTP with 503 and Retry-After."""
+    new connection displaces a waiting one: a connection whose client has not sent its next bytes for a second, or else
+    the connection that has waited longest. A connection whose request is being served is never displaced. A new
+    connection that displaces no other is refused: over HTTP with 503 and Retry-After."""
 
     address_share: Annotated[float, Meta(gt=0, le=1)] = 0.9
     """The part of `max_connections` that one client address (for IPv6, one /64 network) may use. An address at its
@@ -36,7 +36,7 @@ class ConnectionSettings(Struct, frozen=True, kw_only=True, forbid_unknown_field
     is disconnected, even if it reads a byte now and then."""
 
     min_read_bytes: Annotated[int, Meta(ge=1, le=1024 * MIB)] = 64 * KIB
-    """The number of bytes that a client must read within `write_timeout_seconds` if so many bytes wait for it. The default is
+    """The number of bytes that a client must read within `write_timeout_seconds` if that many bytes wait for it. The default is
     the number of buffered bytes at which the writer of a connection waits. With the default
     `write_timeout_seconds` it requires a rate of 2 KiB/s, which every network has."""
 
@@ -48,27 +48,27 @@ class ClientTlsSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """
 
     certificate: str = ""
-    """PEM file of the router's certificate, and of the certificates between it and its authority. Empty: the ports do not
-    speak TLS, and a proxy in front of them has to."""
+    """PEM file of the router's certificate, and of the certificates between it and its authority. Empty: the ports do
+    not speak TLS, so a proxy in front of them has to."""
 
     key: str = ""
     """PEM file of the certificate's private key, without a passphrase."""
 
     client_authority: str = ""
-    """PEM file of the certificates that must have signed the clients' certificates (mTLS). Empty: clients need none."""
+    """PEM file of the authorities of which one must have signed a client's certificate (mTLS). Empty: clients need no certificate."""
 
     health: bool = False
-    """`health_listen` speaks TLS as well. Off, because probes of a load balancer or of Kubernetes usually use plain HTTP
-    there. With `client_authority`, probes need a certificate, and probes of Kubernetes have none."""
+    """True if `health_listen` speaks TLS as well. The default is false, because probes of a load balancer or of Kubernetes
+    usually use plain HTTP. With `client_authority`, probes need a certificate, and probes of Kubernetes have none."""
 
     endpoint_picker: bool = False
-    """The endpoint picker speaks TLS as well, for gateways that call pickers over TLS. With `client_authority`,
+    """True if the endpoint picker speaks TLS as well, for gateways that call pickers over TLS. With `client_authority`,
     gateways need a certificate."""
 
     renewal_check_seconds: Annotated[float, Meta(ge=0.1, le=86_400)] = 10.0
-    """The time between two checks whether the files have changed. New connections then use the renewed certificate, and
-    open ones go on. If the files cannot be used, this is logged, and the old certificate stays in use. Kubernetes
-    writes a renewed secret into a pod after about a minute, so ten seconds add little."""
+    """The time between two checks whether the files have changed. If they have changed, new connections use the renewed
+    certificate, and open connections continue. If the files cannot be used, this is logged, and the old certificate
+    stays in use. Kubernetes writes a renewed secret into a pod after about a minute, so ten seconds add little."""
 
     expiry_warning_days: Annotated[float, Meta(ge=0, le=3650)] = 14.0
     """A warning is logged once a day if the certificate ends within this time. Certificates are usually renewed 30 days
@@ -96,9 +96,9 @@ class GrpcSettings(ConnectionSettings, frozen=True, kw_only=True, forbid_unknown
 
     library: GrpcLibrary = GrpcLibrary.NGH2
     """`ngh2` serves by libnghttp2. `grpcio` serves the same methods by gRPC's own library, for a machine or a client
-    that has trouble with `ngh2`. `grpcio` takes about twice the CPU time per token, has no `address_share` and no
-    `min_read_bytes`, displaces no idle connection on a full port, and counts a message towards
-    `grpc_max_held_bytes` only once it has arrived."""
+    that has trouble with `ngh2`. `grpcio` takes about twice the CPU time per token. It has no `address_share` and no
+    `min_read_bytes`, and displaces no idle connection on a full port. It counts a message towards `grpc_max_held_bytes`
+    only once the message has arrived."""
 
 
 DEFAULT_GRPC_LIMITS = GrpcSettings()

@@ -28,7 +28,7 @@ def bind_tcp(address: str, *, setting: str, shared: bool = False) -> tuple[socke
     """Bind a listening socket at ``host:port``; also return the address with the port that was taken.
 
     Port 0 takes a free port. With `shared`, other processes of this user may listen on the port, and the kernel spreads
-    connections. Errors name the `setting` that holds the address.
+    connections over the processes. Errors name the `setting` that holds the address.
 
     Raises:
         ConfigurationRefused: The address is malformed or in use.

@@ -110,7 +110,7 @@ def _arrival(recorded: _TimedRequest) -> Nanos:
 
 
 class _SessionReader:
-    """Reads the requests of one session: those of its agent and of all sub-agents."""
+    """Reads the requests of one session: the requests of its agent and of all sub-agents."""
 
     def __init__(self, session: int, block_size: int):
         self._session = session

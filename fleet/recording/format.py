@@ -12,10 +12,10 @@ Rules for readers:
 4. Payloads are left out: token ids of prompts and answers, texts of structured outputs and messages, salts, log probabilities, and
    parameters of handoffs. Of the settings, only those that affect decisions are recorded, without keys, secrets or addresses. Names of
    requests, tenants, sessions, models and workers are recorded, and also the addresses of workers. Block keys are recorded too. They are
-   parts of block hashes, and the block hashes of a tenant with a salt include this salt. A reader of the recording who guesses a whole
-   prompt can check by the block keys whether the guess is right, if the tenant has no salt or the reader knows it.
+   parts of block hashes, and the block hashes of a tenant with a salt include this salt. If the tenant has no salt, or if a reader of
+   the recording knows the salt, the reader can check by the block keys whether a guess of a whole prompt is right.
 
-A recording suffices for `fleet sim replay`, because the decisions of the machine depend on nothing else than what it contains.
+A recording suffices for `fleet sim replay`, because the decisions of the machine depend only on what it contains.
 """
 
 import struct

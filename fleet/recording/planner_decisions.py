@@ -4,8 +4,9 @@ Rules:
 
 1. The first line has the settings, and each further line a decision or a plan. A decision is recorded with all inputs of the scaling rule.
    So the same rule can repeat its decision, and another rule can be tried on the same demand.
-2. The size of a recording is limited. When the limit is reached, later decisions are lost, and not the first ones: a rule remembers earlier
-   inputs, so it can repeat its decisions only from the start. An existing file is renamed to `.1`, and replaces an earlier `.1`.
+2. The size of a recording is limited. When the limit is reached, later decisions are lost. The first ones are kept, because a rule
+   remembers earlier inputs, so it can repeat its decisions only from the start. An existing file is renamed to `.1`, and replaces an
+   earlier `.1`.
 3. If a line cannot be written, the recording ends, this is logged, and the planner continues.
 """
 

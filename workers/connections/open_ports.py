@@ -10,7 +10,7 @@ REMEDY = "let only hosts of the engines reach these ports, by a network of their
 
 
 def open_worker_ports(settings: WorkerSettings) -> Iterator[OpenPort]:
-    """Yield the ports of a worker, or of another rank of its engine, at which callers need no credentials."""
+    """Yield the ports of this process (a worker, or another rank of its engine) at which callers need no credentials."""
     group = settings.group
     if group is not None and not group.rank:
         setting = "group.listen" if group.listen else "group.leader"

@@ -116,8 +116,8 @@ class GroupLeader:
             for number in itertools.count():
                 connection = await _accepted(listening)
                 if len(self._silent) == MAX_SILENT_CONNECTIONS:
-                    # Close the oldest silent connection. It hardly belongs to a rank, because a rank sends its first
-                    # message at once.
+                    # Close the oldest silent connection. It is probably not that of a rank, because a rank sends its
+                    # first message at once.
                     self._silent.pop(next(iter(self._silent))).cancel()
                 self._silent[number] = links.create_task(self._hear(number, connection))
                 await asyncio.sleep(0)  # lets the new task and other tasks run
@@ -309,7 +309,7 @@ async def _joined(
             return await _tried(group, common, left)
         except TimeoutError:
             cause = why  # an attempt that timed out gives no new cause, so the earlier one is reported
-        except (_Gone, OSError) as error:  # the leader's name is unknown, it does not listen yet, or it restarts
+        except (_Gone, OSError) as error:  # the leader's name cannot be resolved, or the leader does not listen yet
             cause = f"the leader {error}" if isinstance(error, _Gone) else str(error)
         if cause != why:
             log.info("worker group not formed yet", extra={"leader": group.leader, "cause": cause})
@@ -396,7 +396,7 @@ async def _next(reader: asyncio.StreamReader, words: msgspec.json.Decoder[Word],
 def _say(writer: asyncio.StreamWriter, word: FromRank | FromLeader) -> None:
     """Send a message without waiting until it is sent.
 
-    Messages are few and short, and a side that does not read is soon lost.
+    Messages are few and short, so they need little memory until a peer that does not read counts as lost.
     """
     if not writer.is_closing():
         writer.write(msgspec.json.encode(word) + b"\n")
@@ -412,6 +412,6 @@ def _reserve_ports(reserved: ExitStack, address: str) -> tuple[int, ...]:
     held = [reserved.enter_context(socket.socket(family, socket.SOCK_STREAM)) for _ in range(ENGINE_PORTS)]
     for each in held:
         each.bind((address, 0))
-        # Set after binding, so that the socket shares no port with the reservation of another process.
+        # Set after binding. Otherwise the socket could share its port with the reservation of another process.
         each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     return tuple(int(each.getsockname()[1]) for each in held)

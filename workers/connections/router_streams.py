@@ -7,9 +7,9 @@ Rules:
    exception: if a later message has the request id of an attempt, only this attempt is rejected, and the stream goes
    on. Before hello, both peers prove their identity if the worker has a secret or certificates
    (`fleet.net.streams.authentication`).
-2. Hello contains the protocol versions of the router, and the worker's description contains those of the worker.
-   Without a common version, the worker sends the message `Goodbye` with its own versions, and both peers log what to
-   upgrade (`kvstore.protocol.versions`).
+2. Hello contains the protocol versions that the router speaks, and the worker's description the versions that the
+   worker speaks. Without a common version, the worker sends the message `Goodbye` with its own versions, and both peers
+   log what to upgrade (`kvstore.protocol.versions`).
 3. When the connection ends, for any reason, its session and its attempts end too.
 4. A worker whose engine hangs accepts no more streams.
 5. As long as the router reads, the worker's messages are encoded and passed to the connection at once, without a task

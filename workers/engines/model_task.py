@@ -18,7 +18,7 @@ EMBEDDING = ("ForTextEncoding", "EmbeddingModel", "Model")
 """Endings by which vLLM recognises the architecture names of embedding models."""
 
 SENTENCE_TRANSFORMERS = "modules.json"
-"""A model folder with this file holds an embedding model for vLLM, even if its architecture could generate tokens."""
+"""vLLM takes the model of a folder with this file as an embedding model, even if its architecture could generate tokens."""
 
 
 def task_of_folder(folder: Path) -> ModelTask:

@@ -5,9 +5,9 @@ Rules:
 1. A parser that the settings name is used. If the setting is ``auto``, and the model folder has a response template,
    vLLM's parser for response templates is used. Otherwise the parser is chosen by the model type and by the chat
    template, because the chat template instructs the model how to write tool calls.
-2. The first entry of `FAMILIES` that allows the model type, and whose marks all occur in the chat template, decides. If
-   no entry fits, the model has no parser. Requests with tools are then refused, because a wrong parser would not find
-   the calls in the answers.
+2. The first entry of `FAMILIES` that allows the model type, and whose marks all occur in the chat template, names the
+   parsers. If no entry fits, the model has no parser. Requests with tools are then refused, because a wrong parser
+   would not find the calls in the answers.
 3. The reasoning parser of an entry is used only if the chat template contains the entry's `reasoning_mark`.
 """
 
@@ -27,7 +27,7 @@ OWN_TEMPLATE = "hf"
 
 
 class ModelFamily(Struct, frozen=True):
-    """Names the parsers for models that write calls and reasoning in one form, and says how to recognise the models."""
+    """Names the parsers for models that write calls and reasoning in the same form, and says how to recognise the models."""
 
     tool_calls: str  # name of the parser of tool calls
     marks: tuple[str, ...]  # texts that all occur in the chat template of such a model
@@ -67,8 +67,8 @@ FAMILIES = (
     ModelFamily("hermes", ("<tool_call>",), ("qwen3", "qwen3_moe", "qwen3_next"), "qwen3"),
     ModelFamily("hermes", ("<tool_call>", '"arguments": '), (), "deepseek_r1"),
 )
-"""The known families. The first one that fits is used, so more specific ones come first. The parser names are vLLM's
-(docs.vllm.ai, tool calling)."""
+"""The known families. The first family that fits is used, so more specific families come first. The parser names are
+vLLM's (docs.vllm.ai, tool calling)."""
 
 
 def parsers_for(settings: WorkerSettings, *, in_engine: bool) -> AnswerParsers | None:

@@ -15,12 +15,12 @@ SHA256 = re.compile(r"[0-9a-f]{64}")
 def revision_of(files: Iterable[Path]) -> str:
     """Return a digest (32 hex digits) of a folder's configuration (JSON) and weights (safetensors).
 
-    If the files have at most 1 GiB together, the digest covers all their bytes. Otherwise it covers all bytes of the JSON
-    files, but of each weight file only the name, the size, the modification time and the header, which lists the type,
-    shape and place of every tensor. For a weight file in the cache of the Hugging Face Hub, the SHA-256 in its name
-    replaces the modification time, so copies on different hosts have the same digest. Workers share KV blocks only if
-    their digests are equal. A copy of a large model outside the Hub's cache must therefore keep the files' modification
-    times.
+    If the files have at most 1 GiB together, the digest covers all their bytes. Otherwise it covers all bytes of the
+    JSON files. Of each weight file it then covers only the name, the size, the modification time and the header, which
+    lists the type, shape and offset of every tensor. For a weight file in the cache of the Hugging Face Hub, the
+    SHA-256 in its name replaces the modification time, so copies on different hosts have the same digest. Workers share
+    KV blocks only if their digests are equal. A copy of a large model outside the Hub's cache must therefore keep the
+    files' modification times.
     """
     files = sorted(files)
     whole = sum(file.stat().st_size for file in files) <= WHOLE_CONTENT_BYTES
@@ -39,6 +39,6 @@ def revision_of(files: Iterable[Path]) -> str:
 
 
 def _sha256_of(file: Path) -> str:
-    """Return the file's SHA-256, which the hub's client has put into its name; empty for any other file."""
+    """Return the file's SHA-256, which the client of the Hugging Face Hub has put into its name; empty for any other file."""
     name = file.resolve().name if file.is_symlink() else ""
     return name if SHA256.fullmatch(name) else ""

@@ -7,7 +7,7 @@ Rules:
    store node ends with this process and has no such tier, the blocks are copied to the node's peers or to its disk.
 2. Blocks are copied in the order of `workers.store.evacuation_priority`, so that a drain with little time or a small
    `most_bytes` saves the prefixes that are used most.
-3. One thread makes the calls one after the other. Each call has the client's deadline, and no call begins after the
+3. One thread makes the calls one after the other. Each call has the time limit of the store client, and no call begins after the
    drain's deadline. The engine and the routers never wait for an evacuation.
 4. A call that the node does not answer in time counts as one failure, and so does a batch that the tier fails to take.
    Their blocks are tried again. If a circuit breaker opens meanwhile, the evacuation continues after the breaker's

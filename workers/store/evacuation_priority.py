@@ -5,11 +5,11 @@ Rules:
 1. This module orders the warm blocks of one worker, because a drain may not have time or room for all of them. It has
    no influence on which worker is removed: Kubernetes compares only the number of warm blocks, which each worker's
    Lease reports.
-2. Blocks that more of the recent prompts contain come first. Among blocks in equally many prompts, those that were used
-   more recently come first, and then those that are earlier in their chain. Therefore no block precedes an earlier
-   block of its own chain.
-3. Blocks that no recent prompt contains (of answers, and of older prompts) come last, in the order in which the cache
-   stored them.
+2. Blocks that occur in more of the recent prompts come first. If two blocks occur in the same number of prompts, the
+   one that was used more recently comes first; if this is equal too, the one that is earlier in its chain. Therefore no
+   block precedes an earlier block of its own chain.
+3. Blocks that no recent prompt contains (blocks of answers and of older prompts) come last, in the order in which the
+   cache stored them.
 4. The newest prompts are remembered, up to `MOST_BYTES`. The names of their blocks are computed only when an evacuation
    needs them.
 """

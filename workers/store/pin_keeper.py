@@ -3,11 +3,11 @@
 Rules:
 
 1. The pin keeper never delays the engine or a router. One thread makes the calls one after the other, with the client's
-   deadlines. At most `MAX_QUEUED_PINS` pins and unpins are pending. Further ones are dropped and counted, and so are
-   pins whose calls the node does not answer.
+   deadlines. At most `MAX_QUEUED_PINS` pins and unpins are pending. Further pins and unpins are dropped. They are
+   counted, together with the pins that the node did not answer.
 2. An engine's last blocks reach the store shortly after the end of the answer. Therefore a chain that was not pinned
-   completely is pinned again after each of the pauses `RETRY_PAUSES_SECONDS`, unless its session has sent another
-   request meanwhile, or the node has reached its limit for pins.
+   completely is pinned again after each of the pauses `RETRY_PAUSES_SECONDS`. There are no further tries if its session
+   has sent another request, or if the node has reached its limit for pins.
 """
 
 import asyncio

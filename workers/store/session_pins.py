@@ -34,7 +34,7 @@ MAX_SESSIONS = 16_384
 
 
 class _SessionAttempt:
-    """Records one attempt with a session that the engine runs."""
+    """Records one running attempt that belongs to a session."""
 
     __slots__ = ("generated", "session", "start")
 
@@ -53,7 +53,7 @@ class _SessionPauses(Struct):
 
 
 class SessionPinPolicy:
-    """Decides which chains to pin, by the rules of this module. The ids of attempts are those of the engine."""
+    """Decides which chains to pin, by the rules of this module. Attempts are named by their engine ids."""
 
     def __init__(self, longest: Nanos):
         assert longest > 0, longest
@@ -63,7 +63,7 @@ class SessionPinPolicy:
         self._gaps = GapTimes()
 
     def began(self, start: Start, now: Nanos) -> None:
-        """Record that an attempt was given to the engine, and the length of the session's pause, which ends now."""
+        """Record that an attempt was given to the engine. If its session was paused, record how long the pause was."""
         if not start.session or start.phase is Phase.PREFILL:
             return
         session = store_session_name(start.session, start.salt)

@@ -11,8 +11,8 @@ Rules:
    Failed requests alone never remove the only server of a model, or more than half of its servers. Otherwise a request
    that no server can handle could remove all servers.
 3. Exactly one event ends each request: it has finished, it was rejected, or its server left. For a cancelled request
-   there is no such event. If the server had closed an idle connection before a request was sent over it, the request is
-   sent again over a new one, because the server has not seen it.
+   there is no such event. If the server closed an idle connection just before a request was sent over it, the server
+   has not seen the request. The request is then sent again over a new connection.
 4. The router gets the progress of requests as from Fleet's own workers, but with the approximate number of tokens
    instead of the token ids.
 5. A server without KV events is assumed to cache the prompts that were sent to it (`fleet.router.kv_index`). The cache
@@ -20,13 +20,13 @@ Rules:
    can send again. If events cannot be used, an alert names the problem (`fleet.backends.kv_events.health`), and placement
    relies on the other events alone.
 6. If the settings name the tokenizer of a server, the tokenizer check compares it with the server's own tokenizer
-   before the server joins. If the two differ, the server joins all the same, and an error is logged, because the
+   before the server joins. If the two differ, the server joins nevertheless, and an error is logged, because the
    server's KV events then describe blocks that no request can use.
 7. A server that answers health checks but sends no content of answers leaves rotation: it gets no new requests. The
    rules of `silence.py` decide when. The wait of a request that its client cancelled counts, too. The server stays a
    worker, so the router still assumes the same cache when the server returns.
 8. If the settings have no key for a server, the server gets the client's key. If the connection is unencrypted and
-   leads to another host, the client's key is left out unless the settings allow to send it (`insecure`). This is logged
+   leads to another host, the client's key is left out, unless the settings allow it (`insecure`). This is logged
    once for each server.
 9. If this router has no socket left, no server is blamed. A request waits for a socket at most until its connection
    timeout, and is then rejected. A health check that cannot be sent counts neither as answered nor as failed.
@@ -112,8 +112,8 @@ PROBE_INTERVAL_IN_PROGRESS = SECOND  # time between two silence checks while som
 _STOP = Finish.STOP  # reading a module variable is three times as fast as reading the enum attribute
 
 Hear = Callable[[WorkerEvent], None]
-"""Function that gives a worker's event to the router (`RouterServer.hear`): it is handled before the function returns, unless the router
-is handling another event then."""
+"""Function that gives a worker's event to the router (`RouterServer.hear`). The router handles the event before the function returns.
+But while the router is handling another event, it handles the new event after that one."""
 
 
 class ExternalBackend:
@@ -679,7 +679,7 @@ class ExternalBackend:
             self._left()
 
     def _lose(self) -> None:
-        """Drop all running requests, because the server is gone."""
+        """Drop all running requests, because the server does not answer any more."""
         works = list(self._works.values())
         self._works.clear()
         for work in works:

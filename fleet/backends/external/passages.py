@@ -7,8 +7,8 @@ Rules:
 2. The client gets the answer of the server, whatever its status (except in rule 3). Only headers that concern the
    connection to the server are removed. If the header ``location`` names the server itself, the server's address is cut
    out of it.
-3. A request without a body that a server answers with 404 may go to another server, because stored objects (responses,
-   files, batches) exist on one server only.
+3. If a server answers a request without a body with 404, the request goes to the next server if there is one, because
+   stored objects (responses, files, batches) exist on one server only.
 4. A passage ends when the server and the client have both sent nothing for the server's `silence_timeout_seconds`. If
    a client sends too slowly, or does not read, the time limits of its own connection to the router end the passage.
 """

@@ -9,8 +9,8 @@ from fleet.core.clock import SECOND, Nanos
 GRACE = SECOND // 5
 """Maximum time between two ticks that counts in full, in nanoseconds: twice the usual time between ticks.
 
-If the time between two ticks is longer, only `GRACE` of it counts. The value must be well below the shortest silence that
-makes a server suspect, so that a pause of the router cannot make one suspect.
+If the time between two ticks is longer, only `GRACE` of it counts. The value must be well below the shortest silence
+that makes a server suspect. Otherwise a pause of the router could make a server suspect.
 """
 
 

@@ -4,10 +4,10 @@ An engine can hang while its HTTP server still answers `/health`. The router the
 answer arrives. Silence may also have other causes: a long prompt, a long answer in one piece, a queue, or a server that
 still loads. Rules:
 
-1. The allowed silence follows from the measured times of the server's earlier answers (`first_byte_history.py`): the
-   time until the first byte, and this time divided by the size of the request in KiB, so that a long prompt gets more
-   time. A server with few answers is also judged by the times of its siblings, the other servers of its model. If none
-   of them has answered yet, no server is judged.
+1. The allowed silence follows from the times of the server's earlier answers (`first_byte_history.py`). Two values are
+   measured: the time until the first byte, and this time divided by the size of the request in KiB. So a long prompt
+   gets more time. A server with few answers is also judged by the times of its siblings, the other servers of its
+   model. If none of them has answered yet, no server is judged.
 2. A server becomes suspect if a request has waited twice the expected time while the server sent no byte to any client.
    The same holds if the client has cancelled the request after that time. Shorter waits of cancelled requests are added
    up, and their sum counts like one wait. The router sends a suspect server a trial request (`SendTrial`) for one token,
@@ -17,9 +17,9 @@ still loads. Rules:
    request was not answered either. A sibling must work: it has answered a request since the silence began, or has no
    requests. If all servers are equally slow, none of them is removed.
 4. A server may answer some requests and never answer others. Such a server is not silent, so single requests are
-   counted too: those that wait much longer than expected while later requests were answered, and those that wait on a
-   silent server. Each answer lowers the count. A server with a count of `MAX_SILENT_REQUESTS` leaves rotation if a
-   sibling works and enough siblings remain.
+   counted too. A request is counted if it waits much longer than expected while later requests were answered, or if it
+   waits on a silent server. Each answer lowers the count. A server with a count of `MAX_SILENT_REQUESTS` leaves
+   rotation if a sibling works and enough siblings remain.
 5. The detector abandons requests in the following cases. An abandoned request starts on another server, unless its
    client has already got a part of the answer.
    - If the server is out of rotation, a request is abandoned when it waits for too long.
@@ -174,8 +174,8 @@ class SilenceDetector:
         self._left: _AbandonedRequest | None = None
         self._left_at = Nanos(0)
         self._owed = 0  # nanoseconds that cancelled requests waited in total since the server's last byte
-        # KiB of the longest cancelled prompt that the server may still compute: first among the requests for an answer in one
-        # piece, then among those for a stream.
+        # KiB of the longest cancelled prompt that the server may still compute. The first number is for requests for an
+        # answer in one piece, the second number for requests for a stream.
         self._left_kib = [0, 0]
         self._overtook = _UNSEEN
         self._out = False
@@ -208,7 +208,7 @@ class SilenceDetector:
 
     @property
     def calm(self) -> bool:
-        """True if the server is in rotation, without a trial request, a hold, or a cancelled request that counts."""
+        """True if the server is in rotation and not held back, no trial request is open, and no cancelled request counts."""
         return not (self._out or self._held or self._left is not None or self._asked_at is not None)
 
     # Events of requests
@@ -383,7 +383,7 @@ class SilenceDetector:
         commands.append(TakeOutOfRotation(why))
 
     def _hold(self, now: Nanos, silence: Nanos, commands: list[SilenceCommand]) -> None:
-        """Hold a suspect server back, or end its hold (rule 2)."""
+        """Stop or resume sending new requests to a suspect server (rule 2)."""
         tells = self._suspect and self._trials_tell(now)
         if self._held and not (tells and any(each.works(self._latest_byte_at) for each in self._siblings)):
             self._held = False
@@ -500,7 +500,7 @@ class SilenceDetector:
         return kinds
 
     def _limits(self) -> tuple[float, float] | None:
-        """Return the nanoseconds after which silence is suspicious, and those after which it is too long; None if unknown.
+        """Return two times in nanoseconds, after which silence is suspicious and after which it is too long; None if unknown.
 
         A server that computes one prompt after the other may be busy with the longest prompt. So the limits for that
         prompt are returned. A server that was seen to compute several requests at a time should answer the shortest

@@ -1,9 +1,9 @@
-"""Upstream: one connection to an external backend, whose answer goes to the client as it arrives.
+"""Upstream: one connection to an external backend; it passes each answer on to the client while the answer arrives.
 
 Rules:
 
 1. A connection carries one request at a time. It is used again if the server allows it and the answer ended where its
-   HTTP head says, but not after an answer whose chunks were decoded (rule 2).
+   HTTP head says. It is not used again after an answer whose chunks were decoded (rule 2).
 2. The HTTP parser reads every byte, but only to find the end of the head and of the answer. It also decodes chunks for a
    client that does not understand them (HTTP/1.0). The connection is closed if the parser rejects something, or if bytes
    arrive while no request is open.
@@ -18,11 +18,11 @@ Rules:
 5. Tokens are not decoded. The number of events is a good estimate of an answer's length. A tenant is charged for the
    usage that the server reports at the end, if it reports one.
 6. A request, and the head of an answer with its first content, go through the write batcher (`write_batcher.py`), which
-   may keep them until the end of the event loop's turn. What follows from an answer (released reservations, counters, the
-   connection's next use) comes after that. An error or the end of the answer is sent after all waiting bytes. Content in
-   later turns is passed on at once, because the router has nothing to decide about it.
+   may keep them until the end of the event loop's turn. The other effects of an answer (released reservations,
+   counters, the connection's next use) come after that. An error or the end of the answer is sent after all waiting
+   bytes. Content in later turns is passed on at once, because the router has nothing to decide about it.
 7. An answer counts as begun with its first content. Comments between events, and events that only name the role, are
-   passed on, but a hung engine may send them too, so they are no sign of life (`has_content`).
+   passed on, but they are not content (`has_content`): a server whose engine hangs may send them too.
 """
 
 import asyncio
@@ -118,7 +118,7 @@ class UpstreamOwner(Protocol):
     first_bytes: list[tuple[Nanos, Nanos, int, bool]]
     """Measurements of the first content of answers since the last silence check, at most `LEARNED_FIRST_BYTES`.
 
-    Each has the instant of the request (in running time), the instant of the content (in the time of the clock), the
+    Each has four values: the instant of the request (in running time), the instant of the content (by the clock), the
     size of the request in bytes, and True if the client wants a stream.
     """
 
@@ -140,7 +140,7 @@ class UpstreamOwner(Protocol):
         ...
 
     def finished(self, upstream: "Upstream", work_id: RequestId, tokens: int, *, reusable: bool) -> None:
-        """Record that the answer is complete; `tokens` were passed on since the last report."""
+        """Record that the answer is complete; `tokens` more tokens were passed on since the last report."""
         ...
 
     def failed(self, work_id: RequestId, reason: Reason, message: str) -> None:
@@ -182,7 +182,7 @@ class Upstream(asyncio.Protocol):
         self._complete = False  # True if the answer is complete, but not reported to `owner` yet
         self._head: AnswerHead | None = None
         self._held = b""  # bytes that wait for the rest of the head, or for the first content (rule 3)
-        # bytes of the request that wait for the end of the event loop's turn, or, once `_client` is set, bytes of the answer
+        # Bytes that wait for the end of the event loop's turn: bytes of the request, or of the answer once `_client` is set.
         self._unsent: list[bytes] = []
         # The bytes since the start of the latest read in which an event began; if there are many, only the last ones.
         self.latest = b""
@@ -355,7 +355,8 @@ class Upstream(asyncio.Protocol):
 
         Args:
             content: The bytes just read, preceded by the last bytes of earlier reads.
-            begin: Where to begin the search. Earlier reads have found any count before this place, with enough bytes around it.
+            begin: Where to begin the search. Counts before this index were found in earlier reads, with enough bytes around
+                them.
         """
         if (found := content.rfind(_TOKEN_COUNT, begin)) >= 0:
             self._counted = content[max(0, found - USAGE_BYTES) : found + USAGE_BYTES]
@@ -662,7 +663,7 @@ def read_usage(content: bytes) -> UpstreamUsage | None:
 
 
 def connection_line(*, keep_alive: bool, chunks: bool) -> bytes:
-    """Return the header line that tells a client whether its connection stays open; empty if nothing has to be said.
+    """Return the header line that tells a client whether its connection stays open; empty if this follows from the HTTP version.
 
     `chunks` is false for a client of HTTP/1.0.
     """

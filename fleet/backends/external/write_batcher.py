@@ -3,7 +3,7 @@
 Rules:
 
 1. Messages of a turn are kept until the end of the turn, at most `MAX_BATCHED_MESSAGES` of them. If each message were
-   sent at once, each would wake its receiver separately, and the code for sending and the code for decisions would
+   sent immediately, each would wake its receiver separately. The code for sending and the code for decisions would also
    displace each other in the processor's caches. For a short request, batching saves a quarter of the router's CPU
    time, and half of the external server's.
 2. A single message need not wait. So the first message of a turn is sent at once, unless the last turn with messages

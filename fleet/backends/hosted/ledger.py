@@ -4,8 +4,8 @@ Rules:
 
 1. A ledger file is read, changed and written under a lock of the kernel (flock). Each change is one write of a fixed
    size, so if the process is killed meanwhile, the file has either the old or the new content.
-2. The event loop never blocks on the lock. If another process keeps the lock for `LOCK_SECONDS`, because it was
-   stopped, no request is admitted, and settlements are kept in memory until the lock is free.
+2. The event loop never blocks on the lock. If another process keeps the lock for `LOCK_SECONDS`, for example because it
+   was stopped, no request is admitted. Settlements are then kept in memory until the lock is free.
 3. If the content of a file is not a ledger, the charges of the last hour are unknown. The limit then counts as spent, so
    no request is admitted, and a warning names the file.
 """
@@ -31,8 +31,9 @@ LOCK_SECONDS = 0.05
 TRY_SECONDS = 0.005
 FILE_BYTES = 4096  # size of the file in bytes; it stores the charges of 61 minutes, each in at most 32 bytes
 NEAR_LIMIT = 0.5
-"""Share of the spending limit. If the last known charges and the estimate are together at most this share, `has_room` does
-not read the file again, because it is unlikely that other processes have charged all of the rest since the last reading."""
+"""Share of the spending limit. If the last known charges and the estimate are together at most this share, `has_room`
+does not read the file again. It is unlikely that other processes have charged all of the rest since the last
+reading."""
 
 
 class SpendingLedger(Protocol):
@@ -55,7 +56,7 @@ class SpendingLedger(Protocol):
         ...
 
     def spent(self) -> int:
-        """Return the charges of the last hour in nanodollars; if a file cannot be read now, those of its last reading."""
+        """Return the charges of the last hour in nanodollars; if a file cannot be read now, the charges at its last reading."""
         ...
 
 

@@ -2,11 +2,11 @@
 
 Rules:
 
-1. A request overflows if the router rejects it because of load before any part of its answer was sent: its predicted wait
-   is above `after_seconds`, the queue is full, no worker serves the model, or its worker was lost. A request does not overflow
-   if the hosted endpoint could not answer it in the same way. This holds for requests that name a LoRA adapter, a worker
-   or a label, that have images or token ids, or that want a longer answer than `max_answer_tokens`. It also holds for
-   requests with fields that the endpoint does not know or treats differently. Requests of excluded tenants do not
+1. A request overflows if the router rejects it because of load before any part of its answer was sent. Load means: its
+   predicted wait is above `after_seconds`, the queue is full, no worker serves the model, or its worker was lost. A request
+   does not overflow if the hosted endpoint could not answer it in the same way. This holds for requests that name a LoRA
+   adapter, a worker or a label, that have images or token ids, or that want a longer answer than `max_answer_tokens`. It also
+   holds for requests with fields that the endpoint does not know or treats differently. Requests of excluded tenants do not
    overflow either.
 2. The limit `after_seconds` applies only while the endpoint would accept the request. So when the spending limit is
    reached, requests wait as they would without an endpoint.
@@ -376,7 +376,7 @@ class _Offer:
         self.parsed = parsed
         self.exchange = exchange
         self.authorization = authorization
-        self.tenant: str | None = None  # the tenant, set when its rate limits have admitted the request; None before
+        self.tenant: str | None = None  # the tenant; None until its rate limits have admitted the request
         self.allowance: RateLimitStatus | None = None
         # Number of prompt tokens. Until the prompt is tokenized, this is the number of bytes of the request's body: an
         # upper bound, because a token has at least one byte.

@@ -8,8 +8,9 @@ Rules:
 2. Batches are numbered. Missing batches are requested from the engine's replay endpoint. If that fails, all knowledge
    of the engine's cache is dropped (`KvCleared`), and the listener goes on with the next batch.
 3. If a batch number comes a second time with other content, the engine was restarted, and its new process publishes
-   now. So all knowledge of the cache is dropped. Consecutive numbers do not prove that the process is the same. Therefore a request for missing batches also
-   includes the batch before them, to compare it with the one that was received.
+   now. So all knowledge of the cache is dropped. Consecutive numbers do not prove that the process is the same.
+   Therefore a request for missing batches also includes the batch before them, to compare it with the one that was
+   received.
 4. After an unreadable batch, all knowledge is dropped, too.
 5. A long replay may have gaps, because an engine's socket drops messages while too many wait for the listener. The
    missing batches are requested again, as a further piece of the replay. If a gap remains, only the batches after the

@@ -1,4 +1,4 @@
-"""Answer search: asks the workers for the tokens of answers whose streams are to be resumed.
+"""Answer search: asks the workers for the tokens of answers that clients resume.
 
 Rules:
 
@@ -41,7 +41,7 @@ class AnswerSearch:
         """Start without searches.
 
         Args:
-            send: Sends a message to all workers that keep answers; returns those to which it was sent.
+            send: Sends a message to all workers that keep answers; returns the workers to which it was sent.
         """
         self._send = send
         self._searches: dict[int, list[_RunningSearch]] = {}  # searches that have not ended, by the answer's key

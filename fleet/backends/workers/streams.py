@@ -10,16 +10,17 @@ Rules:
    counted as silence of a worker. If an engine hangs, its worker notices it (`workers.watchdog`) and ends the stream.
 2. When a worker has left, the router dials it again, with growing pauses, as long as the worker is a member. Each
    stream begins with a cache dump, which replaces what was known before.
-3. If a worker's lease ends, its stream stays open, because attempts may still run on the worker, and because an open
-   stream shows that the worker is alive, while perhaps only the registry is unreachable. When this stream has ended,
-   the worker is not dialled again.
+3. If a worker's lease ends, its stream stays open, because attempts may still run on the worker. The open stream also
+   shows that the worker is alive; perhaps only the registry is unreachable. When this stream has ended, the worker is
+   not dialled again.
 4. Sending never waits. Unsent bytes are kept up to a limit. A message that starts an attempt, or asks for spans or
    kept answers, is not sent if it does not fit. The stream then stays open, because other attempts run on it. If another
    message does not fit, such as a cancellation, the stream counts as broken.
 5. The streams report to the membership whether workers can be reached (`ReachabilityEvent`), so that no other process
    can register under the name of a worker that is alive.
-6. The greeting and the description state the protocol versions of both peers. A worker without a common version has not
-   joined; it is shown as incompatible, and dialled again with pauses, because either of the two may be upgraded.
+6. The greeting and the description state the protocol versions of both peers. A worker without a common version does
+   not join. It is shown as incompatible, and dialled again with pauses, because the worker or the router may be
+   upgraded.
 7. Each message is handled before the next one is read. So messages do not pile up in a slow router; it reads more
    slowly, and its workers have to wait until they can send.
 """
@@ -153,7 +154,7 @@ class WorkerStreams:
             settings: Timeouts, and the store node to watch.
             membership: Yields the arrivals and departures of members; None: there is no registry.
             addresses: Addresses of workers that are always members.
-            reachability: Function that is called when it turns out that a worker can or cannot be reached.
+            reachability: Function that is called when a worker was reached, or could not be reached.
             incompatible: Collects workers without a common protocol version; None: they are only logged.
 
         Raises:
@@ -330,7 +331,7 @@ class WorkerStreams:
         return link is not None and link.say(message)
 
     def _ask(self, wanted: AnswersWanted) -> list[WorkerId]:
-        """Ask all workers that keep answers; return those to which the message was sent."""
+        """Ask all workers that keep answers; return the workers to which the message was sent."""
         keepers = [
             worker_id
             for worker_id, link in self._links.items()
@@ -534,7 +535,7 @@ class _SilenceTimer:
 
 
 def _other_task(first: WorkerDescription, links: "Iterable[_WorkerConnection]") -> str | None:
-    """Return the task of the connected workers with the same model as the worker `first`, if its task differs; else None."""
+    """Return the task of the connected workers with the same model as `first`, if it is not the task of `first`; else None."""
     for each in links:
         if (other := each.description) is not None and other.model == first.model and other.pooling != first.pooling:
             return _task(other)

@@ -53,7 +53,7 @@ class ControlAccess:
         return bool(self._access.control_key or (self._access.has_certificate and self._access.has_authority))
 
     def server(self, guard: SocketGuard | None = None, *, shared: bool = False) -> grpc.aio.Server:
-        """Return a server. If the credentials have a secret, its callers must prove that they know it.
+        """Return a gRPC server. If the credentials have a secret, the server's callers must prove that they know it.
 
         Args:
             guard: Limits the connections of the server's TCP port; `fleet.net.grpc.port.open_port` runs it.
@@ -88,11 +88,11 @@ class ControlAccess:
         return bind
 
     def channel(self, address: str) -> grpc.Channel:
-        """Return a channel for synchronous calls that carry the proofs."""
+        """Return a channel for synchronous calls; they carry proofs of the secret if there is one."""
         return self._access.channel(address, BLOCKING_CHANNEL_OPTIONS)
 
     def aio_channel(self, address: str, *, separate: bool = False) -> grpc.aio.Channel:
-        """Return a channel for asyncio calls that carry the proofs.
+        """Return a channel for asyncio calls; they carry proofs of the secret if there is one.
 
         With `separate`, the channel has a connection of its own (`SEPARATE_CHANNEL_OPTIONS`).
         """
@@ -113,7 +113,7 @@ OPEN_ACCESS = ControlAccess()
 
 
 def load_control_access(field: str, credentials: Credentials) -> ControlAccess:
-    """Read the files of the credentials of a control port; messages name the settings field.
+    """Read the files of the credentials of a control port; error messages name the settings section `field`.
 
     Raises:
         ConfigurationRefused: A file cannot be used.

@@ -23,7 +23,7 @@ MAX_REQUEST_BYTES = 8 << 20  # maximum size of a request message, as over HTTP
 WRITE_SECONDS = 30.0
 
 Context = Any
-"""`grpc.aio.ServicerContext` for bytes: its type stubs require message types, which these calls do not have."""
+"""`grpc.aio.ServicerContext`. The type is Any, because the type stubs require message types, and these calls pass bytes."""
 
 Answer = TypeVar("Answer")
 AnyMessage = TypeVar("AnyMessage", bound=Message)
@@ -99,7 +99,7 @@ class MessageWriter:
         self._timer = self._loop.call_later(self._seconds, self._look)
 
     async def send(self, message: Message) -> None:
-        """Write one message when the caller reads. Do not call this method again before it has returned.
+        """Write one message, and wait while the caller does not read. Do not call this method again before it has returned.
 
         Raises:
             CallerDisconnected: The caller has left, or the port closes.
@@ -153,7 +153,7 @@ async def open_writer(context: Context, seconds: float) -> AsyncGenerator[Messag
 
 
 async def send_message(context: Context, message: Message) -> None:
-    """Write one message of a stream when the caller reads.
+    """Write one message of a stream, and wait while the caller does not read.
 
     Raises:
         CallerDisconnected: The caller has left, the port closes, or the caller did not read for too long.

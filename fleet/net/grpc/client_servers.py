@@ -1,6 +1,6 @@
 """gRPC servers of the ports for clients: one that uses libnghttp2, and gRPC's own server as the fallback.
 
-Both serve the same handlers, so services do not know which one runs. `GrpcSettings.library` chooses.
+Both serve the same handlers, so services do not know which one runs. `GrpcSettings.library` chooses the server.
 """
 
 from collections.abc import Sequence

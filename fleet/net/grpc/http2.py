@@ -95,7 +95,7 @@ class Http2Server:
 
         Args:
             shared: True if other processes may listen on the same port.
-            connection_seconds: The time, varied by up to a tenth, after which a client is asked to reconnect; 0 sets no
+            connection_seconds: Seconds, varied by up to a tenth, after which a client is asked to reconnect; 0 sets no
                 limit.
             limits: Limits of connections.
             max_held_bytes: Number of bytes of the messages that arrive or are being served, beyond which long messages
@@ -159,7 +159,7 @@ class Http2Server:
         self._sweep = loop.create_task(self._sweep_forever())
 
     async def stop(self, grace: float | None) -> None:
-        """Accept no more calls, let running calls finish for `grace` seconds (None or 0: not at all), then cancel the others."""
+        """Accept no more calls, let running calls finish for `grace` seconds (None or 0: not at all), then cancel the remaining calls."""
         self.closing = True
         for stop in self._stop_listening:
             stop()
@@ -396,7 +396,7 @@ class Http2Connection(asyncio.Protocol):
             call.check_limits(now)
 
     def displace(self, *, silent: bool) -> None:
-        """Close at once, because the table needs the slot.
+        """Close the connection at once, because the table needs the slot.
 
         No calls are running; a `silent` client has never sent a byte.
         """
@@ -426,7 +426,7 @@ class Http2Connection(asyncio.Protocol):
             call.cancel(grpc.StatusCode.UNAVAILABLE, "the server is going away")
 
     def close(self) -> None:
-        """Send the remaining bytes and close."""
+        """Send the remaining bytes and close the connection."""
         if not self._gone:
             self.flush()
             self.transport.close()

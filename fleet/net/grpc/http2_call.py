@@ -90,7 +90,7 @@ class Http2ConnectionApi(Protocol):
         """Return whether a call must wait until its caller reads."""
 
     def wait_for_room(self, call: "CallContext") -> None:
-        """Call `resume_writer` when the call may continue."""
+        """Call `resume_writer` of the call as soon as it need not wait any more."""
 
     def schedule_flush(self) -> None:
         """Send pending bytes at the end of this iteration of the event loop."""
@@ -213,7 +213,7 @@ class CallContext:
     # Called by the connection
 
     def resume_writer(self) -> None:
-        """Resume the writer, because the caller has read enough."""
+        """Let a waiting `write` return, because the caller has read enough."""
         if self._writer is not None and not self._writer.done():
             self._writer.set_result(None)
 

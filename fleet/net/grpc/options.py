@@ -10,7 +10,7 @@ far smaller.
 PING_TIMEOUT_MS: Final = 3_500
 
 PING_TIMEOUT: Final = (
-    # Since release 1.60, the library has a setting of its own for the time that an idle connection may take to answer a
+    # Since release 1.60, the library has a separate setting for the time in which an idle connection must answer a
     # ping; its default is a minute. Older releases have only the keepalive timeout.
     ("grpc.http2.ping_timeout_ms", PING_TIMEOUT_MS),
     ("grpc.keepalive_timeout_ms", PING_TIMEOUT_MS),
@@ -67,7 +67,7 @@ _SERVER: Final = (
 )
 
 SERVER_OPTIONS: Final = (*_SERVER, ("grpc.so_reuseport", 0))
-"""With these options a port in use is an error."""
+"""With these options, binding a port that is in use is an error."""
 
 SHARED_SERVER_OPTIONS: Final = (*_SERVER, ("grpc.so_reuseport", 1))
 """With these options several processes listen on one port, and the kernel spreads connections over them."""

@@ -26,7 +26,7 @@ from kvstore.net.socket_guard import SocketGuard
 LIVENESS = "liveness"
 """Name of the health service for liveness probes. The name is the convention of endpoint pickers."""
 
-# Seconds between two checks whether a service's health has changed, so that watchers must be notified.
+# Seconds between two checks whether a service's health has changed; watchers are notified of a change.
 HEALTH_SECONDS = 0.25
 STOP_SECONDS = 2.0  # when the port closes, time limit for running calls to send their last messages
 

@@ -5,8 +5,8 @@ Rules:
 1. A connection serves one request at a time. Pipelined requests wait, most of them unparsed, and reading stops
    meanwhile. One iteration of the event loop serves only a few requests of a connection, then other connections.
 2. A malformed message is answered with an error, after the requests before it. Then the connection closes, because
-   client and server may no longer agree where the next message begins. The same holds for a body in another transfer
-   coding than chunked, which is not understood here (RFC 9112, 6.1).
+   client and server may no longer agree where the next message begins. The same holds for a body with a transfer
+   coding other than chunked, because no other coding is understood here (RFC 9112, 6.1).
 3. A client that closes its sending side while its POST request is being served counts as disconnected. TCP does not show
    whether the client has closed the receiving side too, and an engine must not compute an answer that no client reads.
    The task that serves the request is cancelled, and so the request ends in the router and in the engine
@@ -14,7 +14,7 @@ Rules:
 4. Every buffer is bounded. A writer waits (`Exchange.drained`) while the client does not read, and a client that reads
    too slowly is disconnected (`SlowReader`). While the client does not read, no bytes are read from the source of a
    relayed answer (`Exchange.relay`).
-5. Every stage of a connection has a deadline, except while a request is being served. The server's sweep checks it. A
+5. Every stage of a connection has a deadline, except while a request is being served. The server's sweep checks the deadlines. A
    timer for each connection would cost more than a request.
 6. An offer of another protocol (``Upgrade``, which Java's client sends for HTTP/2) is declined, except for a WebSocket by
    rule 7. The request is then served, or refused if its method is CONNECT, its body is chunked, or an earlier request is
@@ -24,7 +24,7 @@ Rules:
    arrive in each `body_timeout_seconds`.
 8. A head that equals an earlier one, apart from the content length, is not parsed again.
 9. A connection that waits for its client may be closed at any time for a new connection (`ConnectionTable`).
-10. The server may take no bodies from some clients (`IsStranger`), such as those without a key. If the body of their request has
+10. The server may refuse the bodies of some clients (`IsStranger`), such as those without a key. If the body of their request has
     not arrived together with its head, the request is served without it, and the connection then closes. While an earlier request is
     served, nothing more is read of such a body.
 """
@@ -98,7 +98,7 @@ class ConnectionStage(Enum):
     CLOSING = auto()  # the last answer was sent or is being sent; received bytes are dropped
 
 
-# Variables of the module, because reading a member of an enum takes three times as long, and a request reads ten members.
+# These copies exist because reading a member of an enum takes three times as long, and a request reads ten members.
 _IDLE, _HEAD, _BODY, _SWITCHED, _CLOSING = (
     ConnectionStage.IDLE,
     ConnectionStage.HEAD,
@@ -122,7 +122,7 @@ IsStranger = Callable[[HttpHead], bool]
 class HttpConnection(asyncio.Protocol):
     """Handles the connection of one client: parses its requests, and has them served one after the other."""
 
-    # Slots, because CPython reads the attributes of an object slowly if it has more than 30 without slots.
+    # The class has slots, because CPython reads the attributes of an object slowly if it has more than 30 without slots.
     __slots__ = (
         "__weakref__",
         "_arriving",
@@ -223,7 +223,7 @@ class HttpConnection(asyncio.Protocol):
         # Raw bytes under which the parsed head may be cached (`HeadCache`). They are usable only if the whole head was in
         # the first chunk.
         self._raw_head: bytes | None = None
-        self._known_head: tuple[HttpHead, int] | None = None  # head and content length of a body that arrives unparsed
+        self._known_head: tuple[HttpHead, int] | None = None  # head and content length of a body kept from the parser
         self.waiting: deque[HttpRequest | MalformedRequest] = deque()
         self.unparsed = b""  # received bytes that were not parsed yet; they follow the waiting requests
         self._served = 0  # approximate number of requests that were served in this iteration of the event loop
@@ -244,7 +244,7 @@ class HttpConnection(asyncio.Protocol):
     # Called by the event loop
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # A cast, because uvloop's transports are not asyncio's classes.
+        # The cast is needed, because uvloop's transports are not asyncio's classes.
         self.transport = cast("asyncio.Transport", transport)
         self.transport.set_write_buffer_limits(high=HIGH_WATER_BYTES)
         if (sock := transport.get_extra_info("socket")) is not None:
@@ -513,11 +513,11 @@ class HttpConnection(asyncio.Protocol):
             self.transport.close()
 
     def abort(self) -> None:
-        """Close at once, even while a request is being served."""
+        """Close the connection at once, even while a request is being served."""
         self.transport.abort()
 
     def close_when_idle(self) -> None:
-        """Close now if no request is being served, otherwise after the request."""
+        """Close the connection now if no request is being served, otherwise after the request."""
         if self.exchange is None:
             self.transport.close()
         if self._arriving is None:  # a request that reads its arriving body still needs further bytes
@@ -609,7 +609,7 @@ class HttpConnection(asyncio.Protocol):
         )
 
     def _refuse_body_of_stranger(self) -> None:
-        """Serve the request of a stranger now, without the body that is arriving; take the bodies of other clients (rule 10).
+        """If the client is a stranger, serve its request now without the body that is arriving; otherwise take the body (rule 10).
 
         A request behind an earlier one cannot be served yet. `_advance` then stops reading, and calls this method again when the
         earlier request has ended.
@@ -639,7 +639,7 @@ class HttpConnection(asyncio.Protocol):
             self._advance()
 
     def _check_body_rate(self, body: BodyStream) -> None:
-        """Reject a body of which too few bytes have arrived since the last check, unless its consumer reads too slowly."""
+        """Reject a body if too few of its bytes have arrived since the last check, except if its consumer reads too slowly."""
         if body.full or body.received - self._body_seen >= self._settings.min_read_bytes:
             self._body_seen = body.received
             self.deadline = self._deadline_in(self._settings.body_timeout_seconds)
@@ -827,7 +827,7 @@ class HttpConnection(asyncio.Protocol):
         self._reject(HTTPStatus.SERVICE_UNAVAILABLE, message, RETRY_AFTER_SECONDS)
 
     def _note_waiting(self) -> None:
-        """Record in the table what the connection waits for, unless a request is being served or waits to be."""
+        """Record in the table what the connection waits for, unless a request is being served or waits to be served."""
         if self.exchange is not None or self.waiting or self.unparsed:
             return
         if self._stage is _IDLE:
@@ -900,10 +900,10 @@ class HttpConnection(asyncio.Protocol):
         )
 
     def _linger(self) -> None:
-        """Close after the client had time to read the answer; drop the remaining bytes of its request meanwhile.
+        """Close the connection after the client has had time to read the answer; meanwhile drop the remaining bytes of its request.
 
-        Close at once if the client has closed its sending side, or if the connection uses TLS, which has no half-closed
-        connections.
+        Close it at once if the client has closed its sending side, or if the connection uses TLS, which has no
+        half-closed connections.
         """
         self._stage = _CLOSING
         if self._slot is not None:

@@ -116,7 +116,7 @@ def _code(refused: RequestRejected) -> str:
 
 
 def responses_error_event(refused: RequestRejected, events: int | None) -> bytes:
-    """Return the last event of a failed stream of the Responses API; `events` is the number of events before it, if known."""
+    """Return the last event of a failed stream of the Responses API; `events` is the number of events before it, or None."""
     error: dict[str, object] = {
         "type": "error",
         "code": _code(refused),

@@ -88,8 +88,8 @@ class HeadCache:
     """Caches parsed heads by their exact bytes, without the digits of the content length.
 
     Clients that keep their connections send the same head again and again, and a look-up costs a tenth of parsing. Only
-    heads with a content length are cached. A full cache is emptied, so clients whose heads are different every time cost
-    the others no more than parsing.
+    heads with a content length are cached. A full cache is emptied. So a client that sends a different head each time
+    can only cause the heads of other clients to be parsed again.
     """
 
     def __init__(self) -> None:
@@ -215,7 +215,7 @@ def split_target(target: bytes) -> tuple[str, bytes]:
 
 
 NO_RETRY = ("x-should-retry", "false")
-"""Header by which the clients of OpenAI and Anthropic do not retry. Without it they retry each status from 500 on."""
+"""Header that tells the clients of OpenAI and Anthropic not to retry. Without it they retry after each status from 500 on."""
 
 
 class MalformedRequest(Struct, frozen=True):
@@ -227,7 +227,7 @@ class MalformedRequest(Struct, frozen=True):
     """The time after which the client may try again; 0 omits the hint."""
 
     request_id: str = ""
-    """The id of the request for the answer; empty: the answer has none."""
+    """The request id that the answer states; empty: it states none."""
 
     is_anthropic: bool = False
     """True if the answer has the form of Anthropic's API (`is_anthropic`)."""
@@ -238,7 +238,7 @@ class MalformedRequest(Struct, frozen=True):
         if self.retry_after_seconds:
             headers.append(("retry-after", str(self.retry_after_seconds)))
         if self.status is HTTPStatus.NOT_IMPLEMENTED:
-            headers.append(NO_RETRY)  # a retry would need the same function
+            headers.append(NO_RETRY)  # a retry would need the same missing function
         return response_head(self.status, "application/json", len(content), close=True, headers=headers) + content
 
 
@@ -344,7 +344,7 @@ class ExchangeConnection(Protocol):
         ...
 
     def relay(self, source: RelaySource) -> asyncio.Transport:
-        """Return the transport that takes the bytes of `source`, which pauses while the client does not read.
+        """Return the transport that takes the bytes of `source`; `source` is paused while the client does not read.
 
         Raises:
             ClientDisconnected: The connection is closed.
@@ -352,7 +352,7 @@ class ExchangeConnection(Protocol):
         ...
 
     def write(self, pieces: Sequence[bytes]) -> None:
-        """Write all pieces at once.
+        """Write all pieces together.
 
         Raises:
             ClientDisconnected: The connection is closed.
@@ -425,7 +425,7 @@ class Exchange:
     def send(
         self, content: bytes, *, content_type: str, headers: Sequence[tuple[str, str]] = (), last: bool = False
     ) -> None:
-        """Send the next chunk of a streamed answer; the head goes out with the first chunk.
+        """Send the next chunk of a streamed answer; the head is sent with the first chunk.
 
         Raises:
             ClientDisconnected: The connection is closed.
@@ -491,7 +491,7 @@ class Exchange:
         self.finish()
 
     def pass_on(self, content: bytes) -> None:
-        """Send the next bytes of an answer that comes with its own head. The caller then awaits `drained`.
+        """Send the next bytes of an answer whose bytes include its head. The caller then awaits `drained`.
 
         Raises:
             ClientDisconnected: The connection is closed.

@@ -147,7 +147,7 @@ class HttpServer:
         )
 
     async def finish(self, within_seconds: float, also: Callable[[], Awaitable[None]] | None) -> None:
-        """Stop accepting requests, and wait at most the given time for the running requests and for `also`."""
+        """Stop accepting requests, and wait at most the given time for the running requests and then for `also` (None: nothing)."""
         self.draining = True
         self.stop_listening()
         for connection in list(self.connections):
@@ -197,7 +197,7 @@ class HttpServer:
         return None
 
     async def refuse_stranger(self, exchange: Exchange) -> None:
-        """Refuse the request of a stranger, a client for which `is_stranger` is true. A server with `is_stranger` implements it."""
+        """Refuse the request of a stranger (`is_stranger` is true for it). A subclass that sets `is_stranger` implements this."""
         raise NotImplementedError
 
     def _served(self, exchange: Exchange, task: asyncio.Task[None]) -> None:
@@ -220,7 +220,7 @@ class HttpServer:
             await exchange.drained()
 
     def _hint(self, path: str) -> str:
-        """Return a hint for a client whose base URL ends with a slash or with one ``/v1`` too many, or lacks it; empty for other paths."""
+        """Return a hint for a client whose base URL ends with a slash or one ``/v1`` too many, or lacks ``/v1``; otherwise empty."""
         single = re.sub("/{2,}", "/", path)
         for other in (single, single.removeprefix("/v1"), f"/v1{single}"):
             if other != path and (other in self._routes or self.handlers_of(other) is not None):

@@ -45,8 +45,8 @@ class Cache(Generic[View]):
     def put(self, item: View) -> list[View]:
         """Store the answer to a write or an event of a watch.
 
-        Return the object before and after if a stored field differs. The list has one item for a new object, and none if
-        nothing has changed.
+        Return the object before and after the change if a stored field differs. The list has one item for a new object, and
+        none if nothing has changed.
         """
         place = _place(item)
         if self._removed.get(place) == item.metadata.uid:
@@ -81,7 +81,7 @@ class Cache(Generic[View]):
             self._drop(place)
 
     def fill(self, items: Iterable[View], version: str, namespace: str = "") -> list[View]:
-        """Replace the objects of a namespace by a list that has this version; an empty namespace means all.
+        """Replace the objects of a namespace by a list with the given version; an empty namespace means all namespaces.
 
         Objects that were written after the list was made are kept. Return all changed objects, before and after the change.
         """

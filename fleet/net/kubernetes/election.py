@@ -9,9 +9,9 @@ Rules:
    acting. That is earlier than any candidate may take the Lease. The last writes of this leader may still arrive late;
    they are harmless then (`operators.controller.applier`, rule 3).
 3. A leader that ends gives the Lease back, so that the next leader need not wait.
-4. Processes with the same identity lead together. If one of them finds the Lease renewed, it cannot know which process
-   renewed it, or whether its own renewal arrived and only the answer was lost. This makes no difference, because all of
-   these processes may act.
+4. Processes with the same identity lead together. If one of these processes finds the Lease renewed, it cannot know
+   which of them renewed it. Its own renewal may have arrived although the answer was lost. This makes no difference,
+   because all of these processes may act.
 """
 
 from enum import StrEnum

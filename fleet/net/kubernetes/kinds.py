@@ -25,7 +25,7 @@ class ApiKind(Struct, frozen=True):
         return f"{self.group}/{self.version}" if self.group else self.version
 
     def path(self, namespace: str, name: str = "", part: str = "") -> str:
-        """Return the API path of an object; without a name, the path of all objects. An empty namespace means all.
+        """Return the API path of an object; without a name, the path of all objects. An empty namespace means all namespaces.
 
         `part` is the name of a subresource, such as `status`.
         """

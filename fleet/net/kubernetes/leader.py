@@ -41,7 +41,7 @@ Seconds = Annotated[float, Meta(gt=0, le=3600)]
 
 
 class LeaseSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of a Lease that elects the acting operator, planner or endpoint picker. The defaults are those of Kubernetes' controllers."""
+    """Settings of a Lease that elects the acting operator, planner or endpoint picker; the defaults are those of kube-scheduler."""
 
     name: Annotated[str, Meta(min_length=1, max_length=63)] = "fleet-operator"
     """The name of the Lease."""

@@ -13,7 +13,7 @@ Manifest = dict[str, Any]
 
 
 class KubernetesError(Exception):
-    """A call of the API server failed.
+    """A call to the API server failed.
 
     The message may be shown in logs and conditions: it contains no value of a specification.
     """
@@ -104,17 +104,17 @@ class KubernetesApi(Protocol):
         ...
 
     async def create(self, kind: ApiKind, of: type[View], namespace: str, manifest: Manifest) -> View:
-        """Create an object; NameTaken if the name is in use."""
+        """Create an object; raise NameTaken if the name is in use."""
         ...
 
     async def make(self, kind: ApiKind, of: type[View], namespace: str, manifest: Manifest) -> View:
-        """Create an object by server-side apply; NameTaken if the name is in use."""
+        """Create an object by server-side apply; raise NameTaken if the name is in use."""
         ...
 
     async def replace(self, kind: ApiKind, of: type[View], namespace: str, name: str, manifest: Manifest) -> View: ...
 
     async def apply(self, kind: ApiKind, of: type[View], manifest: Manifest, part: str = "") -> View:
-        """Apply a manifest on the server's side. The fields of the client's field manager override those of other managers.
+        """Apply a manifest by server-side apply. The fields of the client's field manager override those of other managers.
 
         `part` is `status` to apply the status instead of the object.
         """
@@ -123,11 +123,11 @@ class KubernetesApi(Protocol):
     async def patch(
         self, kind: ApiKind, of: type[View], namespace: str, name: str, operations: Sequence[Mapping[str, Any]]
     ) -> View:
-        """Apply a JSON patch; ObjectConflict if a `test` in it fails."""
+        """Apply a JSON patch; raise ObjectConflict if a `test` in it fails."""
         ...
 
     async def delete(self, kind: ApiKind, namespace: str, name: str, uid: str) -> None:
-        """Delete the object only if it has this uid."""
+        """Delete an object; raise ObjectConflict if it has another uid than `uid`."""
         ...
 
 

@@ -4,8 +4,8 @@ Rules:
 
 1. Servers quote the values that they refuse, and a value may be a password in an environment variable. Therefore only
    parts of a message are passed on: the field and its requirement.
-2. The text of messages of admission control is passed on, up to `MOST_CHARACTERS`. A quota, a limit range, a policy or a
-   webhook writes it for the user whose object is refused.
+2. The text of messages of admission control is passed on, up to `MOST_CHARACTERS`. A quota, a limit range, a policy or
+   a webhook writes this text for the user whose object is refused.
 3. A server-side apply with a field of a wrong name or type is answered with 500 and without a reason, because the server
    does not translate the errors of structured-merge-diff. Such an answer is a refusal, and not a failure of the server.
 """

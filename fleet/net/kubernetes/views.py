@@ -255,7 +255,7 @@ class KubernetesLease(NamedObject, frozen=True):
         return msgspec.structs.replace(self, metadata=metadata, spec=spec)
 
     def with_renewal_time(self, now: datetime, before: Self | None, *, news: bool) -> Self:
-        """Return the Lease with another renewal time: when this process learned of this version, by its clock.
+        """Return the Lease with the renewal time `now`, at which this process learned of this version by its own clock.
 
         If the Lease is not news (`fleet.net.kubernetes.informer`, rule 3), its own renewal time is used, or `now` if that
         time is in the future. If the known version (`before`) had ended, the renewal is counted in `lapses`, so it

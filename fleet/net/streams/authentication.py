@@ -251,7 +251,7 @@ async def dial(
     limit: int = FRAME_BYTES,
     send_limit: int = SEND_BYTES,
 ) -> FrameConnection:
-    """Open a connection on which both peers have proven their identity. Callers set a deadline.
+    """Open a connection on which both peers have proven their identity. It has no time limit, so callers set a deadline.
 
     There is no handshake on a Unix socket, or if the identity is open (`StreamIdentity.is_open`).
 
@@ -265,7 +265,7 @@ async def dial(
 
     Raises:
         OSError: The address cannot be reached, or one of the peers has not proven its identity; the message says which
-            and why.
+            peer, and why.
         ValueError: The address is malformed.
     """
     if unix_path(address) or identity.is_open:

@@ -114,7 +114,7 @@ def worker_identity(field: str, credentials: Credentials) -> StreamIdentity:
 
 
 def router_identity(field: str, credentials: Credentials) -> StreamIdentity:
-    """Return the identity of a caller. The authority signs the listeners' certificates.
+    """Return the identity of a caller. With an authority, a listener must show a certificate that it has signed.
 
     Raises:
         ConfigurationRefused: A file cannot be used, or fields contradict each other.

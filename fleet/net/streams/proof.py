@@ -52,7 +52,7 @@ class ProofVerifier:
         self.proven = False
 
     def received(self, payload: bytes) -> bytes:
-        """Handle the caller's next payload and return the answer; `proven` is True if the handshake has ended with it.
+        """Handle the caller's next payload and return the answer; after the caller's proof, `proven` is True.
 
         Raises:
             ProofFailed: The caller does not know the secret.
@@ -89,7 +89,7 @@ class Prover:
         return MAGIC + self._mine
 
     def received(self, payload: bytes) -> bytes:
-        """Handle the listener's next payload; return the next payload to send, or nothing at the end of the handshake.
+        """Handle the listener's next payload; return the next payload to send; empty at the end of the handshake.
 
         Raises:
             ProofFailed: The listener does not know the secret, or does not accept this end's proof.

@@ -79,7 +79,7 @@ class Batch:
     def remove(self, request_id: RequestId) -> Sequence | None:
         """Remove a request, whatever it is doing, and free its blocks and its LoRA slot.
 
-        Return None if it is unknown.
+        Return its sequence; None if the request is unknown.
         """
         if (sequence := self.sequences.pop(request_id, None)) is None:
             return None
@@ -109,7 +109,7 @@ class Batch:
         self._loading.append(sequence)
 
     def take_loads(self) -> list[Sequence]:
-        """Return the sequences that were admitted since the last call and wait for `accept`."""
+        """Return the sequences that were admitted since the last call and that wait until the caller calls `accept`."""
         loading, self._loading = self._loading, []
         return loading
 

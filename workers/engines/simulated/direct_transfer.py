@@ -5,7 +5,7 @@ Rules:
 1. `fleet.batching.handoff_leases` decides how long a prefill engine keeps the blocks that it lends. A lease has a
    random name. A borrower that shows this name gets the blocks, without any other proof.
 2. A block's checksum is computed when the block is lent, so that the borrower notices any later change of its bytes.
-   The borrower verifies every block before use; the first missing or wrong block ends the chain.
+   The borrower verifies every block before use; of a chain, it uses only the blocks before the first missing or wrong one.
 3. One exchange has a request frame, an answer frame, and a request that returns the lease. A frame is a message as
    MessagePack, after its length in 4 bytes, big-endian. A peer that breaks these rules is disconnected.
 """
@@ -40,7 +40,7 @@ _LENGTH = struct.Struct(">I")
 
 
 class DirectParams(Struct, frozen=True, kw_only=True):
-    """The parameters in a handoff that a borrower needs."""
+    """The parameters of a handoff, by which a borrower fetches the blocks."""
 
     address: str
     lease: str
@@ -110,7 +110,7 @@ class BlockLender:
         )
 
     def check(self) -> None:
-        """Assert that contents exist exactly for the open leases."""
+        """Assert that block contents are kept for the open leases and for no others."""
         self.leases.check()
         assert set(self.leases) == self._lent.keys()
 
@@ -222,7 +222,7 @@ class LenderProtocol(asyncio.Protocol):
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # A cast, because uvloop's transports are not asyncio's classes.
+        # The cast is needed, because uvloop's transports are not asyncio's classes.
         transport = cast("asyncio.Transport", transport)
         self._transport = transport
         if len(self._lending.connections) >= MAX_CONNECTIONS:

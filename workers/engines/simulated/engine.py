@@ -43,8 +43,8 @@ from workers.settings import WorkerSettings
 log = logging.getLogger(__name__)
 
 OUTPUTS = 64  # maximum number of outputs that are queued for the consumer; the engine waits when the queue is full
-HANG_SECONDS = 0.05  # seconds between two checks of a hung engine whether the file of the fault still exists
-CATCH_UP_SECONDS = 0.02  # maximum delay of a step that later steps make up for; timers are inexact by a millisecond
+HANG_SECONDS = 0.05  # seconds between two checks whether the file `hang_file` still exists
+CATCH_UP_SECONDS = 0.02  # maximum delay of a step that later steps make up for; timers are inexact by 1 ms
 NO_WORKER = WorkerId("")  # placeholder, which the server replaces by the worker's id
 
 
@@ -85,7 +85,8 @@ class SimulatedEngine:
         self.memory = self.batch.memory
         lease = Nanos(simulated.direct_lease_ms * MILLISECOND)
         self.lending = BlockLending(self.batch.blocks, lease, on_end=self._wake.set)
-        # One connection for each request, so that no load has to wait for another one and then exceed its deadline.
+        # Each running request may load at the same time. So no load has to wait for another load and then exceeds its
+        # deadline.
         self._transfers = asyncio.Semaphore(facts.max_running)
         self._adapters_loading: dict[str, asyncio.Event] = {}
         # Outputs that the loop still has to put into `_outputs`: tokens of the latest step, and ends of requests.
@@ -167,7 +168,7 @@ class SimulatedEngine:
         return self.lending.leases
 
     async def save(self, names: Sequence[BlockHash], within: Nanos) -> int:
-        """Write those of the given blocks that are cached; return the number of blocks that the store did not have.
+        """Write the given blocks that are in the cache; return how many of them the store did not have.
 
         Implements `workers.ports.BlockSaver.save`.
         """
@@ -234,7 +235,7 @@ class SimulatedEngine:
             sequence.times = AttemptTimes(scheduled=SystemClock.now())
 
     async def _hang(self) -> None:
-        """Make no progress while the file of the fault exists."""
+        """Make no progress while the file `hang_file` exists, a fault for tests."""
         if not self._settings.hang_file:
             return
         fault = Path(self._settings.hang_file)
@@ -336,7 +337,7 @@ class SimulatedEngine:
     async def _load_adapter(self, name: str, *, first: bool) -> None:
         """Wait until a LoRA adapter is loaded.
 
-        If other requests need the same adapter meanwhile, they wait for the same load.
+        The request with `first` loads the adapter; further requests that need it meanwhile wait for this load.
         """
         if first:
             loading = self._adapters_loading[name] = asyncio.Event()
@@ -440,5 +441,5 @@ def _is_direct(handoff: Handoff | None) -> bool:
 
 
 def _draws_anew(start: Start) -> bool:
-    """Return whether the router drops the token of this prefill, so that the decode engine has to end the answer."""
+    """Return whether the decode engine samples the first token again, so that only the decode engine can end the answer."""
     return start.phase is Phase.PREFILL and start.kv_path is KvPath.DIRECT and start.sampling.temperature != 0

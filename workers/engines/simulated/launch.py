@@ -1,7 +1,7 @@
 """Start of the simulated engine, which runs no model, but has exact KV and the timing of a latency model.
 
-The engine has the parts of a real one (continuous batching, chunked prefill, a limited number of blocks, a prefix cache
-with KV events, two KV paths), and needs no other software. Its tokens depend on every byte of KV
+The engine has the parts of a real one: continuous batching, chunked prefill, a limited number of blocks, a prefix cache
+with KV events, and two KV paths. It needs no other software. Its tokens depend on every byte of KV
 (`workers.engines.simulated.model`), so each end-to-end test with this engine also proves that KV was moved correctly.
 """
 
@@ -102,8 +102,8 @@ async def open_rank(settings: WorkerSettings) -> AsyncIterator[None]:
 def namespace_of(settings: WorkerSettings, model: SimulatedModel) -> KvNamespace:
     """Return the namespace of the engine's blocks.
 
-    Two simulated engines share blocks only if their namespaces are equal. The seed takes the place of the weights'
-    revision.
+    Two simulated engines share blocks only if their namespaces are equal. The seed stands for the revision of the
+    weights.
     """
     return KvNamespace(
         model=settings.model,

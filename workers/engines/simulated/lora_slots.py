@@ -1,10 +1,10 @@
-"""LoRA slots: record which adapters an engine has loaded, at most one for each slot, and which of them requests use.
+"""LoRA slots: record which adapters an engine has loaded, at most one for each slot, and which of these are in use.
 
 Rules:
 
-1. A slot is free, idle (its adapter is loaded, and no request uses it) or used. An adapter that a request needs takes the
-   slot in which it is loaded, otherwise a free slot, otherwise the slot that has been idle longest, whose adapter it
-   replaces. If all slots are used, requests wait.
+1. A slot is free, idle (its adapter is loaded, and no request uses it) or used. An adapter that a request needs keeps
+   the slot in which it is loaded. If it is not loaded, it takes a free slot. If no slot is free, it replaces the
+   adapter that has been idle longest. If all slots are used, requests wait.
 2. An adapter counts as loaded from the moment at which it takes its slot; the caller then has to load it.
 """
 
@@ -31,7 +31,7 @@ class LoraSlots:
     def hold(self, name: str) -> bool:
         """Add a request that uses an adapter; return whether the adapter has to be loaded first.
 
-        The caller has to check with `takes` that a slot can be had.
+        The caller has to check with `takes` that a slot is available.
         """
         assert self.takes(name), name
         there = name in self._held or name in self._idle

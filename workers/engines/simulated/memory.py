@@ -32,7 +32,7 @@ class BlockMemory:
         return [self._contents[name] for name in names[: self._blocks.leading(names)]]
 
     def publish(self, names: Iterable[BlockHash], contents: Mapping[BlockHash, bytearray]) -> None:
-        """Store the bytes of blocks that have just been named."""
+        """Store the bytes of blocks that have just got their names (rule 1)."""
         self._contents.update((name, contents[name]) for name in names)
 
     def changed(self) -> bool:
@@ -59,7 +59,7 @@ class BlockMemory:
         return tuple(events)
 
     def check(self) -> None:
-        """Assert that all named blocks have bytes here, and no other block has, apart from evictions not handled yet."""
+        """Assert that exactly the named blocks have bytes here; bytes of evicted blocks may remain until `changed` is called."""
         assert set(self._blocks.names()) <= self._contents.keys()
         if not self._blocks.changed:
             assert len(self._blocks.names()) == len(self._contents)

@@ -4,7 +4,7 @@ Rules:
 
 1. The KV bytes of block i are expand(H(weights ‖ D(i-1) ‖ tokens of block i)), where D(i) = H(D(i-1) ‖ the bytes that
    block i really has in memory), and D(-1) is a constant for each LoRA adapter. Here ‖ joins bytes, H is the digest and
-   expand the expansion of rule 3, and the weights are the model's seed. A block therefore depends on everything before
+   expand is the expansion of rule 3, and the weights are the model's seed. A block therefore depends on everything before
    it, as with attention. The bytes are ordered by layer, head, token and element; `workers.engines.simulated.layout`
    places them.
 2. The next token is drawn by the random number H(weights ‖ D of the last full block ‖ tokens after it ‖ the sampling
@@ -12,7 +12,7 @@ Rules:
    that does not end the answer has the logit 1, changed only by `logit_bias` and penalties. Tokens that are not
    allowed, or that would complete a forbidden sequence, are not sampled, unless no other token is left. It does not
    matter which engine sampled the earlier tokens, so any engine continues any answer exactly.
-3. Expansion is numpy's Philox with the digest as its key, whose random numbers are fixed by its specification (Salmon
+3. Expansion is numpy's generator Philox with the digest as its key. Its specification fixes its random numbers (Salmon
    et al. 2011), so every machine computes the same bytes. Digests are XXH3-128, because a block has to cost
    microseconds and no adversary is expected.
 """
@@ -43,7 +43,7 @@ class SampledToken(Struct, frozen=True):
 
 
 class SimulatedModel(Struct, frozen=True, kw_only=True):
-    """Computes KV bytes and tokens. The parameters below stand for the weights and the vocabulary of a real model."""
+    """Computes KV bytes and tokens. The fields stand for the weights and the vocabulary of a real model."""
 
     seed: int
     vocab_size: int
@@ -64,7 +64,7 @@ class SimulatedModel(Struct, frozen=True, kw_only=True):
         return xxhash.xxh3_128_digest(_BEGINNING + adapter.encode())
 
     def compute(self, before: Digest, tokens: bytes | bytearray) -> bytes:
-        """Return the KV bytes of the block that holds `tokens` and follows `before`."""
+        """Return the KV bytes of a block of `tokens` that follows the blocks with the digest `before`."""
         key = xxhash.xxh3_128_intdigest(b"".join((b"block", before, tokens)), seed=self.seed)
         return np.random.Philox(key=key).random_raw(self.block_bytes // _WORD_BYTES).tobytes()
 

@@ -4,7 +4,7 @@ The module supports the parts of schemas that tools and structured outputs commo
 objects, arrays, numeric and length limits, common formats, alternatives and references within the schema. It ignores
 patterns. A schema of a few bytes may demand a value of any size, so the size of a value is limited. From the level
 `FULL_DEPTH` on, arrays are as short as the schema allows, and null is chosen where it is allowed. Values of recursive
-schemas, such as trees, therefore come to an end.
+schemas, such as trees, are therefore finite.
 """
 
 import json

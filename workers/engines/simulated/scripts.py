@@ -4,12 +4,12 @@ Rules:
 
 1. Of the structured outputs, the engine supports any JSON object, a JSON schema and a choice. It refuses a regular
    expression and a grammar.
-2. Demanded tool calls are written as the worker's parser expects them, with arguments that the tool's schema allows. The
-   engine calls the tool that the request names. If the request demands a call but names no tool, the number of earlier
-   calls in the conversation selects the tool: the first tool for the first call, the second tool for the second call,
-   and so on. If there are more calls than tools, the last tool is called again. An agent that goes on until a certain
-   tool is called therefore comes to an end. If the request leaves the decision to the model, the engine calls the
-   first tool only once in a conversation, so that an agent does not go on for ever.
+2. Demanded tool calls are written as the worker's parser expects them, with arguments that the tool's schema allows.
+   The engine calls the tool that the request names. If the request demands a call but names no tool, the engine calls
+   the tools of the conversation in turn: the first tool in the first call, the second tool in the second call, and so
+   on. If there are more calls than tools, the last tool is called again. So an agent that goes on until a certain tool
+   is called ends at some time. If the request leaves the decision to the model, the engine calls the first tool only
+   once in a conversation, so that an agent does not go on for ever.
 3. If the worker has a reasoning parser, each answer that has to be parsed (`Start.parsing`) begins with a sentence of
    reasoning, unless the prompt has ended the reasoning. The sentence is cut where the request limits the tokens of the
    reasoning.
@@ -49,7 +49,7 @@ class ScriptWriter:
 
     @staticmethod
     def open(model_dir: str, vocab_size: int, parsers: AnswerParsers | None) -> "ScriptWriter | None":
-        """Return the writer for a model folder; None without a tokenizer, or if its vocabulary exceeds the engine's."""
+        """Return the writer for a model folder; None if it has no tokenizer, or one with a larger vocabulary than the engine."""
         path = Path(model_dir) / "tokenizer.json"
         if not model_dir or not path.is_file():
             return None

@@ -115,8 +115,8 @@ class Sequence:
     def reusable_names(self) -> list[BlockHash]:
         """Names of the prompt's blocks that the sequence can take from a cache, the store or another engine.
 
-        Every full block of the prompt can be taken, with one exception. If the full blocks contain the whole prompt, the
-        last one is left out, because the engine has to compute at least one prompt token to get the first new token (as
+        Every full block of the prompt can be taken, with one exception. If the full blocks contain the whole prompt,
+        the last block is left out. The engine has to compute at least one prompt token to get the first new token (as
         in vLLM).
         """
         return self.prompt_names[: (self.prompt_tokens - 1) // self._shape.block_tokens]
@@ -231,7 +231,7 @@ class Sequence:
         )
 
     def _fill(self) -> BlockHash:
-        """Compute the bytes of the next block, all of whose tokens are known."""
+        """Compute the bytes of the next block; all tokens of the block must be known."""
         shape = self._shape
         position = len(self.blocks)
         tokens = self._tokens[position * self._block_bytes : (position + 1) * self._block_bytes]

@@ -71,7 +71,7 @@ class SimulatedStore:
 
     @classmethod
     async def open(cls, address: str, kv: Fingerprint, credentials: Credentials) -> Self:
-        """Join a store node, now or as soon as it answers, for an engine whose blocks `kv` describes.
+        """Join a store node, now or as soon as it answers. `kv` describes the blocks of the engine.
 
         Raises:
             LayoutMismatch: The node has blocks of this model that differ from `kv`; the error names the field.
@@ -101,7 +101,7 @@ class SimulatedStore:
         return await self._in_thread(lambda: self._load(names, max_wait_seconds, trace), deadline, otherwise=Loaded())
 
     async def publish(self, blocks: Mapping[BlockHash, bytes], deadline: Nanos, trace: bytes = b"") -> int:
-        """Write blocks now; return the number of blocks that the store did not have before."""
+        """Write blocks now; return the number of blocks that the store did not have before; 0 if this takes longer than `deadline`."""
         if not blocks:
             return 0
         held = list(blocks.values())
@@ -129,7 +129,7 @@ class SimulatedStore:
             await self.publish(batch, deadline)
 
     def close(self) -> None:
-        """End without waiting for calls that hang; they use no memory of the engine, so they can do no harm."""
+        """Close the client without waiting for calls that hang; they use no memory of the engine, so they can do no harm."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._client.close()
 

@@ -11,7 +11,7 @@ Rules:
    beginning to the parser again, and sends the parts of the whole answer (`ParsedDelta.from_start`).
 2. vLLM's own `adjust_request` decides which structured output enforces the demanded calls. Depending on the parser, it
    is a structural tag or a JSON schema.
-3. If a parser fails on malformed output, it is not used any more: the answer since its last result is sent as text.
+3. If a parser fails on malformed output, it is not used any more: all text after its last result is sent as it is.
 4. Some of vLLM's older parsers find other arguments in a stream of tokens than in the whole answer. Tool calls are
    therefore streamed only if the parser is declarative (`engine_based_streaming`) or listed in `STREAMED`. With any
    other parser, the whole text of the answer is parsed at its end, and the calls are sent then.
@@ -263,9 +263,8 @@ class VllmAnswerParser:
             is_finished: True if the answer ends with these tokens.
             is_cut: True if the answer ends at its length limit, perhaps in the middle of a call.
 
-        Returns:
-            The number of these tokens that belong to the answer (those after a stop string do not), and the parsed
-            parts; None instead of the parts if no part is complete yet.
+        Returns: The number of these tokens that belong to the answer (tokens after a stop string do not), and the
+        parsed parts; None instead of the parts if no part is complete yet.
         """
         taken = 0
         for token_id in token_ids:
@@ -389,7 +388,7 @@ class _CallParts:
         self._empty: set[int] = set()  # numbers of the calls that have no arguments so far
 
     def add(self, call: Any) -> list[CallDelta]:
-        """Return the parts of calls that can be sent after a ``DeltaToolCall`` of vLLM's parser."""
+        """Take a ``DeltaToolCall`` of vLLM's parser, and return the parts of calls that can be sent now."""
         function = call.function
         name = without_surrogates((function.name if function is not None else None) or "")
         arguments = without_surrogates((function.arguments if function is not None else None) or "")

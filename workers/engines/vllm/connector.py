@@ -5,12 +5,12 @@ vLLM imports this module by its path.
 vLLM makes several connectors in different processes: one beside the scheduler, which decides
 (`workers.engines.vllm.store_planner`), and one beside the model on each rank, which moves bytes
 (`workers.engines.vllm.blocks.block_mover`). This module only translates between these two modules and vLLM's hooks.
-Loads are asynchronous in vLLM's sense: a request whose blocks are being loaded waits while others go on, and its blocks
-enter the engine's prefix cache only when they were verified.
+Loads are asynchronous in vLLM's sense: a request whose blocks are being loaded waits, while other requests go on. The
+loaded blocks enter the engine's prefix cache only after they were verified.
 
-vLLM reports a load to the scheduler side as ended when every rank has ended it, and a block as bad as soon as one rank
-has reported it. vLLM merges only the reports of the same step. If ranks end a load in different steps, this module
-merges their reports (`_AllRanks`).
+vLLM tells the scheduler side that a load has ended when every rank has ended it. It reports a block as bad as soon as
+one rank has reported the block as bad. vLLM merges only the reports of the same step. If ranks end a load in different
+steps, this module merges their reports (`_AllRanks`).
 
 The connector also runs without a store. It counts where the blocks of a prompt came from, and counts the engine's steps
 for the watchdog (`workers.engines.vllm.step_counter`). It also ends vLLM's processes when the worker process has ended,
@@ -74,8 +74,8 @@ CALL_SECONDS = {
 # Maximum wait at the start for the store node; if it does not answer, it is joined later in the background.
 STORE_SECONDS = 2.0
 ORPHAN_GRACE_SECONDS = 5.0  # time between SIGTERM and SIGKILL for a vLLM process whose worker process has ended
-# Number of blocks offered to the store whose names the planner remembers, for each block that fits into the engine's
-# memory. A block that the planner remembers is not offered again.
+# The planner remembers the names of this many offered blocks for each block that fits into the engine's memory. A block
+# that the planner remembers is not offered to the store again.
 REMEMBERED_PER_BLOCK = 4
 
 
@@ -266,7 +266,7 @@ class FleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
                 local = counts.engine * block_tokens
                 cached = min(local + (counts.store + counts.direct) * block_tokens, request.num_prompt_tokens)
                 stats.set(request.num_prompt_tokens, local, cached - local)
-                # By this number, `workers.engines.vllm.requests.counts_at_start` tells directly pulled blocks from stored ones.
+                # By this number, `workers.engines.vllm.requests.counts_at_start` distinguishes directly pulled blocks from stored ones.
                 stats.num_external_cached_tokens = cached - local if counts.direct else 0
 
     # vLLM calls the following hooks in the process of the model, on each rank.
@@ -290,7 +290,7 @@ class FleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         self._starts_early = on_host
 
     def _join_ranks(self, client: StoreClient, seat: RankPosition) -> LeaderRank | FollowerRank | None:
-        """Return this rank's end of the channels between the ranks. vLLM calls this on all ranks at the same time."""
+        """Return this rank's end of the channels between the ranks; None if there is only one rank. vLLM calls this on all ranks at once."""
         if seat.ranks == 1:
             return None
         if not seat.leads:
@@ -325,7 +325,7 @@ class FleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
             self.mover.save(self._orders())
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Return the requests whose loads have ended. The next two hooks return more about the same loads."""
+        """Return the requests whose loads have ended. The next two hooks report how many blocks these loads brought."""
         if self.mover is None:
             return None, None
         ended = self.mover.collect(idle=self._orders().idle)

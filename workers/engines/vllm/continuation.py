@@ -3,10 +3,10 @@
 Rules:
 
 1. As the prompt, vLLM gets only the client's prompt. The earlier tokens of the answer are in the sampling parameters
-   (`workers.engines.vllm.requests.GENERATED`). Limits such as `max_tokens` there are limits of the whole answer.
+   (`workers.engines.vllm.requests.GENERATED`). Limits in them, such as `max_tokens`, apply to the whole answer.
    Requests without earlier tokens are not changed.
-2. In the scheduler's process, the earlier tokens become output of the request before it is scheduled for the first
-   time, as if it had been preempted (`replay`). The limits then count these tokens. A grammar accepts the tokens one by
+2. In the scheduler's process, the earlier tokens become output of the request before vLLM schedules the request for the
+   first time, as after a preemption (`replay`). The limits then count these tokens. A grammar accepts the tokens one by
    one, because the reasoning may end at any of them.
 3. In the model's process, vLLM's model runner V2 gets all tokens of a request whenever the request is scheduled anew,
    so penalties and forbidden sequences include the earlier tokens. Its random numbers depend only on the seed and the

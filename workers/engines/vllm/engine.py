@@ -68,7 +68,7 @@ __all__ = ["available", "open_engine", "open_rank"]
 
 log = logging.getLogger(__name__)
 
-STORE_SECONDS = 10.0  # maximum wait of a start for the KV store node, which may be starting as well
+STORE_SECONDS = 10.0  # maximum wait at the start for the KV store node, which may be starting too
 # If the tools of a request have more characters than this, its answer parser is opened in a thread, otherwise in the
 # event loop. Each token of the answer that another worker has generated counts as 32 characters.
 INLINE_CHARACTERS = 4096
@@ -83,7 +83,7 @@ async def open_engine(settings: WorkerSettings) -> AsyncIterator[Engine]:
 
     Raises:
         ConfigurationRefused: vLLM cannot work with a setting, which the message names; nothing is left running.
-        EngineDied: vLLM ended while starting; its log above has the cause.
+        EngineDied: vLLM ended while starting; its log output before this error has the cause.
     """
     vllm_launch.check(settings)
     scratch = Path(tempfile.mkdtemp(prefix="fleet-vllm-"))
@@ -133,9 +133,9 @@ async def _start_shielded(settings: WorkerSettings, scratch: Path) -> "Started":
             note_phase(StartPhase.WARM_UP)
         return await asyncio.shield(starting)
     except asyncio.CancelledError:
-        # vLLM must not go on after this call, but its start cannot be interrupted. The start fails soon after vLLM's
-        # processes were killed. If they were not killed, it could take minutes, or for ever if a rank of a group is gone.
-        # If vLLM runs in this process alone, it is stopped as soon as it has started.
+        # vLLM must not go on after this call, but its start cannot be interrupted. So vLLM's processes are killed, and
+        # the start fails soon after. Without this, the start could take minutes, and would never end if a rank of a
+        # group has ended. If vLLM runs in this process alone, it is stopped as soon as it has started.
         while not starting.done():
             vllm_launch.end_processes()
             await asyncio.wait([starting], timeout=HEALTH_SECONDS)
@@ -238,7 +238,7 @@ def _answer_parsers(llm: "AsyncLLM", settings: WorkerSettings, names: AnswerPars
 
 
 def _stop(llm: "AsyncLLM") -> None:
-    # The task of vLLM for outputs is cancelled first, because it would report the end of the engine as a failure.
+    # vLLM's task for outputs is cancelled first, because otherwise it would report the end of the engine as a failure.
     if llm.output_handler is not None:
         llm.output_handler.get_loop().call_soon_threadsafe(llm.output_handler.cancel)
     llm.shutdown()
@@ -254,7 +254,7 @@ def _configure(settings: WorkerSettings, revision: str, scratch: Path, parsers: 
 
 
 def meet_store(settings: WorkerSettings, namespace: KvNamespace) -> "tuple[StoreId | None, StoreClient | None]":
-    """Return the store node's id. If it does not answer yet, return instead a client that joins it later.
+    """Return the store node's id and None. If the node does not answer yet, return None and a client that joins it later.
 
     vLLM's own processes have other clients, which also join by themselves (`workers.engines.vllm.connector`).
 
@@ -289,12 +289,13 @@ def _can_share(client: StoreClient, settings: WorkerSettings) -> bool:
 
 
 Started = tuple["AsyncLLM", EngineFacts, int, StoreClient | None, VllmAnswerParsers | None]
-"""A started vLLM, its facts, the bytes of a block, the client that waits for a store node that has not answered (None:
-the node has answered, or there is none), and the parsers of its answers (None: they are not parsed)."""
+"""Five values: the started vLLM; its description; the number of bytes of a block; the client that waits for a store
+node which has not answered (None: the node has answered, or there is none); the parsers of its answers (None: answers
+are not parsed)."""
 
 
 class _InFlight:
-    """Records a request that vLLM is working on."""
+    """Records a request that was submitted and has not ended."""
 
     def __init__(self, start: Start):
         self.start = start
@@ -303,7 +304,7 @@ class _InFlight:
         self.image_tokens = 0  # number of tokens by which images make the prompt longer than `start.tokens`
         self.generated = 0
         self.cancelled = False
-        # True once vLLM's engine gets the request; before, its images are decoded and its parser is opened.
+        # True once vLLM's engine gets the request; until then, its images are decoded and its parser is opened.
         self.given = False
 
 
@@ -443,7 +444,7 @@ class VllmEngine:
 
     @property
     def lent(self) -> int:
-        """Number of handoffs whose lease has perhaps not ended yet.
+        """Number of handoffs whose blocks vLLM may still keep.
 
         A handoff counts until its lease ends, because vLLM does not report when its blocks have been fetched.
         """

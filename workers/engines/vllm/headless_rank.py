@@ -3,9 +3,9 @@
 vLLM spreads an engine in two ways (0.32, multiprocessing executor). Ranks of one model on several nodes follow the
 first node's scheduler (tensor and pipeline parallelism). Or whole engines run beside each other, and the first node's
 client gives them requests (data parallelism, which distributes the experts with `enable_expert_parallel`). In both
-cases the other nodes run vLLM's headless mode. This module runs the headless mode in a separate process, for two reasons:
-the headless mode blocks its thread, and vLLM does not notice that the leader has ended. When the leader has ended, the
-worker ends this separate process.
+cases the other nodes run vLLM's headless mode. This module runs the headless mode in a separate process, because the
+headless mode blocks its thread. vLLM also does not notice that the leader has ended; the worker then ends the separate
+process.
 """
 
 import argparse
@@ -43,7 +43,7 @@ async def open_rank(settings: WorkerSettings) -> AsyncIterator[None]:
 
     Raises:
         ConfigurationRefused: vLLM cannot work with a setting, which the message names; nothing was started.
-        EngineDied: vLLM's processes here have ended by themselves; the body is cancelled, and the error is raised in an
+        EngineDied: vLLM's processes on this node have ended by themselves; the body is cancelled, and the error is raised in an
             exception group.
     """
     vllm_launch.check(settings)

@@ -84,7 +84,7 @@ class ImagePrompts:
         self, start: Start, images: "list[MediaWithBytes[Image]]", identities: Sequence[str]
     ) -> "MultiModalInput":
         ids = prompt_ids(start)
-        # Tokens of the answer must not be taken for placeholders.
+        # Tokens of the answer must not count as placeholders, so vLLM gets them separately.
         answer = ids[start.num_tokens - start.generated_tokens :]
         prompt = {
             "prompt_token_ids": ids[: len(ids) - len(answer)],
@@ -94,8 +94,8 @@ class ImagePrompts:
         if start.salt:
             prompt["cache_salt"] = start.salt.hex()
         try:
-            # vLLM's image cache is not used: one half is in this process and the other one in the engine's process, and
-            # the halves differ after a request that fails or is cancelled here.
+            # vLLM's image cache is not used, because it consists of two halves: one in this process, and one in the
+            # engine's process. After a request that fails or is cancelled in this process, the halves would differ.
             (rendered,) = await self._llm.renderer.render_cmpl_async([prompt], skip_mm_cache=True)
         except (ValueError, TypeError, LookupError, AssertionError) as error:  # raised for unusual images
             log.warning("images refused by the model", exc_info=True, extra={"request": start.request_id})

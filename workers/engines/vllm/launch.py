@@ -263,7 +263,7 @@ def prepare_environment(settings: WorkerSettings, scratch: Path) -> None:
 
     The caller has to do this before vLLM is imported.
 
-    Variables that the user has set are not changed, except those by which two engines would use the same port or
+    Variables that the user has set are not changed, except variables with which two engines would use the same port or
     folder.
     """
     environment = os.environ  # noqa: TID251 - vLLM takes these from the environment only
@@ -324,7 +324,8 @@ def _reserve_ports(reserved: contextlib.ExitStack, count: int) -> int:
                     if family is socket.AF_INET6:  # otherwise it would collide with the socket for IPv4
                         held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
                     held.bind(("", first + number if first else 0))
-                    # Set after binding, so that the socket shares no port with the reservation of another process.
+                    # Set after binding. Otherwise the socket could share its port with the reservation of another
+                    # process.
                     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                     first = first or int(held.getsockname()[1])
             except (OSError, OverflowError):  # a port is in use, or it is beyond the last one
@@ -463,7 +464,7 @@ def engine_args(
 
 
 def engine_config(settings: WorkerSettings, args: "AsyncEngineArgs") -> "VllmConfig":
-    """Return the configuration that vLLM makes of its arguments, with short steps where Fleet wants them."""
+    """Return the configuration that vLLM makes of its arguments, with shorter steps if `step_tokens` gives a limit."""
     config = args.create_engine_config()
     limit = step_tokens(settings, config)
     if limit is None:
@@ -498,8 +499,8 @@ def step_tokens(settings: WorkerSettings, config: "VllmConfig") -> int | None:
 def tells_events(settings: WorkerSettings) -> bool:
     """Return whether the engine publishes KV events.
 
-    If there are several engines side by side, vLLM itself chooses one for each request. It would then be of no use to a
-    router to know which blocks one of the engines caches. An engine for vectors caches no blocks.
+    If there are several engines side by side, vLLM itself chooses one for each request. A router can then make no use
+    of the knowledge which blocks one of the engines caches. An engine for vectors caches no blocks.
     """
     return vllm_spread.engines(settings) == 1 and settings.task not in POOLING_TASKS
 

@@ -92,7 +92,7 @@ def engine_arguments(settings: WorkerSettings) -> dict[str, Any]:
 
 
 def lora_request(name: str, settings: WorkerSettings) -> "LoRARequest | None":
-    """Return the adapter of an attempt for vLLM; None for the model itself."""
+    """Return the LoRA adapter of an attempt in vLLM's form; None if the attempt uses no adapter."""
     if not name:
         return None
     from vllm.lora.request import LoRARequest  # noqa: PLC0415 - slow to import

@@ -40,7 +40,8 @@ def namespace_of(config: "VllmConfig", *, model: str, revision: str) -> KvNamesp
     element_bytes = known.itemsize if known is not None else 1
     block_tokens = config.cache_config.block_size
     layers = model_config.get_num_layers(config.parallel_config)
-    # A head holds keys and values. Latent KV (MLA) has only one vector for both, and every rank has all of it.
+    # A head holds keys and values. Latent KV (MLA) has only one vector for keys and values together, and every rank has
+    # the whole vector.
     kv_heads = 1 if model_config.use_mla else model_config.get_total_num_kv_heads()
     head_dim = model_config.get_head_size() * (1 if model_config.use_mla else 2)
     # Options that change the KV values although the weights are the same.

@@ -79,7 +79,7 @@ def check(settings: WorkerSettings) -> None:
 
 
 def _check_shares(group: GroupSettings, of_data: int, of_each: int) -> None:
-    """Refuse a group unless every node runs whole engines, or every engine has whole nodes.
+    """Check that every node runs whole engines, or that every engine has whole nodes; refuse any other group.
 
     vLLM supports no other division.
     """

@@ -122,8 +122,8 @@ def _handoff_params(start: Start) -> dict[str, Any]:
 def _pull_params(handoff: Handoff, num_tokens: int) -> dict[str, Any] | None:
     """Return the parameters that the prefill engine's NIXL connector has put into the handoff.
 
-    Return None if there are none, or if the prompt does not have `num_tokens` tokens at the prefill engine: the decode
-    engine pulls the blocks of the whole prompt.
+    Return None if there are none, or if the prompt does not have `num_tokens` tokens at the prefill engine, because the
+    decode engine pulls the blocks of the whole prompt.
     """
     try:
         params = json.loads(handoff.params)
@@ -278,7 +278,7 @@ def counts_at_start(start: Start, stats: "PrefillStats", block_tokens: int) -> P
 def report_of(
     start: Start, counts: PromptBlockCounts, facts: EngineFacts, block_bytes: int, image_tokens: int = 0
 ) -> KvReport:
-    """Return the KV report of an attempt; images make its prompt `image_tokens` longer."""
+    """Return the KV report of an attempt; images make its prompt longer by `image_tokens` tokens."""
     num_tokens = start.num_tokens + image_tokens
     prompt_blocks = blocks_for(num_tokens, facts.block_tokens)
     known = counts.engine + counts.store + counts.direct

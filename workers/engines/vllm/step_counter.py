@@ -2,8 +2,8 @@
 
 The worker sees only the tokens that vLLM generates, and a long prompt generates none before its last chunk. vLLM's
 scheduler plans each step when the previous step's result has arrived (with asynchronous scheduling, the result of the
-step before that). If the number of planned steps does not grow although there are requests, the engine hangs: in the
-scheduler, in the model, or in a rank for which the others wait.
+step before that). If the number of planned steps does not grow although there are requests, the engine hangs. The
+scheduler may hang, the model, or a rank for which the other ranks wait.
 
 The memory is a file in the folder of the engine's sockets, mapped by both processes. Writing needs no system call,
 and reading needs no answer from a process that may hang.
@@ -15,7 +15,7 @@ from pathlib import Path
 from fleet.core.clock import Nanos
 from workers.ports import Pulse
 
-WORD_BYTES = 8  # size of a number in the memory, which is written at once, so a reader never gets half of it
+WORD_BYTES = 8  # size of a number in the memory; it is written in one operation, so no reader gets half of it
 WORDS = 2  # the memory has two numbers: the count of steps, and the tokens of the latest step
 
 
@@ -25,7 +25,7 @@ def step_file(scratch: Path | str, engine: int) -> Path:
 
 
 class StepCounter:
-    """Writes the counter, in the process of vLLM's scheduler."""
+    """Writes the counter to its file; used in the process of vLLM's scheduler."""
 
     def __init__(self, file: Path) -> None:
         file.write_bytes(bytes(WORDS * WORD_BYTES))
@@ -45,7 +45,7 @@ class StepCounter:
 
 
 class StepReader:
-    """Reads the counter, in the worker's process."""
+    """Reads the counter from its file; used in the worker's process."""
 
     def __init__(self, file: Path) -> None:
         """Map the counter file; raise OSError if it does not exist."""

@@ -8,7 +8,7 @@ Rules:
    with the prompt's last token, because that token has to be computed to get the next token.
 2. A claim is made under a read lease, which the worker side returns once it has read the blocks. If a match is not
    claimed, its lease is returned with the next step. If several ranks read the blocks, the lease is returned after the
-   last of them.
+   last rank has read them.
 3. A claimed block that could not be loaded is computed; the request does not query the store again.
 4. Every block that becomes full is offered to the store, and not again while the planner remembers its name. If a
    request hands its blocks off through the store, the decode worker will look for them in the store. Such a request
@@ -19,9 +19,9 @@ Rules:
 6. If a request has to wait in the engine's queue, the store is called to prefetch its blocks while the current step
    runs. The prefetched blocks are not pinned, because the request may wait long and would keep them from being evicted.
    The scheduler makes only a few such calls in each step.
-7. The counts of a request tell where its prompt's blocks came from when vLLM first scheduled the request: blocks in the
-   engine's own cache, blocks loaded from the store (as the worker side confirmed them), and blocks pulled directly. All
-   other blocks were computed.
+7. The counts of a request (`PromptBlockCounts`) tell where the blocks of its prompt came from when vLLM first scheduled
+   it: from the engine's own cache, from the store (as the worker side confirmed), or from another engine. All other
+   blocks were computed.
 """
 
 from collections import deque
@@ -44,8 +44,8 @@ LEAST_TOKENS = 64  # a step with fewer tokens does not count for `PrefillSpeed`,
 SAMPLES = 16  # number of step durations that `PrefillSpeed` remembers
 UNKNOWN_SECONDS_A_TOKEN = 0.0005  # assumed prefill time of a token before the first measurement
 LOOK_AGAIN_SECONDS = 0.002  # pause between two calls that check whether the store's promotions have ended
-# If a request waits longer than this for room in the engine, its match is made anew, so that the lease does not end before
-# the blocks are read.
+# If a request waits longer than this for room in the engine, the planner queries the store again. Otherwise the lease
+# of its match could end before the blocks are read.
 MATCH_FRESH_SECONDS = 10.0
 # Maximum number of prefetches for queued requests in one step; each is a call of 0.5 ms, and the step waits for it.
 FETCHES_A_STEP = 4
@@ -355,7 +355,7 @@ class StorePlanner:
         return tracked
 
     def _fresh_match(self, store: PlannerStore, tracked: _Tracked, num_tokens: int) -> Match | None:
-        """Return the store's match, or None while the request waits for promotions that are worth the wait (rule 5)."""
+        """Return the store's match; None while the request waits for promotions that take less time than computing the blocks (rule 5)."""
         now = self._now()
         num_blocks = num_tokens // self._block_tokens
         if tracked.waits_until is not None:
@@ -433,7 +433,7 @@ class StorePlanner:
 class PrefillSpeed:
     """Estimates how many seconds a prompt token takes to compute, from the times at which steps are planned.
 
-    The estimate is rather too high than too low.
+    If the estimate is wrong, it is rather too high than too low.
 
     Schedulers may plan a step while the previous one still runs. Therefore the duration of a step is taken as the time
     until the second plan after it, if none of these steps was idle. The shortest of the last samples is used, because it

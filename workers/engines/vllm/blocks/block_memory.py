@@ -59,7 +59,7 @@ class EngineBlocks(Protocol):
         ...
 
     def load(self, reader: BlockReader, load: BlockLoad, fence: Wait) -> list[bool]:
-        """Read the blocks of `load` into the memory after `fence`.
+        """Read the blocks of `load` into the memory, after a call of `fence`.
 
         Return for each block whether its bytes arrived correctly.
         """
@@ -121,7 +121,7 @@ class HostBlocks:
         return lambda index: self._pieces(block_ids[index])
 
     def host_rows(self, count: int) -> ByteArray:
-        # Written once in advance, because the first access to a page of memory is thirty times slower than a copy.
+        # The memory is written once in advance, because the first access to a page of memory is thirty times slower than a copy.
         return np.full((count, self.block_bytes), 1, dtype=np.uint8)
 
     def copy_out(self, block_ids: Sequence[int], rows: Sequence[ByteArray]) -> Wait:
@@ -272,7 +272,7 @@ class DeviceBlocks:
 
 
 class _Streams:
-    """The streams of one device for loads and for saves; the engine's own work uses neither of them."""
+    """The streams of one device for loads and for saves; the engine's own work uses other streams."""
 
     def __init__(self, torch: Any, device: "torch.device"):
         self._cuda = torch.cuda  # torch uses this name for AMD's devices (ROCm) as well

@@ -59,7 +59,7 @@ class BlockMover:
         self.saver = _open_saver(client, blocks, end)
 
     def start(self, work: StoreWork) -> None:
-        """Begin the loads, and give back the leases, that the orders of a step name."""
+        """Perform the orders of a step: begin its loads, and give back its leases."""
         self.saver.stepped()
         for load in work.loads:
             with self._ended:

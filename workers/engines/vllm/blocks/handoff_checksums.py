@@ -8,10 +8,10 @@ Rules:
    computes the prompt's last token. The checksums travel in the handoff and not together with the blocks.
 2. Each rank of the decode engine compares the blocks that it has pulled, before vLLM may schedule the request. A block
    with another checksum is reported to vLLM as not loaded. vLLM then computes this block and all later ones.
-3. Checksums belong to positions in the prompt. A block that arrived whole, but at the wrong position, is corrupt.
-4. A block whose checksum the decode engine does not know is used, and counts as unverified. That is the case if the
-   prefill engine computes no checksums, for example because it has an earlier version, or if the two engines have
-   different numbers of ranks or different block sizes.
+3. Checksums belong to positions in the prompt. A block that arrived whole, but at the wrong position, counts as corrupt.
+4. A block whose checksum the decode engine does not know is used, and counts as unverified. The checksum is not known
+   if the prefill engine computes none, for example because it has an earlier version. It is also unknown if the two
+   engines differ in the number of ranks or in the block size.
 """
 
 import logging
@@ -56,7 +56,7 @@ def encoded(checksums: Sequence[int]) -> str:
 
 
 def decoded(text: str) -> list[int]:
-    """Return the checksums that were `encoded`; none if the text is malformed."""
+    """Return the checksums in a text that `encoded` has made; an empty list if the text is malformed."""
     try:
         octets = bytes.fromhex(text)
     except ValueError:
@@ -86,9 +86,9 @@ class PrefillRequest(Protocol):
 class HandedChecksums:
     """Adds checksums to the handoffs of a prefill engine, in the process of its scheduler.
 
-    Within one step, vLLM first ends the requests whose first token was generated (`finished`), then passes on the
-    reports of the ranks (`computed`), and only then sends the outputs of the step. Therefore `finished` puts an empty list into
-    the handoff, and `computed` adds the checksums of each rank to this list.
+    In each step, vLLM first ends the requests whose first token was generated (`finished`). Then it passes on the reports of
+    the ranks (`computed`), and at last it sends the outputs of the step. Therefore `finished` puts an empty list into the
+    handoff, and `computed` adds the checksums of each rank to this list.
     """
 
     def __init__(self, *, block_tokens: int, ranks: int):
@@ -156,7 +156,7 @@ class PulledChecks:
         """Record that blocks are being pulled.
 
         Args:
-            request_id: The request for whose prompt the blocks are pulled.
+            request_id: The request to whose prompt the blocks belong.
             block_ids: Numbers of the engine's blocks that are being filled.
             first: Position in the prompt of the first pulled block; the engine has the blocks before it.
             checksums: Checksums of the blocks of the prompt from position 0 on; empty if they are unknown.

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 class ChecksumOrders(NixlConnectorMetadata):  # type: ignore[misc]  # vLLM's types are not read
-    """Orders of one step for all ranks: those of vLLM's connector, and the blocks that have to be checked."""
+    """Orders of one step for all ranks: the orders of vLLM's connector, and the blocks that have to be checked."""
 
     def __init__(self, orders: NixlConnectorMetadata, handed: dict[str, list[int]]):
         self.__dict__.update(vars(orders))
@@ -57,7 +57,7 @@ class ChecksumOrders(NixlConnectorMetadata):  # type: ignore[misc]  # vLLM's typ
 
 @dataclass
 class RankChecksums(KVConnectorWorkerMetadata):  # type: ignore[misc]  # see above
-    """Report of one rank, or of several, about a step."""
+    """Report about a step by one rank, or by several ranks together."""
 
     handed: dict[str, dict[int, str]] = field(default_factory=dict)  # checksums by request and rank
     pulled: PulledBlocks = field(default_factory=PulledBlocks)
@@ -147,7 +147,7 @@ class NixlConnector(NixlPullConnector):  # type: ignore[misc]  # see above
         super().start_load_kv(forward_context, **kwargs)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Return the requests whose transfers have ended. The next two hooks return more about the same transfers."""
+        """Return the requests whose transfers have ended. The next two hooks report their corrupt blocks and their counts."""
         results = super().get_transfer_results(finished_req_ids)
         self._checks.ended(results.finished_recving, failed=results.failed_recving)
         return results

@@ -18,7 +18,7 @@ def pull_file(scratch: Path | str, engine: int) -> Path:
 
 
 class PullCounter:
-    """Writes the counts, in the process of vLLM's scheduler."""
+    """Writes the counts to the file; used in the process of vLLM's scheduler."""
 
     def __init__(self, file: Path) -> None:
         file.write_bytes(bytes(WORDS * WORD_BYTES))
@@ -31,7 +31,7 @@ class PullCounter:
 
 
 class PullReader:
-    """Reads the counts, in the worker's process."""
+    """Reads the counts from the file; used in the worker's process."""
 
     def __init__(self, file: Path) -> None:
         """Map the file; raise OSError if it does not exist."""

@@ -16,9 +16,9 @@ Rules:
 4. Urgent and deferred blocks have separate channels: each is a socket in a folder that only this engine's processes can
    access. Each channel carries one order at a time. The leader waits for answers, and followers wait for orders, up to
    a deadline. A save that exceeds its deadline is lost, so its blocks will have to be computed again. If a rank leaves
-   an order unanswered, the leader orders no more writes of that save, and then no writes on the channel for a pause
-   (`kvstore.circuit_breaker`). The engine therefore does not wait for this rank again and again. If the connection of a
-   rank is lost, the leader orders no more writes at all.
+   an order unanswered, the leader orders no more writes of that save. It then pauses all writes on the channel for some
+   time (`kvstore.circuit_breaker`). The engine therefore does not wait for this rank again and again. If the connection
+   of a rank is lost, the leader orders no more writes at all.
 5. If several ranks hold the same head, only one of them writes it, and the ranks take turns from block to block. The
    other ranks report a contribution of zero to the checksum.
 """
@@ -54,8 +54,8 @@ FOLLOW = Nanos(4 * SECOND)
 
 ORDER_BLOCKS = 256  # maximum number of blocks in one order, which then has 10 KB
 ENDED_SAVES = 1024  # maximum number of saves in one message that are reported as ended
-# Maximum number of bytes of the blocks in one order, unless one block is larger; every machine writes them within
-# `LEAD`.
+# Maximum number of bytes of the blocks in one order, unless a single block is larger. It is so small that every machine
+# writes the blocks within `LEAD`.
 ORDER_BYTES = 256 << 20
 MESSAGE_BYTES = 64 << 10
 

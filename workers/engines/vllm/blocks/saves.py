@@ -7,7 +7,7 @@ Rules:
 2. Urgent blocks are written before the step returns. Deferred blocks are copied to a staging area of fixed size, and
    one thread writes them. When the area is full, blocks are dropped, because a block that was not saved can be computed
    again.
-3. A write costs milliseconds at the engine and at the node, however few its blocks, and slows down concurrent steps.
+3. Even a write of few blocks costs milliseconds at the engine and at the node, and slows down concurrent steps.
    Deferred blocks are therefore written in a pause of the engine. They wait for a pause until `LONGEST_WAIT_SECONDS`
    have passed or half of the area is taken. The waiting blocks of one request are then written together.
 4. If an engine has several ranks, each has a staging area of its own, and the first rank decides which blocks are
@@ -60,7 +60,7 @@ class BlockSaverThread(Protocol):
     """Saves the blocks that have become full. The engine's thread calls all methods."""
 
     def stepped(self) -> None:
-        """Record that a step has begun, so that the engine does not pause."""
+        """Record that a step has begun, which ends a pause of the engine."""
         ...
 
     def keep(self, work: StoreWork) -> None:
@@ -73,7 +73,7 @@ class BlockSaverThread(Protocol):
 
 
 class Staged(Struct, frozen=True):
-    """Some blocks of one request in the staging area, in the order of their chain; none if the area was full."""
+    """Some blocks of one request in the staging area, in the order of their chain. The lists are empty if the area was full."""
 
     request_id: str
     tenant: bytes = b""
@@ -142,7 +142,7 @@ class StagingArea:
         return slots
 
     def __getitem__(self, slot: int) -> ByteArray:
-        """Return the block in a slot, after its copy is complete."""
+        """Wait until the copy into a slot is complete, and return the block there."""
         self._copied[slot]()
         row: ByteArray = self._rows[slot]
         return row
@@ -211,7 +211,7 @@ class LeaderRankStore:
 
 
 class LeadingSaver:
-    """Saves blocks on an engine's only rank or its first rank, and so decides which blocks are written, and when."""
+    """Saves blocks on the only or the first rank of an engine. This rank decides which blocks are written, and when."""
 
     def __init__(self, store: SaveStore, blocks: EngineBlocks):
         self._store = store
@@ -280,7 +280,7 @@ class FollowingSaver:
         self.area = StagingArea(blocks)
         self._changed = threading.Condition()  # protects `staged` and `finished`; notified when a save is staged
         self.staged: dict[SaveKey, list[int]] = {}
-        # Saves whose shards need not be staged any more: an order waited for them in vain, or the save ended before they
+        # Saves whose shards need not be staged any more: an order has waited for them too long, or the save ended before they
         # were staged.
         self.finished: set[SaveKey] = set()
         self.lost = False
@@ -351,8 +351,8 @@ class FollowingSaver:
             for ended in self._follower.orders(self._find):
                 self.end_saves(ended)
         except Exception:
-            # Supervisor: without this thread, no shard is saved. From the closed channels the first rank knows that it
-            # must not wait.
+            # Supervisor: without this thread, no shard is saved. When the channels are closed, the first rank does not
+            # wait for this rank.
             log.exception("kv block writes stopped")
             self._loss_logged = True
             self._follower.close()

@@ -19,7 +19,7 @@ ORDINALS = (1 << ORDINAL_BITS) - 1
 
 
 class RecordLocation(Struct, frozen=True):
-    """Tells in which segment a block lies, and where in this segment.
+    """The location of a block's record: its segment, and its position in the segment.
 
     The object is created with positional arguments, because this is faster and one object is made for each block.
     """

@@ -6,9 +6,9 @@ believed to have the block. Each such call is a sighting of the block.
 Rules:
 
 1. A block is admitted from its second sighting on, so blocks that are used once are not written. Sightings within
-   `apart` after the first one do not count: they belong to the same request, which writes a block and reads it again
-   when another worker continues the request. A block is admitted at its first sighting only if a predictor expects its
-   reuse.
+   `apart` after the first one do not count: they belong to the same request. Such a request writes a block, and reads
+   it again when another worker continues the request. A block is admitted at its first sighting only if a predictor
+   expects its reuse.
 2. Old sightings are forgotten, half of them at a time. This limits the memory. A second sighting after the first one
    was forgotten counts as a first one.
 3. Each admitted block is charged to a budget of bytes per day. The budget refills evenly and holds at most
@@ -34,7 +34,7 @@ LIKELY = 0.5  # a block is admitted at its first sighting if its predicted proba
 
 
 class BlockSightings(Generic[K]):
-    """Remembers when blocks were first seen. At least the last `remembered // 2` seen blocks are remembered."""
+    """Remembers when blocks were first seen, for at least the last `remembered // 2` blocks."""
 
     def __init__(self, remembered: int = REMEMBERED, apart: Nanos = APART):
         assert remembered >= 2, remembered
@@ -108,7 +108,8 @@ class ReuseAdmission(Generic[K]):
         """Start without sightings.
 
         `predict` returns the probability that a block is used again. A block whose probability is at least `likely` is
-        admitted at its first sighting; if `predict` is None, no block is. If `budget` is None, writes are not limited.
+        admitted at its first sighting; if `predict` is None, no block is. If `budget` is None, the number of written
+        bytes is not limited.
         """
         self._sightings: BlockSightings[K] = sightings if sightings is not None else BlockSightings()
         self._predict = predict

@@ -1,6 +1,6 @@
 """Errors of store nodes and their clients.
 
-Errors to which the caller has to react differently have different classes.
+There is one class for each way in which a caller has to react.
 """
 
 from kvstore.namespace import KvNamespace
@@ -65,7 +65,7 @@ class BadCredentials(StoreNotStarted):
 
 
 class InvalidArgument(StoreError):
-    """The request is invalid, at least for this node. The node would refuse the same request again.
+    """The node finds the request invalid, and would refuse the same request again.
 
     Attributes:
         field: Name of the invalid field of the request.
@@ -111,7 +111,7 @@ class NamespaceInUse(StoreError):
 
 
 class Exhausted(StoreError):
-    """A limit of the node is reached. The caller may retry later.
+    """A limit of the node is reached, so it refuses the request. The caller may retry later.
 
     The administrator may raise the setting that the message names.
     """

@@ -48,7 +48,7 @@ class HalfFormat(StrEnum):
         return patterns.view(np.float16).astype(np.float32)
 
     def patterns(self, numbers: NDArray[np.float32]) -> NDArray[np.uint16]:
-        """Return the bit patterns of the nearest numbers, ties to even.
+        """Round to the nearest numbers of this format, ties to even; return their bit patterns.
 
         A number whose magnitude is too large becomes the largest finite number.
         """

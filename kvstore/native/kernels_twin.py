@@ -103,8 +103,8 @@ def quantise(
     Args:
         values: Bit patterns, shape [groups, rows, columns]; all numbers are finite.
         fraction_bits: Number of fraction bits of the values: 7 for bfloat16, 10 for float16.
-        scales: Result, shape [groups, columns], always bfloat16: a column's largest magnitude / 127, rounded up; 1.0 if
-            that is zero.
+        scales: Result, shape [groups, columns], always bfloat16: a column's largest magnitude / 127, rounded up; 1.0
+            for a column of zeros.
         codes: Result, with the shape of `values`.
     """
     _fits(values.shape == codes.shape and scales.shape == (len(values), values.shape[2]), "shapes do not fit")

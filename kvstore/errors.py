@@ -1,6 +1,6 @@
 """Errors of store nodes and their clients.
 
-There is one class for each way in which a caller has to react.
+Errors to which the caller has to react differently have different classes.
 """
 
 from kvstore.namespace import KvNamespace

@@ -4,8 +4,8 @@ The handshake and the choice of the data path are in `kvstore.client.node_sessio
 
 Rules:
 
-1. If the node fails, a call returns None. The failure is counted, and the first one of several failures is logged. If a
-   call raises an exception, the caller has a bug.
+1. If the node fails, a call returns None. The failure is counted, and the log says when failures begin. If a call
+   raises an exception, the caller has a bug.
 2. Each call ends at its deadline. While the node fails, a circuit breaker ends calls at once, so that callers do not
    wait for a dead node again and again.
 3. A node that has restarted refuses the ids that its former incarnation has given out. The connection then repeats the

@@ -40,10 +40,8 @@ class CodecSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     sealing_secrets: tuple[str, ...] = ()
     """Secrets for encryption, newest first, each of at least 64 hexadecimal digits (``openssl rand -hex 32``). Empty:
-    no encryption. To change the secret, add a new one at the front; the others still decrypt older blocks.
-
-    Nodes that share a tier need the same secrets.
-    """
+    no encryption. To change the secret, add a new one at the front; the others still decrypt older blocks. Nodes that
+    share a tier need the same secrets."""
 
     def __post_init__(self) -> None:
         for index, secret in enumerate(self.sealing_secrets):

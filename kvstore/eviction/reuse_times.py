@@ -9,10 +9,10 @@ Rules:
 2. A block is followed from each use to its next use, also after its eviction, while the policy remembers it. Blocks of
    a class that were used within `COHORT` are counted together.
 3. The fewer observations a class has, the more its hazard is pulled towards the hazard of all classes with the same
-   number of uses. The latter is pulled towards the hazard of all blocks, and the hazard of all blocks towards a prior.
-   The prior falls with the age, so that without observations the longest unused block has the least value. Each pull
-   has the weight of `PRIOR` runs (consecutive blocks of a chain, `kvstore.eviction.hazard`), because the blocks of a
-   run are used again together and are therefore one observation. To convert runs to blocks, the size of a run is
+   number of uses. That second hazard is pulled towards the hazard of all blocks, and the hazard of all blocks towards a
+   prior. The prior falls with the age, so that without observations the longest unused block has the least value. Each
+   pull has the weight of `PRIOR` runs (consecutive blocks of a chain, `kvstore.eviction.hazard`), because the blocks of
+   a run are used again together and are therefore one observation. To convert runs to blocks, the size of a run is
    averaged over all blocks, not over all runs (Kish's effective sample size). This average is about 10 to 100 blocks
    for chats, and several hundred for agents, whose prompts contain their whole history.
 4. The value of a block is the highest value of this quotient over all later ages: the probability that the block is

@@ -1,4 +1,4 @@
-"""Demotions: decides when blocks are copied from the pool to the backing tiers, and queries what these still have.
+"""Demotions: decides when blocks are copied from the pool to the backing tiers, and asks tiers which blocks they have.
 
 The class `Demotions` is a part of `kvstore.hierarchy.machine`, whose `Hierarchy.offer` chooses the blocks by the
 admission rule of each tier. `kvstore.service.transfer_executor` copies the bytes. Rules:

@@ -13,8 +13,8 @@ Rules:
    only once.
 
 CRC-32C is linear. If the register begins at zero, the checksum of a block is the exclusive or of the checksums of its
-shards, each computed as if all other bytes of the block were zero. For each number of zero bytes, a table gives their
-effect on the register in one step.
+shards, each computed as if all other bytes of the block were zero. Precomputed tables give the effect of a number of
+zero bytes on the register in one step.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Twin of `checksum.c`, made with google-crc32c and numpy: defines the results, and replaces unbuilt C code."""
+"""Twin of `checksum.c`, made with google-crc32c and numpy: defines the results, and runs if the C code is not built."""
 
 import struct
 from typing import TypeAlias

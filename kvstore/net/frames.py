@@ -9,8 +9,8 @@ Rules:
    takes memory only for the bytes that have arrived.
 3. Sending never waits. The frames of one iteration of the event loop leave in one write at its end, or earlier if they
    have more than `HIGH_WATER_BYTES` or `flush` is called. Bytes that the peer does not read are kept up to
-   `send_limit`; beyond it, `send` raises. A sender never reaches the limit if it checks `full` first, and waits for the
-   call of the receiver's `resumed` while the connection is full.
+   `send_limit`; beyond it, `send` raises `SendBufferFull`. A sender never reaches the limit if it checks `full` first,
+   and waits for the call of the receiver's `resumed` while the connection is full.
 4. One iteration of the event loop handles one piece of the stream, at most a few hundred KiB. Then other connections
    are served. If `turn_frames` is given, other connections are served after that many frames of a piece.
    After `pause_reading`, the receiver may still get the other frames of the piece that is being received, at most
@@ -110,8 +110,8 @@ class FrameDecoder:
     """Divides a stream into the payloads of its frames; the stream may arrive in pieces of any size. Does no I/O.
 
     Attributes:
-        fault: The error of a payload that was announced as too long; None without such an error. With it, the stream
-            cannot be used any more.
+        fault: The error if the stream has announced a payload that is too long, so that it cannot be used any more;
+            otherwise None.
     """
 
     def __init__(self, limit: int = FRAME_BYTES):
@@ -364,7 +364,7 @@ class FrameConnection(asyncio.Protocol):
                     return
                 self._receiver.received(self._waiting.popleft())
         except Exception as error:
-            self.abort(error)  # as asyncio does it for an error of `data_received`
+            self.abort(error)  # asyncio does the same after an error of `data_received`
             raise
         if self._waiting:
             self._loop.call_soon(self._receive_waiting)
@@ -447,7 +447,7 @@ async def open_server(
     tls: ssl.SSLContext | None = None,
     guard: "ConnectionGuard | None" = None,
 ) -> AsyncIterator[str]:
-    """Listen while the context is open; yield the address with the chosen port. At its end, close all connections.
+    """Listen while the context is open; yield the address with the chosen port. Close all connections at the end.
 
     `field` names the settings field in error messages. `accept` is called before anything is received on a connection.
     `guard` decides which TCP connections are admitted; None: all are admitted.

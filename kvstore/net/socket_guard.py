@@ -8,12 +8,12 @@ Rules:
 1. A connection is busy while one of its calls is served. A busy connection is never shut down. Calls of the services in
    `UNPROVEN_SERVICES` do not count, because anybody may make them without a proof.
 2. One address may have at most the share `ADDRESS_SHARE` of the allowed connections. If it has more, connections of
-   this address are shut down, and none of other addresses.
+   this address are shut down until it has this share.
 3. If the port still has too many connections, they are shut down one by one, always at the address that has the most
    connections then.
-4. Connections without any call so far (that counts by rule 1) are shut down first, then idle connections. Within each
-   group, the connection that was seen first is shut down first. Therefore a caller that sends a call at once is served,
-   even if there are very many silent connections.
+4. Connections that have had no call that counts (rule 1) are shut down first, then idle connections. Within each group,
+   the connection that was seen first is shut down first. Therefore a caller that sends a call at once is served, even
+   if there are very many silent connections.
 5. The sockets are examined only when the number of open files shows that the port may have too many connections, or
    when the guard remembers more than twice as many callers as the port may have connections. At other times, a check
    costs one `stat` call.

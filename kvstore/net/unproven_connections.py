@@ -1,4 +1,4 @@
-"""Unproven connections: limits how many connections may not have proven the secret yet, and chooses which to close.
+"""Unproven connections: limits the connections that have not proven the secret yet, and chooses which to close.
 
 A connection leaves the list when it has proven the secret, so silent connections never displace proven ones. When the
 list is full, the oldest connection of the address with the most connections is closed. A host with many silent

@@ -153,7 +153,7 @@ class PoolAllocator:
             if block.key not in policy:
                 policy.admit(block.key, block.length, now)
 
-    # # The methods below return the commands and the changes that the methods above have caused.
+    # The methods below return the commands and the changes that the methods above have caused.
 
     def commands(self) -> list[TierCommand]:
         """Return the commands for the pool's memory, in order. Each command is returned only once."""

@@ -15,7 +15,7 @@ from kvstore.pool.quotas import TenantAccount
 
 NAMESPACE_IDLE = Nanos(60 * SECOND)
 """If a namespace was unused for this long, another namespace with the same weights may be opened. The restart of a
-worker takes less time, so no other namespace can be opened instead of its own meanwhile.
+worker takes less time, so the worker's namespace stays protected meanwhile.
 """
 
 

@@ -4,7 +4,7 @@ Rules:
 
 1. Proofs are HMAC-SHA-256 under a key that is derived from the deployment's secret; each purpose has its own key. They
    are compared in constant time. The signed bytes begin with the name of the side that signs. A peer can therefore not
-   send a proof back as its own.
+   use a received proof as its own proof.
 2. On the data plane, the proofs of a connection cover nonces of both peers and the namespace, so a proof that an
    attacker has overheard is useless. The client sends its proof first. A node that cannot answer with its own proof
    gets no request.

@@ -59,7 +59,7 @@ class CallReplays:
 
     def refusal(self, name: bytes, number: int, unix_seconds: int, now: int) -> str:
         """Record a call whose proof is valid. Return why the call is refused; an empty string means that it is accepted."""
-        self._opened = min(self._opened, now)  # if the node's clock was set back, calls are not refused because of it
+        self._opened = min(self._opened, now)  # after the node's clock was set back, new calls must not count as older
         if unix_seconds < self._opened:
             # The text is always the same, so that the caller's log can leave out repetitions.
             return (

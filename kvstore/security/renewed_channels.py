@@ -19,7 +19,7 @@ CALL_KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 
 
 class _RenewedCall:
-    """A gRPC method that calls itself over the newest channel, like a method of a stub."""
+    """A gRPC method, like those of stubs; each call uses the newest channel."""
 
     def __init__(
         self, channel: "_RenewedChannel", kind: str, arguments: tuple[Any, ...], named: dict[str, Any]

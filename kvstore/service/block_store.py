@@ -66,7 +66,7 @@ ones are not counted. Uncounted uses only make the demotions and the ghost cache
 
 
 class NodeIdentity(Struct, frozen=True, kw_only=True):
-    """What a node tells each client about itself in the handshake."""
+    """The facts about a node that it sends to each client in the handshake."""
 
     store_id: str
     incarnation: str

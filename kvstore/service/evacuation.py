@@ -1,18 +1,18 @@
-"""Evacuation: copies blocks of a node's pool to a tier where other nodes find them, because their worker will end.
+"""Evacuation: copies blocks of a node's pool to a tier where other nodes find them, before the blocks' worker ends.
 
 Rules:
 
 1. Blocks are copied to Redis, or to S3 if there is no Redis tier. Without these tiers, a node that continues to run
    copies nothing, because its memory and its disk stay. A node that ends together with its worker copies the blocks to
-   its peers' memory (`PeerBackend.leave`), or to its disk if it has no peer tier; its successor finds them there. A
-   tier with `keep = "none"` is never written, and the write budget applies. If a tier fails repeatedly, the next tier
-   in this order is used.
+   its peers' memory (`PeerBackend.leave`), or, without a peer tier, to its disk, where its successor finds them. A tier
+   with `keep = "none"` is never written, and the write budget applies. If a tier fails repeatedly, the next tier in
+   this order is used.
 2. Blocks are demoted as usual (`kvstore.hierarchy.machine`): through the tier's bounded queue, its circuit breaker and
    its checksums, with the same events for watchers. The only difference is that the tier's admission rule is not
    applied, because the requester has chosen the blocks.
-3. Nobody but the requester waits for an evacuation, at most until its deadline. Blocks that are not in the pool, or
-   that the tier has, are skipped. A tier that may have lost a block without reporting it is queried again, for many
-   blocks at a time.
+3. Only the requester waits for an evacuation, at most until the deadline. Blocks that are not in the pool, or that the
+   tier has, are skipped. A tier that may have lost a block without reporting it is queried again, for many blocks at a
+   time.
 4. Blocks whose write fails are offered again when the tier's circuit breaker allows it, until the deadline. The
    requester learns how many transfers of the tier failed and decides when to stop. A failure of a block counts only if
    other blocks have arrived at the tier since the first failure of this block. After `STRIKES` counted failures, the

@@ -2,7 +2,8 @@
 
 Rules:
 
-1. The hierarchy decides on each answer of a tier without an `await` in between, so the state cannot change before.
+1. There is no `await` between an answer of a tier and the hierarchy's decision on it, so the state cannot change in
+   between.
 2. A transfer is late if it has not ended `LATE_SECONDS` after its deadline. A late transfer counts as a failure of its
    tier, and no promotion waits for it any longer. The places in the pool that it reads or writes stay in use until its
    thread returns (rule 1 of `kvstore.hierarchy.machine`). If no thread has begun a late transfer, it never begins. A
@@ -56,8 +57,8 @@ class TransferExecutor:
             pool: Memory of the pool, from which and to which blocks are copied.
             clock: Clock of the transfers' deadlines.
             tasks: Task group in which the transfers run.
-            on_answer: Called after the hierarchy has decided on an answer of a tier, a failure, or a late transfer; it
-                calls `settle`.
+            on_answer: Called after the hierarchy has decided on an answer of a tier, a failure, or a late transfer;
+                this function has to call `settle`.
             on_moved: Called after each transfer that a thread has made without an error, with the tier's name, the
                 operation and its duration in seconds.
         """

@@ -7,8 +7,8 @@ Rules:
 2. The readings have to agree on the length and on every byte that proves the damage. If the server answers another
    request than the one that was sent, the readings count as different. A reading that fails or is incomplete proves
    nothing.
-3. The second reading fetches each range in two halves, the later half first. Suppose that a fault damages every answer
-   at the same offset: the two readings then differ, because this offset belongs to different bytes of the value.
+3. The second reading fetches each range in two halves, the later half first. If a fault damages every answer at the
+   same offset, the damaged bytes of the value are therefore not the same in the two readings.
 """
 
 from collections.abc import Callable

@@ -95,8 +95,8 @@ def read_baggage(text: str, keys: Collection[str]) -> tuple[tuple[str, str], ...
 def call_trace(context: TraceContext | None) -> bytes:
     """Return the value of the field `trace` in an attempt's calls to store nodes; empty if the request is not sampled.
 
-    By this field, the node's spans become children of the router's span. If they were children of the worker's span,
-    they would have no parent after the worker's death.
+    Through this field, the node's spans become children of the router's span. If they were children of the worker's
+    span, they would have no parent after the worker's death.
     """
     if context is None or not context.sampled:
         return b""

@@ -13,7 +13,7 @@ Rules:
    missed deadline, the agent is therefore closed before the call returns. This ends all its transfers, so the caller
    can reuse its buffers. Because closing takes time, calls stop waiting for transfers when only the time `CLOSING` is
    left until their deadline.
-4. The next call for which a circuit breaker allows it opens a new agent in the background. Before that, the client
+4. When a circuit breaker allows it, the next call begins to open a new agent in the background. The client first
    requests the node's offer again, because the node may have a new agent. Until the agent is open, every block is GONE
    at once.
 5. UCX has no authentication: every program that reaches its ports and knows an agent's metadata can read and write the
@@ -64,7 +64,7 @@ NUDGE_EVERY = Nanos(500 * MILLISECOND)
 
 
 class NixlOffer(Struct, frozen=True):
-    """What a client needs to reach a node's agent. The client gets it in the handshake."""
+    """The data that a client needs to reach a node's agent. The client gets them in the handshake."""
 
     metadata: bytes
     blocks: int  # address of the pool's first byte in the agent's process

@@ -72,7 +72,7 @@ class RedisConnections:
         return self._run_turn(self._connect(deadline), act, deadline)
 
     def _take_idle(self) -> RedisPipeline | None:
-        """Take a usable idle connection, or None if there is none; close the unusable ones that are met."""
+        """Take a usable idle connection; return None if there is none. Close unusable connections."""
         while True:
             with self._lock:
                 if not self._idle:

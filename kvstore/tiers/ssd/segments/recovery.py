@@ -137,7 +137,7 @@ class _Window:
         self._count = 0
 
     def pages(self, first: int) -> ByteArray:
-        """Return pages from `first` on, at least one, in shape [pages, 4096]; no page after the end of the file."""
+        """Return pages in shape [pages, 4096]: one or more from `first` on, or none after the end of the file."""
         if not self._first <= first < self._first + self._count:
             wanted = min(WINDOW_PAGES, self.size_pages - first)
             read = self._file.read([self._buffer[: wanted * PAGE_BYTES]], first * PAGE_BYTES) if wanted > 0 else 0

@@ -20,7 +20,7 @@ Piece: TypeAlias = "ReadableBuffer | NDArray[Any]"
 """An object whose bytes are contiguous and can be accessed by Python's buffer protocol."""
 
 Block: TypeAlias = "Piece | Sequence[Piece]"
-"""The bytes of a block: one piece, or a list or tuple of pieces which together, in order, are the block."""
+"""The bytes of a block: one piece, or a list or tuple of pieces that form the block in this order."""
 
 MutableBlock: TypeAlias = "WriteableBuffer | NDArray[Any] | Sequence[WriteableBuffer | NDArray[Any]]"
 

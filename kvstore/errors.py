@@ -9,7 +9,7 @@ from kvstore.namespace import KvNamespace
 def reason(error: Exception) -> str:
     """Return the message of an error, or the name of its class if it has none.
 
-    The message of an operating-system error is given without its number and path.
+    For an error of the operating system, the message has neither the error number nor the path.
     """
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 

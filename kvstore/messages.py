@@ -104,7 +104,7 @@ class Address(Struct, frozen=True, kw_only=True, gc=False):
 class Match(Struct, frozen=True, kw_only=True):
     """Longest prefix of a chain that is in a node's pool. With a lease, its blocks are pinned until the lease ends.
 
-    A match can be pickled or encoded by msgspec. A process other than the one that made it can read its blocks.
+    A match can be pickled or encoded by msgspec. Another process than the one that made the match can read its blocks.
     """
 
     incarnation: str  # incarnation of the node that made the match

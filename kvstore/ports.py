@@ -107,7 +107,7 @@ class BackingTier(Protocol):
         """Return the blocks that the tier holds, as far as it knows without asking a server.
 
         The node sends them to routers that have just begun to watch it. The node calls this method only if
-        `finds_in_memory` is true; for the other tiers, it uses what it has learned from earlier calls
+        `finds_in_memory` is true; for the other tiers, the node uses what it has learned from earlier calls
         (`kvstore.hierarchy.tier_states`).
         """
 

@@ -40,7 +40,7 @@ from kvstore.security.credentials import Credentials
 from kvstore.v1 import blocks_pb2_grpc as pb_grpc
 
 CHANNEL_OPTIONS = (
-    ("grpc.use_local_subchannel_pool", 1),  # each client has its own connection, so clients do not share a broken one
+    ("grpc.use_local_subchannel_pool", 1),  # each client has its own connection, so no two share a broken one
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 500),  # when a node has restarted, the client connects again within this time
@@ -151,8 +151,8 @@ class NodeConnection:
         """Call the node by `act(session, seconds left)`; return None if the call fails or cannot be made.
 
         The call ends at `until` or when the connection's call timeout is over, whichever is earlier. It returns None at
-        once while the circuit breaker is open, before the node was joined, and after `close`. Raise InvalidArgument if
-        the node finds the request invalid.
+        once while the circuit breaker is open, before the first handshake has succeeded, and after `close`. Raise
+        InvalidArgument if the node finds the request invalid.
         """
         started = self._clock.now()
         deadline = earlier(until, Nanos(started + self._call_timeout))
@@ -209,7 +209,7 @@ class NodeConnection:
             return
         self.closed.set()
         self._channel.close()
-        with self._handshake:  # threads store a session only under this lock, so the session here is the last one
+        with self._handshake:  # other threads store a session only under this lock, so no new session can follow
             if self._session is not None:
                 self._session.calls.close()
                 self._close_transports(self._session)

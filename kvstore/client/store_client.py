@@ -56,8 +56,8 @@ SLOWEST_BYTES_PER_SECOND = 100_000_000
 """The time limit of a transfer is the time that its bytes take at this speed, plus the client's call timeout. If a
 transfer is slower, the engine can compute the blocks faster."""
 
-# Pause between two look-ups of blocks that are being promoted. A shorter pause would find no blocks earlier, because
-# reading a batch takes longer than this from any disk.
+# Pause between two look-ups of blocks that are being promoted. With a shorter pause, no blocks would be found earlier,
+# because each disk needs more time than this for a batch.
 LOOK_AGAIN_SECONDS = 0.002
 
 LEAST_BATCH = 32  # minimum number of blocks in a batch, even if these blocks together are larger than `BATCH_BYTES`
@@ -503,8 +503,8 @@ class StoreClient:
     ) -> dict[int, int]:
         """Write this rank's shard of some of the reserved blocks.
 
-        `positions` are positions in the grant; `sources` has one shard for each of them. Return for each written block,
-        by its position, the rank's contribution to the checksum of the block
+        `positions` are positions in the grant; `sources` has one shard for each position. Return for each written
+        block, by its position, the rank's contribution to the checksum of the block
         (`kvstore.layouts.rank_shards.combined_checksums`). Nothing is written if the node has restarted, or if its
         shared memory is not mapped.
         """

@@ -1,4 +1,4 @@
-"""Codec registry: makes and remembers the codec of each namespace for one tier, by the tier's settings.
+"""Codec registry: makes the codecs of one tier by its settings, and remembers them by namespace.
 
 The compression and encryption libraries are optional (extra `codecs`). They are imported only if the settings need
 them.

@@ -255,7 +255,7 @@ class GhostCaches:
     def _take_over(self, use: _NamespaceUse) -> None:
         """Give this namespace a new ghost cache if there are fewer than `MAX_GHOST_CACHES`.
 
-        Otherwise first end the ghost cache of the least used namespace; do nothing if rule 7 forbids it.
+        If there are as many, end the ghost cache of the least used namespace first; do nothing if rule 7 forbids this.
         """
         simulated = self._with_ghost_cache()
         if len(simulated) >= MAX_GHOST_CACHES:

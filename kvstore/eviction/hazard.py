@@ -37,7 +37,7 @@ RHYTHMS = (Nanos(30 * SECOND),)
 The first class has the rhythms below the first bound, and the chains that were used only once."""
 
 LEARN_AFTER = 512  # minimum number of block uses between two updates of the learned values
-LEARN_SHARE = 1 / 64  # minimum number of block uses between two updates, as a share of all block uses so far
+LEARN_SHARE = 1 / 64  # the same minimum, as a share of all block uses until now; both minimums apply
 PAUSE = Nanos(1 * SECOND)  # minimum time between two rankings of all candidates for eviction
 REMEMBERED = 32_768
 """Maximum number of evicted blocks that are remembered. If the pool holds more blocks than this, the maximum is the

@@ -50,8 +50,8 @@ class HitSavings:
     def attach(self, namespace: Callable[[bytes], KvNamespace], below: Callable[[BlockKey, int], float | None]) -> None:
         """Set two functions that belong to other parts of the node.
 
-        Those parts are made after the eviction policy, which already needs this object, so the functions cannot be
-        arguments of `__init__`.
+        They cannot be arguments of `__init__`, because the eviction policy needs this object before those parts are
+        made.
 
         `namespace` returns the namespace of a digest. `below` returns the seconds to load a block of a given size in
         bytes from a backing tier; None if no tier has the block, or if the tier's speed is not known.

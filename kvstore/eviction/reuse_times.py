@@ -113,7 +113,7 @@ class ReuseTimes:
         return bisect_right(USES, uses) * self._rhythms + rhythm
 
     def used(self, of: int, blocks: int, now: Nanos) -> ReuseCohort:
-        """Record that a run of `blocks` blocks is used now, and is in class `of` from now on; return its cohort."""
+        """Record that a run of `blocks` blocks is used now, and then belongs to class `of`; return its cohort."""
         self._at_risk[of][0] += blocks
         self._blocks += blocks
         self._squares += blocks * blocks
@@ -189,7 +189,7 @@ class ReuseTimes:
 def _drawn(reused: Floats, at_risk: Floats, to: Floats, prior: float) -> Floats:
     """Return the hazards of each bucket, pulled towards the hazards `to` (rule 3).
 
-    The more blocks were observed, the weaker the pull is: it has the weight of `prior` observed blocks.
+    The pull has the weight of `prior` observed blocks, so it is weaker if more blocks were observed.
     """
     return (reused + prior * to) / (at_risk + prior)
 
@@ -198,7 +198,7 @@ def prospects(hazards: Floats) -> tuple[Floats, Floats]:
     """Return the share of blocks still unused and the value (rule 4) at each age, both of shape [..., BUCKETS].
 
     To find the value at an age, plot the probability of a use over the expected time until the use. The value is the
-    steepest slope from the point of that age to the point of a later age. The last age has no later one; its value is
+    steepest slope from the point of that age to the point of a later age. The last age has no later age; its value is
     half of the value before it.
     """
     surviving = np.ones_like(hazards)

@@ -25,7 +25,7 @@ from kvstore.eviction.policy import SAME_USE, K
 
 SMALL = 0.1
 """Share of all blocks up to which the small queue evicts nothing (rule 2). The value is from the paper, which found
-that it matters little."""
+that other values give similar results."""
 
 MOST_USES = 3
 
@@ -40,7 +40,7 @@ class _EntryUses:
     __slots__ = ("count", "last")
 
     def __init__(self, now: Nanos):
-        self.count = 0  # number of counted uses since the block entered its queue, less the reductions of rule 3
+        self.count = 0  # number of counted uses since the block entered its queue, minus the reductions of rule 3
         self.last = now
 
 

@@ -25,9 +25,9 @@ from kvstore.eviction.policy import K
 
 DAY = 86_400 * SECOND
 APART = Nanos(5 * SECOND)
-"""Minimum time between two sightings that count as separate. The uses of a block by one request follow each other
-sooner than that. Two turns of a conversation are separated by more time: in the public conversation trace, 95 % of the
-gaps between turns exceed 30 s."""
+"""Minimum time between two sightings that count as separate. The uses of a block by one request follow each other in
+less time. Two turns of a conversation are separated by more time: in the public conversation trace, 95 % of the gaps
+between turns exceed 30 s."""
 
 REMEMBERED = 1 << 20
 LIKELY = 0.5  # a block is admitted at its first sighting if its predicted probability of another use is at least this
@@ -120,7 +120,7 @@ class ReuseAdmission(Generic[K]):
     def admits(self, key: K, size_bytes: int, now: Nanos) -> bool:
         """Record that a block was written or used; return whether the tier should keep it.
 
-        If so, the block is charged to the budget.
+        If the result is True, the block has been charged to the budget.
         """
         seen = self._sightings.again(key, now)
         if not seen and (self._predict is None or self._predict(key) < self._likely):

@@ -88,7 +88,8 @@ class Promotions:
                 self.refused += 1
                 return 0
             keys = [BlockKey(digest, name) for name in missing]
-            # Stop before a block that is being promoted already, because its promotion brings all later blocks too.
+            # Stop before a block that is being promoted already: its promotion also brings the later blocks of the
+            # chain.
             keys = keys[: next((i for i, key in enumerate(keys) if key in self._loading), None)]
             block_bytes = self._pool.block_bytes(digest)
             chain = tuple(chain[: held + len(keys)])

@@ -23,8 +23,8 @@ from kvstore.messages import BlockChanges, BlockKey
 from kvstore.recent_map import RecentMap
 
 SPEED_LASTS = Nanos(30 * SECOND)
-"""Time for which a measured speed of a tier is used to refuse promotions that would take too long. Afterwards the tier
-is tried again, even if it was slow."""
+"""Time for which a measured speed of a tier is used to refuse promotions that would take too long. After this time the
+tier is tried again, even if it was slow."""
 
 
 class TierAdmission(Protocol):

@@ -1,7 +1,7 @@
 """Floating-point formats of KV values: tables that convert between 16-bit formats and the 8-bit format E4M3.
 
 E4M3 is the format that engines call fp8_e4m3 ("fn": no infinities, one NaN). It has a sign, 4 bits of exponent with
-bias 7, and 3 bits of fraction. Magnitudes go up to 448; below 2^-6 they are 2^-9 apart.
+bias 7, and 3 bits of fraction. Magnitudes go up to 448; the numbers below 2^-6 are 2^-9 apart.
 """
 
 from enum import StrEnum

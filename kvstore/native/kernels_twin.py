@@ -21,7 +21,7 @@ axis first: the number of runs, the stride in the source and the stride in the d
 
 LONGEST_ITEM = 1 << 20
 """Maximum length of a run, in bytes, that is copied as one numpy item. Longer runs are copied byte by byte, because
-numpy's items are limited to 2 GiB. For long runs, this is hardly slower."""
+numpy's items are limited to 2 GiB. For long runs, the byte-wise copy is hardly slower."""
 
 LARGEST_CODE = 127.0
 
@@ -54,7 +54,7 @@ def split(block: ByteArray, planes: ByteArray) -> None:
 
 
 def join(planes: Sequence[ByteArray], block: ByteArray) -> None:
-    """Make values from the planes into which `split` has separated them; the planes may lie anywhere in memory."""
+    """Make values from the planes into which `split` has separated them. The planes need not be adjacent in memory."""
     _fits(block.nbytes == sum(plane.nbytes for plane in planes), "planes and block differ in size")
     _fits(len({plane.nbytes for plane in planes}) == 1, "planes differ in size")
     values = block.reshape(-1, len(planes))

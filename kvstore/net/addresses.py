@@ -59,7 +59,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def is_plain_hop(url: str) -> bool:
-    """Return whether requests to the URL cross a network unencrypted, because it has no TLS and names another host."""
+    """Return whether requests to the URL cross a network unencrypted: it is an http URL of another host."""
     parts = urlsplit(url)
     return parts.scheme == "http" and not _is_loopback(parts.hostname or "")
 

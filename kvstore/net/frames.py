@@ -174,7 +174,7 @@ class FrameDecoder:
         written = self.body.write(memoryview(data)[start : start + self._missing])
         self._missing -= written
         if not self._missing:
-            payloads.append(self.body.getvalue())  # transfers the buffer instead of copying it
+            payloads.append(self.body.getvalue())  # `getvalue` shares the buffer instead of copying it
             self._head, self.body = b"", BytesIO()
         return start + written
 
@@ -380,7 +380,7 @@ class FrameConnection(asyncio.Protocol):
     def _flush(self) -> None:
         leaving, size = self._leaving, self._leaving_bytes
         if not leaving:
-            return  # nothing waits: the parts have been sent already, or the connection has ended
+            return  # there is nothing to send: the parts have been sent already, or the connection has ended
         self._leaving, self._leaving_bytes = [], 0
         if size <= JOINED_BYTES:
             self.transport.write(b"".join(leaving))
@@ -403,8 +403,8 @@ async def connect(
 ) -> FrameConnection:
     """Open a connection to ``unix:/path`` or ``host:port``; `accept` is called before anything is received.
 
-    The call waits as long as the system allows, so the caller has to limit its time. Raise OSError if no process
-    listens at the address or the TLS handshake fails, and ValueError if the address is invalid.
+    The call has no time limit of its own, so the caller has to limit it. Raise OSError if no process listens at the
+    address or the TLS handshake fails, and ValueError if the address is invalid.
     """
 
     def made() -> FrameConnection:

@@ -252,7 +252,7 @@ def _connections(port: int) -> Iterator[tuple[Peer, tuple[int, int]]]:
 
 
 def _shut_down(descriptor: int, peer: Peer) -> bool:
-    """Shut a connection down, unless its descriptor belongs to another file by now; return whether it was shut down."""
+    """Shut a connection down, unless its descriptor belongs to another file by now; return whether this was done."""
     with _duplicate(descriptor) as found:
         try:
             if found is None or _key(*found.getpeername()[:2]) != peer:

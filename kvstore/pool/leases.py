@@ -19,7 +19,8 @@ from kvstore.errors import Exhausted
 from kvstore.pool.open_namespaces import OpenNamespace, StoredBlock
 
 SLACK = 64
-"""Ended entries are removed from the heap when its length exceeds twice the number of open ids by more than this."""
+"""Ended ids are removed from the heap when the heap has more entries than twice the number of open ids plus this
+number."""
 
 
 class BlockLease:

@@ -156,7 +156,7 @@ class BlockMachine:
         self.expire(now)
         for lease_id in lease_ids:
             if self._leases.is_unending(lease_id):
-                # A client might guess the id of a node's own pin, and a thread may be copying the pinned blocks.
+                # A client might guess the id of a node's own pin, and the pinned blocks may be being copied now.
                 continue
             if (lease := self._leases.lease(lease_id)) is not None and lease.hold is None:
                 self._leases.end(lease_id)

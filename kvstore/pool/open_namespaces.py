@@ -1,4 +1,4 @@
-"""Open namespaces: which namespaces clients have opened at a node, and the blocks of each of them."""
+"""Open namespaces: the namespaces that clients have opened at a node, and their blocks."""
 
 from collections.abc import Iterator
 

@@ -48,7 +48,7 @@ REQUEST = struct.Struct("<IB")  # head of a request: number of bytes of the fram
 ANSWER = struct.Struct("<IB")  # head of an answer: number of bytes of the frame, and status
 OK = 0
 
-BUFFER_BYTES = 64 << 10  # size of the buffer for answers; a longer answer, which is rare, gets a buffer of its own
+BUFFER_BYTES = 64 << 10  # size of the buffer for answers; a longer answer is rare, and gets a buffer of its own
 # A message of at most this size fits into the socket buffer, so sending it does not block.
 NON_BLOCKING_BYTES = 32 << 10
 CLOSE_SECONDS = 0.1  # maximum time for which `NodeCalls.retire` waits for the answers to releases

@@ -73,8 +73,8 @@ class FramedCallServer:
     def answer(self, payload: bytes) -> tuple[bytes, bytes]:
         """Perform a request, and return its answer in two parts.
 
-        The first part is the status of success, and the second one the result. If the store refuses the request, the first
-        part is empty, and the second one is a refusal, which begins with its own status.
+        The first part is the status of success, and the second part is the result. If the store refuses the request,
+        the first part is empty, and the second part is a refusal, which contains a status.
 
         Raises:
             DecodeError: The payload is not a request.

@@ -33,7 +33,7 @@ SECRET_BYTES = 16
 secrets offline."""
 
 SKEW_SECONDS = 300
-"""Maximum difference between the clocks of client and node. A node remembers accepted proofs for as long as they stay
+"""Maximum difference between the clocks of client and node. A node remembers an accepted proof until it is no longer
 valid.
 """
 

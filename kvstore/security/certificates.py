@@ -60,7 +60,7 @@ METRICS: Sequence[MetricDefinition] = (CERTIFICATE_END, RENEWAL_REFUSED)
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    """Open a file for Python's `open`; if the file is a pipe, do not wait for its writer."""
+    """Open a file, as an opener for Python's `open`; if the file is a pipe, do not wait for its writer."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 

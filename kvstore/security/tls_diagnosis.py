@@ -231,7 +231,7 @@ class _TlsProbe:
         return f"{self._place} has ended the connection right after the handshake{self._own_certificate()}"
 
     def _own_certificate(self) -> str:
-        """Return what may be wrong with the client's own certificate, as the end of a sentence."""
+        """Return a text about what may be wrong with the client's own certificate; it forms the end of a sentence."""
         files = self._credentials
         if not files.certificate:
             return f"; this client shows no certificate: set {self._field}.certificate and {self._field}.key"
@@ -334,7 +334,7 @@ def _refusal_of_own(files: Credentials) -> ssl.SSLCertVerificationError | None:
     return None
 
 
-FLIGHTS = 4  # maximum number of message exchanges in a handshake, which takes two or three
+FLIGHTS = 4  # maximum number of message exchanges that are tried; a handshake takes two or three
 
 
 def _step(act: Callable[[], None]) -> None:

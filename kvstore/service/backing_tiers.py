@@ -122,7 +122,7 @@ class BackingTiers:
     def begin_evacuation(self, tier: int) -> None:
         """Prepare a tier for an evacuation.
 
-        If it is the peer tier, it pushes all demoted blocks to other nodes from now on.
+        The peer tier pushes all demoted blocks to other nodes from now on; other tiers need no preparation.
         """
         evacuation_tier = self.tiers[tier]
         if isinstance(evacuation_tier, RemoteTier) and isinstance(evacuation_tier.backend, PeerBackend):

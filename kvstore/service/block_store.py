@@ -100,7 +100,7 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
         clock: Clock,
         traces: CallTraces | None = None,
     ):
-        """Prepare the service. It can serve calls once `attach` was called. Without `traces`, calls are not traced."""
+        """Prepare the service. It can serve calls after `attach` was called. Without `traces`, calls are not traced."""
         self._identity = identity
         self._machine = machine
         self._tier = tier

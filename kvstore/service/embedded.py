@@ -81,9 +81,8 @@ class _EmbeddedNode:
         self.thread = threading.Thread(target=self._run, name="kvstore-node", daemon=True)
         self.ready: Future[StoreEndpoints] = Future()
         self.ended: Future[BaseException | None] = Future()
-        """Exception with which the node ended, or None if it was asked to stop.
-
-        Setting it is the thread's last step.
+        """Exception with which the node ended, or None if it was asked to stop. The thread sets this future as its last
+        step.
         """
 
     def start(self) -> None:
@@ -111,7 +110,8 @@ class _EmbeddedNode:
                 runner.run(self._serve())
         except BaseException as error:  # noqa: BLE001 - supervisor: the host program gets the exception and ends
             cause = None if self._asked_to_stop and isinstance(error, asyncio.CancelledError) else error
-        # Free the pool's memory at once. Without this call it would stay, because the node has reference cycles.
+        # Free the pool's memory at once. Without this call the memory would stay, because the node has reference
+        # cycles.
         gc.collect()
         self.ended.set_result(cause)
 

@@ -111,7 +111,7 @@ class Evacuation:
     """Performs one evacuation, to one tier.
 
     Each block is in one of five states: the tier is believed to have it (unsure), the tier is being asked for it
-    (confirming), it waits for its demotion (waiting), it is being demoted (under way), or it is done.
+    (confirming), the block waits for its demotion (waiting), is being demoted (under way), or is done.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class Evacuation:
         return {self._keys[index] for index in (*self._unsure, *self._confirming, *self._waiting, *self._under_way)}
 
     def advance(self, now: Nanos) -> None:
-        """Query the tier for unsure blocks, and demote blocks that the tier lacks if its queue has room."""
+        """Query the tier for unsure blocks, and demote blocks that the tier does not have, if its queue has room."""
         can_be_asked = self._ask(now)
         unclear = [*self._confirming[:1], *self._unsure[:1]] if can_be_asked else []
         # Blocks after an unconfirmed block wait, because the unconfirmed block is more valuable. If the tier does not

@@ -81,7 +81,7 @@ GAUGES: Mapping[str, GaugeDefinition] = GaugeDefinition.by_field(
         ("fenced", "Servers of the tier that are fenced now because their answers are damaged often", "servers"),
     ),
 )
-"""Metrics of those numbers of `TierStatus` that can also fall, by the name of their field."""
+"""Metrics of those fields of `TierStatus` that can also decrease, by the name of the field."""
 
 OPERATIONS = HistogramDefinition(
     "kvstore_tier_operation_seconds",

@@ -341,7 +341,7 @@ def _bind(server: grpc.aio.Server, field: str, address: str, access: LoadedCrede
     path = unix_path(address)
     with sockets.folder_lock(field, path) if path else contextlib.nullcontext():
         if path:
-            sockets.clear_path(field, path)  # without this check, gRPC would even replace a living process's socket
+            sockets.clear_path(field, path)  # without this check, gRPC would replace even a socket in use
         try:
             port = access.bind(server, address)
         except RuntimeError as error:

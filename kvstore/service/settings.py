@@ -22,7 +22,7 @@ AnyTier = SsdSettings | PeerSettings | RedisSettings | S3Settings
 
 
 class NixlUse(StrEnum):
-    AUTO = "auto"  # NIXL is offered if this host has a fabric on which NIXL is faster than TCP
+    AUTO = "auto"  # NIXL is offered if this host has an RDMA device, on which NIXL is faster than TCP
     NEVER = "never"
     REQUIRE = "require"  # the node does not start without NIXL
 
@@ -55,7 +55,8 @@ class StoreSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Credentials that clients have to prove; without them, a node does not listen beyond loopback."""
 
     capacity_bytes: Annotated[int, Meta(ge=PAGE_BYTES)] = 256 << 20
-    """Size of the pool in memory, all of which is taken at the start. 256 MiB hold 2,048 blocks of the built-in model.
+    """Size of the pool in memory, all of which is allocated at the start. 256 MiB hold 2,048 blocks of the built-in
+    model.
     """
 
     eviction: PolicyName = "lru"
@@ -69,8 +70,9 @@ class StoreSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """
 
     memory_bytes_per_second: Annotated[float, Meta(gt=0)] = 5e9
-    """Assumed speed at which clients read the pool, for the policy "hazard". A node cannot measure it, because clients map
-    its memory. One core copies about 5e9 bytes per second and computes their checksum.
+    """Assumed speed at which clients read the pool, for the policy "hazard". A node cannot measure it, because clients
+    on its host read the mapped memory themselves. One core copies about 5e9 bytes per second and computes their
+    checksum.
     """
 
     max_lease_seconds: Annotated[float, Meta(ge=0.001, le=3600)] = 30

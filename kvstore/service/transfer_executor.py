@@ -86,7 +86,7 @@ class TransferExecutor:
                     task.add_done_callback(self._running.discard)
 
     def held(self) -> list[BlockChanges]:
-        """Return the blocks of the tiers, as far as they are known without asking a server."""
+        """Return the blocks of each tier, as far as the node knows them without asking a server."""
         changes = []
         for index, tier in enumerate(self._tiers):
             names: dict[bytes, list[BlockHash]] = {}

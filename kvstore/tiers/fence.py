@@ -1,4 +1,4 @@
-"""Fence: decides to leave a server alone for a while if its answers are often damaged in transit. Does no I/O.
+"""Fence: decides to stop the use of a server for a while if its answers are often damaged in transit. Does no I/O.
 
 Rules:
 

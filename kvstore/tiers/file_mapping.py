@@ -122,7 +122,7 @@ def allocate(size: int, huge_pages: HugePages, cancelled: Event | None = None) -
             try:
                 return _allocate(_round_up(size, huge_page_bytes()), os.MFD_HUGETLB, cancelled)
             except OSError as error:
-                # A control group may limit the memory, so it can run out although the machine has enough.
+                # A control group may limit the memory, so memory can run out although the machine has enough.
                 lack = error.strerror or str(error)
         if huge_pages is HugePages.REQUIRE:
             raise StoreNotStarted(
@@ -241,7 +241,7 @@ def _smaps(address: int, names: tuple[str, ...]) -> int:
     with contextlib.suppress(OSError), SMAPS.open(encoding="ascii", errors="replace") as lines:
         for line in lines:
             first, _, rest = line.partition(" ")
-            if not first.endswith(":"):  # the line begins a mapping with its range of addresses
+            if not first.endswith(":"):  # this line is the first of a mapping, and begins with its range of addresses
                 inside = first.startswith(f"{address:x}-")
             elif inside and first[:-1] in names:
                 total += int(rest.split()[0]) * 1024

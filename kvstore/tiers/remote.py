@@ -68,7 +68,7 @@ class BlockRead(Struct, frozen=True):
 class BackendHealth(Struct, frozen=True):
     """Counts of a backend that detects bad blocks itself; all are 0 for other backends."""
 
-    corrupt: int = 0  # number of bad blocks that it has found
+    corrupt: int = 0  # number of bad blocks that the backend has found
     damaged: int = 0  # number of these blocks that were damaged in transit
     fenced: int = 0  # number of servers that are fenced now
 
@@ -294,7 +294,7 @@ class RemoteTier(Generic[S]):
             log.warning("tier fenced, answers damaged in transit", extra={"tier": self.name})
 
     def _allow_partial(self, act: Callable[[], None], got: Sized) -> None:
-        """Call `act`. If it fails after it has entered answers, ignore the failure (rule 1)."""
+        """Call `act`. If it fails after it has entered answers into `got`, ignore the failure (rule 1)."""
         try:
             self._counted(act)
         except TierFailed:

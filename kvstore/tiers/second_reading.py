@@ -17,7 +17,8 @@ from enum import Enum, auto
 from typing import Protocol
 
 Read = Callable[[int, int], bytes]
-"""A function that returns the bytes of a value from one offset up to another, which is exclusive."""
+"""A function that returns the bytes of a value from the first argument up to the second argument (exclusive), as
+offsets."""
 
 
 class Reading(Protocol):
@@ -58,7 +59,7 @@ Open = Callable[[], AbstractContextManager[Reading | None]]
 
 
 class ReadingsDiffer(OSError):
-    """The server's answer is for another request than the one that was sent."""
+    """The server has answered another request than the one that was sent."""
 
 
 def judge(open_reading: Open, proof: Proof) -> ReadingVerdict:

@@ -38,7 +38,7 @@ class TraceContext(Struct, frozen=True, kw_only=True):
 
     trace_id: bytes  # 16 bytes, not all zero
     parent_id: bytes = b""  # the 8 bytes of the calling span's id; empty if the trace begins with this request
-    # True: the request is traced. False: its spans are exported only if it fails or is slow (tail sampling).
+    # True: the request is traced. False: its spans are exported only if the request fails or is slow (tail sampling).
     sampled: bool = False
     state: str = ""  # `tracestate` of the client, unchanged
     baggage: tuple[tuple[str, str], ...] = ()  # those members of `baggage` that the caller has named

@@ -133,7 +133,7 @@ class TraceExporter:
 
 
 class _LastMessages(logging.Handler):
-    """Keeps the last message of OpenTelemetry's loggers for each thread, and writes no log.
+    """A log handler that keeps the last message of OpenTelemetry's loggers for each thread, and writes no log.
 
     A process may have several exporters: a worker and its embedded store have one each. All of them use the same loggers,
     each from its own thread. Collectors may repeat the values of headers, which can be secret. The values of all

@@ -136,7 +136,10 @@ class NixlAgent:
         return number
 
     def is_done(self, transfer: int) -> bool:
-        """Return whether all bytes of the transfer have been moved. If so, its number is no longer valid."""
+        """Return whether all bytes of the transfer have been moved.
+
+        After True, the number of the transfer is no longer valid.
+        """
         with self._translated():
             state = self._agent.check_xfer_state(self._transfers[transfer])
             if state == "PROC":
@@ -163,7 +166,7 @@ class NixlAgent:
                 transfer.release()
         self._transfers.clear()
         self._registered.clear()
-        self._agent = None  # drops the last reference to the agent, which ends it
+        self._agent = None  # drops the last reference to the agent, so that the agent ends
 
     def _translated(self) -> "_Translated":
         return _Translated(self._failures)

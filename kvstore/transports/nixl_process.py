@@ -1,8 +1,8 @@
 """NIXL process: holds a node's NIXL agent (``python -m kvstore.transports.nixl_process POOL CAPACITY_BYTES``).
 
 The process maps the pool behind the file descriptor POOL and registers it with the agent. Then it writes a `NixlOffer`
-as msgpack to its standard output, and closes this output. It serves peers until its standard input ends. It has no
-state besides the pool, so the node can replace it at any time.
+as msgpack to its standard output, and closes this output. It serves peers until its standard input ends. The process
+has no state besides the pool, so the node can replace it at any time.
 """
 
 import os

@@ -105,7 +105,7 @@ class SharedMemoryTransport:
     def put_shard(
         self, slots: AnySlots, shard: RankShard, blocks: Sequence[Block], deadline: Nanos
     ) -> list[int | None]:
-        """Write one rank's shard of each block into reserved slots; return what each shard adds to its block's checksum.
+        """Write one rank's shard of each block into reserved slots; return the shard's part of each checksum.
 
         The result is None for a block that was not written: its place is outside the pool or belongs to another block, or
         the deadline has passed.

@@ -170,7 +170,7 @@ class TcpTransport:
         try:
             connection = self._open(deadline)
         except (StoreUnreachable, NamespaceUnknown):
-            # The cause is not handled here: the next call of the control plane finds it, and renews the session.
+            # The cause is not handled here: the next call of the control plane finds the cause, and renews the session.
             with self._guard:
                 self._breaker.failed(now, self._clock.now())
             return None

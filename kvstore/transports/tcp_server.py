@@ -47,8 +47,8 @@ from kvstore.transports.tcp_frames import (
 )
 
 STALLED = Nanos(10 * SECOND)
-"""A connection is closed if it has moved no byte for this long in the middle of an exchange. It is also closed if it is
-unproven for this long."""
+"""A connection is closed if it has moved no byte for this long in the middle of an exchange. An unproven connection is
+also closed this long after its start."""
 
 CONNECTIONS = 512
 """Maximum number of proven connections at a time. A client keeps at most four."""
@@ -117,7 +117,7 @@ class DataPlaneServer:
         return f"[{bound[0]}]:{bound[1]}" if ":" in bound[0] else f"{bound[0]}:{bound[1]}"
 
     def cut_stalled(self, now: Nanos) -> None:
-        """Close connections that have stalled in the middle of an exchange or are unproven for too long (rule 5).
+        """Close connections that have stalled in the middle of an exchange, or were unproven for too long (rule 5).
 
         Accept connections again if accepting was stopped.
 

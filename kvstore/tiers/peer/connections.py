@@ -59,7 +59,8 @@ Connect = Callable[[str, KvNamespace, float], PeerStore]
 class PeerNodeConnection:
     """Reads and writes blocks of one namespace at one peer. Thread-safe.
 
-    The connection is opened when a call needs it. If it cannot be opened, calls fail at once until a pause has passed.
+    The connection is opened when a call needs it. If the connection cannot be opened, calls fail at once until a pause
+    has passed.
     """
 
     def __init__(self, address: str, namespace: KvNamespace, connect: Connect, connect_within: Nanos, clock: Clock):

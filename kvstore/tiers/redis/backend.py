@@ -225,7 +225,7 @@ class RedisBackend:
 
 
 def _require_only_wrong_type(error: RedisErrorReply) -> None:
-    """Raise the error again, unless it means that the key has a value that is not a string."""
+    """Raise the error again, unless its meaning is that the value of the key is not a string."""
     if error.code != "WRONGTYPE":
         raise error
 

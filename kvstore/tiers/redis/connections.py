@@ -100,7 +100,7 @@ class RedisConnections:
         return answer
 
     def close(self) -> None:
-        """Close idle connections now, and the connections in use after their current call."""
+        """Close idle connections now. Connections in use are closed after their current call."""
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []

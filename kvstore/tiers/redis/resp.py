@@ -86,7 +86,7 @@ class RedisPipeline:
         return line[1:]
 
     def value(self) -> "RedisValue | None":
-        """Begin to read a value; return None if there is none.
+        """Begin to read a value; return None if the key has no value.
 
         The caller has to call `skip` of the value before it reads the next reply.
 

@@ -43,7 +43,7 @@ THERE_ALREADY = frozenset({"412", "PreconditionFailed"})
 BEING_WRITTEN = frozenset({"409", "ConditionalRequestConflict"})
 UNCONDITIONAL_ONLY = frozenset({"501", "NotImplemented"})
 FULL = frozenset({"507", "EntityTooLarge", "QuotaExceeded", "InsufficientStorage", "XMinioStorageFull"})
-"""Codes of an object store's errors, or HTTP statuses, by which it refuses an object: the store is full, or the object is
+"""Error codes or HTTP statuses with which an object store refuses an object, because the store is full or the object is
 too large."""
 
 Name = TypeVar("Name")

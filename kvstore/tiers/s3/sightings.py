@@ -68,7 +68,7 @@ def leading(count: int, width: int, are_there: Callable[[Sequence[int]], Sequenc
     Each round asks `are_there` about at most `width` indices. The first round includes the last item, so one round is
     enough if all items exist.
     """
-    low, high = 0, count  # all items before `low` exist, and none from `high` on
+    low, high = 0, count  # all items before `low` exist, and no item from `high` on exists
     while low < high:
         steps = min(width, high - low)
         asked = [low + (step * (high - low)) // steps - 1 for step in range(1, steps + 1)]

@@ -20,7 +20,10 @@ MIN_SEGMENTS = 2
 
 
 class Sync(StrEnum):
-    """When written bytes are synced to the device. Without a sync they survive a killed process, but not a power cut."""
+    """When written bytes are synced to the device.
+
+    Bytes that are not synced survive the death of the process, but not a power cut.
+    """
 
     NEVER = "never"
     SEGMENT = "segment"
@@ -109,8 +112,8 @@ class SsdSettings(TierSettings, frozen=True, kw_only=True, tag="ssd"):
 def footprint(file_bytes: int) -> int:
     """Return the maximum space that a file of that size occupies, including the file system's own blocks for it.
 
-    ext4 records the extents of a file in blocks of 4 KiB, and each of these blocks has room for 340 extents. A segment
-    that is written in a random order may need one extent for every two records. 1/128 of the file's size is enough for
-    this, even if all records have the smallest size of two pages.
+    ext4 lists the extents of a file in blocks of 4 KiB, each of which has room for 340 extents. A segment that is
+    written in a random order may need one extent for every two records. 1/128 of the file's size is enough for this,
+    even if all records have the smallest size of two pages.
     """
     return file_bytes + max(file_bytes // 128, 32 << 10)

@@ -283,7 +283,7 @@ class Volume:
     def _seal(self, segment: Segment) -> None:
         """Write the footer of a segment, and make the segment SEALED.
 
-        If the footer cannot be written, the only harm is that opening the tier takes longer.
+        If the footer cannot be written, the next opening of the tier takes longer; there is no other harm.
         """
         try:
             self._write_footer(segment)
@@ -312,7 +312,7 @@ class Volume:
             if free is not None:
                 if free.size_bytes == self._settings.segment_bytes:
                     return free
-                self._remove(free)  # the file has another size than the settings want, and its space is needed
+                self._remove(free)  # the file has another size than `segment_bytes`, and its space is needed
             elif victim is not None:
                 try:
                     rescued += self._read_rescued(victim, hot, share_bytes, deadline)

@@ -1,9 +1,9 @@
 """Segment recovery: finds out which records a segment file contains when the tier is opened.
 
 An undamaged footer is trusted, because each read of a block compares its header anyway. If the process was killed, the
-footer is missing. If it is missing or damaged, the whole file is read, and each record with an undamaged header and payload
-is recovered. The writes of a killed process may have reached the file in any order, so the search continues page by page
-after a damaged record.
+footer is missing. If the footer is missing or damaged, the whole file is read, and each record with an undamaged header
+and payload is recovered. The writes of a killed process may have reached the file in any order, so the search continues
+page by page after a damaged record.
 """
 
 from array import array

@@ -74,7 +74,11 @@ def stated(lowest: int, highest: int, product: str) -> ProtocolRange:
 
 
 def agree(own: ProtocolRange, peer: ProtocolRange, *, own_name: str, peer_name: str) -> int:
-    """Return the highest common version. Raises: NoCommonProtocol: The two ranges have no common version."""
+    """Return the highest common version.
+
+    Raises:
+        NoCommonProtocol: The two ranges have no common version.
+    """
     highest = min(own.highest, peer.highest)
     if highest < max(own.lowest, peer.lowest):
         raise NoCommonProtocol(own_name, own, peer_name, peer)

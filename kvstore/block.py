@@ -1,4 +1,4 @@
-"""Block hashes: divide tokens into blocks and name each block by the hash of everything up to its end.
+"""Block hashes: divide tokens into blocks and name each block by a hash of all tokens up to its end.
 
 The rules are complete, so that another language can compute the same hashes (test vectors:
 tests/unit/kvstore/chain_vectors.json):
@@ -12,9 +12,9 @@ tests/unit/kvstore/chain_vectors.json):
    adapter, the salt is SHA-256("fleet.adapter.v1" ‖ 0x00 ‖ the adapter's identity in UTF-8 ‖ 0x00 ‖ S). S is the salt that
    the request would have without the adapter.
 4. The hash of block i is H(P ‖ the block's tokens ‖ the block's extras). P is the hash of block i-1, or the root for
-   the first block. Extras stand for inputs that are not tokens (images, audio). Each item that overlaps the block adds,
-   in order of position, its 4-byte little-endian signed offset from the block's start and the 32-byte SHA-256 of its
-   content.
+   the first block. Extras stand for inputs that are not tokens (images, audio). For each item that overlaps the block,
+   in order of position, the extras contain its offset from the block's start (4 bytes, little-endian, signed) and the
+   SHA-256 of its content (32 bytes).
 
 A hash therefore covers the whole prefix, and two tenants or two adapters never share a block. An adapter that is
 merged into the weights is part of the namespace instead (`kvstore.namespace`). Hashes have 128 bits because a collision
@@ -71,7 +71,7 @@ _DIGESTS: Mapping[HashAlgorithm, Callable[[bytes], bytes]] = {
 def root(salt: bytes = b"", algorithm: HashAlgorithm = HashAlgorithm.SHA256_128) -> BlockHash:
     """Return the root of a chain (rule 3 of this module).
 
-    The first block of a prompt has no previous block, so it is hashed together with the root instead.
+    The first block of a prompt has no previous block, so the root takes the place of the previous block's hash.
     """
     assert len(salt) in (0, SALT_BYTES), f"a salt has 0 or {SALT_BYTES} bytes, not {len(salt)}"
     return _DIGESTS[algorithm](b"fleet.chain.v1\0" + algorithm.encode() + b"\0" + salt)

@@ -1,8 +1,8 @@
 """Buffers: views and copies of blocks, which lie in one buffer or in several pieces, such as one piece per layer.
 
 The pieces of a block, put together in their order, are the whole block. Copies release Python's interpreter lock, so
-other threads run meanwhile. Checksums are CRC-32C; computing one is as fast as memory can be read, so it adds little to
-the cost of a copy.
+other threads run meanwhile. Checksums are CRC-32C. A checksum is computed as fast as memory can be read, so it adds
+little to the cost of a copy.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer
 
 Piece: TypeAlias = "ReadableBuffer | NDArray[Any]"
-"""Object with the buffer protocol whose bytes are contiguous."""
+"""An object whose bytes are contiguous and can be accessed by Python's buffer protocol."""
 
 Block: TypeAlias = "Piece | Sequence[Piece]"
-"""The bytes of a block: one piece, or a list or tuple of pieces which together, in order, are the block."""
+"""The bytes of a block: one piece, or a list or tuple of pieces that form the block in this order."""
 
 MutableBlock: TypeAlias = "WriteableBuffer | NDArray[Any] | Sequence[WriteableBuffer | NDArray[Any]]"
 

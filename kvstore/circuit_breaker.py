@@ -1,13 +1,13 @@
-"""Circuit breaker: stops calls to a node that fails, so that its callers lose little time if the node is dead."""
+"""Circuit breaker: stops calls to a node or tier that fails, so that callers lose little time while it is dead."""
 
 from kvstore.clock import SECOND, Nanos
 
 FIRST_PAUSE = Nanos(SECOND // 10)
 LONGEST_PAUSE = Nanos(1 * SECOND)
-"""Maximum pause after attempts that fail quickly. A node that has restarted is found again within this time."""
+"""Maximum pause after attempts that fail quickly. After a restart, a node is therefore used again within this time."""
 COST_FACTOR = 4
-"""A pause lasts at least this many times as long as the attempt that failed before it. If a node hangs, the attempts
-therefore take at most a fifth of the time."""
+"""A pause lasts at least this many times as long as the failed attempt before it. If a node hangs, callers therefore
+spend at most a fifth of their time on attempts."""
 
 
 class CircuitBreaker:
@@ -34,7 +34,7 @@ class CircuitBreaker:
     def allows(self, now: Nanos) -> bool:
         """Return whether the caller may make a call.
 
-        While the breaker is open, only one caller after each pause gets True.
+        While the breaker is open, the result is True for one caller after each pause, and False for all others.
         """
         if not self.would_allow(now):
             return False

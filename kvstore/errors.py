@@ -9,7 +9,7 @@ from kvstore.namespace import KvNamespace
 def reason(error: Exception) -> str:
     """Return the message of an error, or the name of its class if it has none.
 
-    The message of an operating-system error is given without its number and path.
+    For an error of the operating system, the message has neither the error number nor the path.
     """
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
@@ -65,7 +65,7 @@ class BadCredentials(StoreNotStarted):
 
 
 class InvalidArgument(StoreError):
-    """The request is invalid, at least for this node. The node would refuse the same request again.
+    """The node finds the request invalid, and would refuse the same request again.
 
     Attributes:
         field: Name of the invalid field of the request.
@@ -111,7 +111,7 @@ class NamespaceInUse(StoreError):
 
 
 class Exhausted(StoreError):
-    """A limit of the node is reached. The caller may retry later.
+    """A limit of the node is reached, so it refuses the request. The caller may retry later.
 
     The administrator may raise the setting that the message names.
     """

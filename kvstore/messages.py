@@ -16,7 +16,8 @@ NO_LEASE = LeaseId(0)
 """Lease id of a match that found no block, or that was made without a lease."""
 
 NO_RESERVATION = ReservationId(0)
-"""Reservation id of an answer that reserves nothing: each block is stored, is being written, or finds no space."""
+"""Reservation id of an answer that reserves nothing, because each block is stored, is being written, or finds no
+space."""
 
 
 NODE = "node"
@@ -103,7 +104,7 @@ class Address(Struct, frozen=True, kw_only=True, gc=False):
 class Match(Struct, frozen=True, kw_only=True):
     """Longest prefix of a chain that is in a node's pool. With a lease, its blocks are pinned until the lease ends.
 
-    A match can be pickled or encoded by msgspec. A process other than the one that made it can read its blocks.
+    A match can be pickled or encoded by msgspec. Another process than the one that made the match can read its blocks.
     """
 
     incarnation: str  # incarnation of the node that made the match
@@ -180,7 +181,7 @@ class TierStatus(Struct, frozen=True, kw_only=True):
     evicted: int = 0
     corrupt: int = 0  # number of blocks whose bytes did not match their checksum or could not be decoded
     failures: int = 0  # number of operations that raised `TierFailed` or missed their deadline
-    damaged: int = 0  # number of corrupt blocks that stay in the tier, as a second check did not find the same damage
+    damaged: int = 0  # number of corrupt blocks that stay in the tier: a second reading did not find the same damage
     fenced: int = 0  # number of servers that are fenced now, because their answers were often damaged
 
 
@@ -271,7 +272,7 @@ class EvacuationResult(Struct, frozen=True, kw_only=True):
     there: int = 0  # number of blocks that the tier had already
     # number of blocks that were given up: the tier or its write budget refused them, or the pool has lost them
     refused: int = 0
-    failed: int = 0  # number of the tier's transfers that failed meanwhile; later ones may have copied their blocks
+    failed: int = 0  # number of the tier's transfers that failed meanwhile; later ones may have copied the same blocks
 
 
 class StoreClientCounters(Struct, frozen=True, kw_only=True):
@@ -284,7 +285,7 @@ class StoreClientCounters(Struct, frozen=True, kw_only=True):
     corrupt: int = 0  # number of blocks whose checksum was wrong
     # number of corrupt blocks that the node did not condemn, usually because they were damaged only in transit
     damaged: int = 0
-    # number of matched blocks that could not be read, for example because the lease had ended
+    # number of matched blocks that could not be read, for example because the lease had ended already
     lost: int = 0
     dropped: int = 0  # number of blocks that were not written, for example because the store was full
     failures: int = 0  # number of calls that the node did not answer, or refused because a limit was reached

@@ -29,7 +29,8 @@ UNITS = (
     ("_replicas", "replicas"),
     ("_workers", "workers"),
 )
-"""Pairs of a suffix and a unit. The first pair whose suffix ends the name of a metric gives the metric's unit."""
+"""Pairs of a suffix and a unit. A metric without `MetricDefinition.unit` has the unit of the first pair whose suffix
+its name ends with."""
 
 
 class MetricType(StrEnum):

@@ -1,4 +1,4 @@
-"""KV namespaces: what has to be equal, besides the tokens, so that a block can be reused.
+"""KV namespaces: everything besides the tokens that has to be equal for a block to be reusable.
 
 A layout is the order of a block's axes, outermost first, one letter each:
 
@@ -62,7 +62,7 @@ class KvNamespace(Struct, frozen=True, kw_only=True):
 
     @property
     def digest(self) -> bytes:
-        """Digest of 16 bytes. Two namespaces have the same digest only if all their fields are equal.
+        """Digest of 16 bytes. Namespaces have the same digest only if all their fields are equal.
 
         The digest is the beginning of the SHA-256 of the fields as JSON with sorted keys.
         """

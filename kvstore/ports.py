@@ -69,7 +69,9 @@ class BackingTier(Protocol):
         """Return how many leading blocks of this chain the tier probably holds; raise TierFailed if it cannot be asked."""
 
     def holds(self, keys: Sequence[BlockKey], deadline: Nanos) -> list[bool]:
-        """Return which of these blocks, of whatever chains, the tier has now; raise TierFailed if it cannot be asked.
+        """Return which of these blocks the tier has now; raise TierFailed if it cannot be asked.
+
+        The blocks may belong to different chains.
 
         The node calls this before it discards the last other copy of these blocks. If the tier's server may lose blocks
         without reporting it, the tier queries the server. Blocks about which the tier cannot be sure count as missing.
@@ -82,8 +84,8 @@ class BackingTier(Protocol):
 
         The result is False for a block that was not written by the deadline. The checksums are the CRC-32C with which
         the blocks were published. If a block has another checksum, or its bytes change while it is written, either the
-        tier does not keep it, or `get` finds the error. TierFailed means that nothing can be written now; some of the
-        blocks may have been kept.
+        tier does not keep it, or `get` finds the error. TierFailed means that the tier has confirmed none of the
+        blocks; it may have kept some of them all the same.
         """
 
     def get(self, keys: Sequence[BlockKey], into: Sequence[ByteArray], deadline: Nanos) -> list[FetchResult]:
@@ -91,20 +93,21 @@ class BackingTier(Protocol):
 
         The content of a buffer is valid only if the outcome for its block is MOVED.
 
-        A block that has not arrived by the deadline is GONE. TierFailed means that nothing can be read now.
+        A block that has not arrived by the deadline is GONE. TierFailed means that the tier failed before it could
+        answer for any block.
         """
 
     def discard(self, keys: Sequence[BlockKey]) -> None:
         """Remove blocks whose bytes were found wrong; ignore unknown blocks, and never raise an exception."""
 
     def gone(self) -> list[BlockKey]:
-        """Return the blocks that the tier has removed since the last call of this method, as far as it knows them."""
+        """Return the blocks that the tier has lost or removed since the last call, as far as it knows."""
 
     def held(self) -> list[BlockKey]:
         """Return the blocks that the tier holds, as far as it knows without asking a server.
 
         The node sends them to routers that have just begun to watch it. The node calls this method only if
-        `finds_in_memory` is true; for the other tiers, it uses what it has learned from earlier calls
+        `finds_in_memory` is true; for the other tiers, the node uses what it has learned from earlier calls
         (`kvstore.hierarchy.tier_states`).
         """
 
@@ -115,7 +118,7 @@ class BackingTier(Protocol):
 
 
 class Codec(Protocol):
-    """Converts blocks to the form in which a backing tier stores them: plain, compressed or sealed.
+    """Converts blocks to the form in which a backing tier stores them: plain, compressed, quantised or sealed.
 
     A codec belongs to one namespace. Thread-safe.
     """
@@ -128,7 +131,7 @@ class Codec(Protocol):
         """
 
     def encode(self, key: BlockKey, block: ByteArray) -> ByteArray:
-        """Return the bytes to store for a block, possibly `block` itself."""
+        """Return the bytes to store for a block. A codec that changes nothing may return `block` itself."""
 
     def decode(self, key: BlockKey, encoded: ByteArray, into: ByteArray) -> None:
         """Fill `into` with the block; raise UndecodableBlock if this codec did not make these bytes for this key."""
@@ -138,8 +141,8 @@ class Transport(Protocol):
     """The client's side of a data path between its buffers and the slots of one node, bound to one namespace.
 
     Opening it fails with `NamespaceUnknown` when the node does not know the namespace, before any byte moves, and with
-    `StoreUnreachable` when the data path does not exist. Once it is open, its methods raise nothing: if a block does
-    not arrive in time, or has a wrong checksum, its outcome says so. Thread-safe.
+    `StoreUnreachable` when the data path does not exist. Once the transport is open, its methods raise nothing: if a
+    block does not arrive in time, or has a wrong checksum, the outcome for the block says so. Thread-safe.
     """
 
     def get(self, slots: AnySlots, into: Sequence[MutableBlock], deadline: Nanos) -> list[BlockOutcome]:

@@ -4,10 +4,10 @@ The handshake and the choice of the data path are in `kvstore.client.node_sessio
 
 Rules:
 
-1. If the node fails, a call returns None. The failure is counted, and the log says when the node begins to fail. An
-   exception means a bug of the caller.
-2. No call takes longer than its deadline, and a circuit breaker keeps callers from waiting for a dead node again and
-   again.
+1. If the node fails, a call returns None. The failure is counted, and the log says when failures begin. If a call
+   raises an exception, the caller has a bug.
+2. Each call ends at its deadline. While the node fails, a circuit breaker ends calls at once, so that callers do not
+   wait for a dead node again and again.
 3. A node that has restarted refuses the ids that its former incarnation has given out. The connection then repeats the
    handshake, opens a data path to the new pool and repeats the call, within the same deadline.
 4. If TLS is the reason why a node cannot be reached, the error or a log line says so
@@ -40,7 +40,7 @@ from kvstore.security.credentials import Credentials
 from kvstore.v1 import blocks_pb2_grpc as pb_grpc
 
 CHANNEL_OPTIONS = (
-    ("grpc.use_local_subchannel_pool", 1),  # each client has its own connection, so clients do not share a broken one
+    ("grpc.use_local_subchannel_pool", 1),  # each client has its own connection, so no two share a broken one
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 500),  # when a node has restarted, the client connects again within this time
@@ -111,7 +111,8 @@ class NodeConnection:
         self._handshake = threading.Lock()
         self._memory_breaker = CircuitBreaker()  # decides when to try again to map shared memory (rule 5)
         self.seeking = threading.Lock()
-        # data paths that the client used before it mapped shared memory; calls in other threads may still use them
+        # data paths from before shared memory was mapped; they stay open, because calls in other threads may still use
+        # them
         self._slower: list[Transport] = []
 
     def open(self, deadline: Nanos) -> None:
@@ -150,8 +151,8 @@ class NodeConnection:
         """Call the node by `act(session, seconds left)`; return None if the call fails or cannot be made.
 
         The call ends at `until` or when the connection's call timeout is over, whichever is earlier. It returns None at
-        once while the circuit breaker is open, before the node was joined, and after `close`. Raise InvalidArgument if
-        the node finds the request invalid.
+        once while the circuit breaker is open, before the first handshake has succeeded, and after `close`. Raise
+        InvalidArgument if the node finds the request invalid.
         """
         started = self._clock.now()
         deadline = earlier(until, Nanos(started + self._call_timeout))
@@ -208,7 +209,7 @@ class NodeConnection:
             return
         self.closed.set()
         self._channel.close()
-        with self._handshake:  # threads store a session only under this lock, so the session here is the last one
+        with self._handshake:  # other threads store a session only under this lock, so no new session can follow
             if self._session is not None:
                 self._session.calls.close()
                 self._close_transports(self._session)
@@ -229,7 +230,7 @@ class NodeConnection:
                     reported = failure
                     self._log_not_joined(failure)
                 self.closed.wait(JOIN_PAUSE_SECONDS)
-            except ValueError:  # a call on a closed channel raises this
+            except ValueError:  # gRPC raises this for a call on a closed channel
                 return
             else:
                 with self._handshake:
@@ -291,7 +292,10 @@ class NodeConnection:
         self._breaker.failed(started, self._clock.now())
 
     def _diagnose_tls(self) -> None:
-        """Find out in a thread whether TLS is the cause, and log it. Callers do not wait for the thread."""
+        """Find out in a thread whether TLS is the cause of a failure; if so, log it.
+
+        Callers do not wait for the thread.
+        """
         if not self._access.has_authority:
             return
 

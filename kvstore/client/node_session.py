@@ -27,7 +27,7 @@ WILDCARDS = ("0.0.0.0", "[::]", "::")  # noqa: S104 - compared with a node's ans
 
 
 class NodeSession(Struct, frozen=True, kw_only=True):
-    """Result of a handshake with one incarnation of a node: its limits, and how to call it and move bytes.
+    """Result of a handshake with one incarnation of a node: the node's limits, its calls and the data path.
 
     `max_lease`, `max_reservation` and `max_hold` limit the duration of leases, write reservations and session pins.
     """

@@ -2,13 +2,13 @@
 
 Rules:
 
-1. After `connect` or `join`, a failure of the node raises no exception. If the node is away, slow, full or restarted,
-   calls find or store fewer blocks. The client counts failures and logs when they begin
+1. After `connect` or `join`, a failure of the node raises no exception. If the node does not answer, is slow or full,
+   or has restarted, calls find or store fewer blocks. The client counts failures and logs when they begin
    (`kvstore.client.node_connection`). An exception means a bug in the caller.
 2. A match that one process made can be read by another process, if that process has a client of the same node.
-3. The ranks of one engine, each in its own process, share whole blocks (`kvstore.layouts.shards`): one rank reserves,
-   each writes its shard, and the reserving rank publishes. Writing shards requires the node's shared memory; the blocks
-   can be read over every data path.
+3. The ranks of one engine, each in its own process, share whole blocks (`kvstore.layouts.shards`): one rank reserves
+   slots, each rank writes its shard, and the rank that has reserved publishes. Writing shards requires the node's
+   shared memory; the blocks can be read over every data path.
 4. A client talks to one node only, usually the one of its host. That node finds blocks of other nodes
    (`kvstore.tiers.peer.backend`).
 """
@@ -53,11 +53,11 @@ from kvstore.transports.shared_memory import SharedMemoryTransport
 from kvstore.v1 import blocks_pb2 as pb
 
 SLOWEST_BYTES_PER_SECOND = 100_000_000
-"""A transfer is cancelled if it takes longer than its bytes take at this speed, plus the client's call timeout. The
-engine can then compute the blocks faster."""
+"""The time limit of a transfer is the time that its bytes take at this speed, plus the client's call timeout. If a
+transfer is slower, the engine can compute the blocks faster."""
 
-# Pause between two look-ups of blocks that are being promoted. A shorter pause would find no blocks earlier, because
-# reading a batch takes longer than this from any disk.
+# Pause between two look-ups of blocks that are being promoted. With a shorter pause, no blocks would be found earlier,
+# because each disk needs more time than this for a batch.
 LOOK_AGAIN_SECONDS = 0.002
 
 LEAST_BATCH = 32  # minimum number of blocks in a batch, even if these blocks together are larger than `BATCH_BYTES`
@@ -74,7 +74,7 @@ def batch_blocks(block_bytes: int) -> int:
     """Return the number of blocks that `StoreClient.write` requests from its source at a time.
 
     A source that copies blocks into buffers needs buffers for this number of blocks only. It may use the buffer of a
-    block again once this number of other blocks has been requested after it.
+    block again when this number of other blocks has been requested after that block.
     """
     return max(LEAST_BATCH, BATCH_BYTES // block_bytes)
 
@@ -161,10 +161,10 @@ class StoreClient:
     ) -> Self:
         """Connect to a node, or make a client that connects as soon as the node answers.
 
-        Until then, each call returns at once and finds nothing; `joined` tells whether the client has connected. If the
-        node answers later, but stores the blocks in another layout, the client does not use it. The log tells why the
-        node is not used yet. This call waits for the node for at most `wait_seconds`, or not at all if this is 0. The
-        other arguments and the errors are those of `connect`, but StoreUnreachable is not raised.
+        Until the client has connected (`joined`), each call returns at once and finds nothing. If the node answers, but
+        stores the blocks in another layout, the client does not use it. The log says why the node is not used yet. This
+        call waits for the node for at most `wait_seconds`, or not at all if this is 0. The other arguments and the
+        errors are those of `connect`, but StoreUnreachable is not raised.
         """
         failure = ""
         if wait_seconds > 0:
@@ -210,7 +210,7 @@ class StoreClient:
 
     @property
     def writes_shards(self) -> bool:
-        """True if `write_shard` works with this node, now or when its shared memory can be mapped (rule 3)."""
+        """True if `write_shard` works with this node, or will work when its shared memory is mapped (rule 3)."""
         session = self.connection.session
         return session is not None and (session.path is DataPath.SHM or bool(session.memory))
 
@@ -243,8 +243,8 @@ class StoreClient:
             lease_seconds: Maximum duration of the lease. A duration above the node's own limit is shortened to that
                 limit. 0: only look the blocks up, without a lease. The blocks may then be evicted before they are
                 read, and neither hits nor misses are counted.
-            max_wait_seconds: Maximum time that is worth waiting for blocks of backing tiers: the time that computing
-                them would take. 0: promote nothing.
+            max_wait_seconds: Maximum time for which the caller will wait for blocks of backing tiers: the time that
+                computing them would take. 0: promote nothing.
             tenant: Tenant's salt. Promoted blocks count towards the quota of this tenant. Hits and misses are counted
                 in the tenant's statistics.
             deadline: Instant at which the call ends, if that is earlier than the end of the client's call timeout.
@@ -301,7 +301,7 @@ class StoreClient:
             if not self.match(hashes, lease_seconds=0, tenant=tenant).loading:
                 break
         complete = self.match(hashes, lease_seconds=lease_seconds, tenant=tenant, trace=trace)
-        self.release(found.lease_id)  # the lease of the first match, which kept the prefix in the pool while waiting
+        self.release(found.lease_id)  # the lease of the first match, which has kept the prefix in the pool until now
         return (
             structs.replace(complete, promoted=merge_promoted(found.promoted, complete.promoted))
             if found.promoted
@@ -363,7 +363,7 @@ class StoreClient:
             self.connection.call(self._releasing(request), deadline)
 
     def hold(self, session: str, hashes: Sequence[BlockHash], *, seconds: float) -> SessionPinResult | None:
-        """Pin the leading blocks of a chain that are in the pool, for a session that pauses, such as for a tool call.
+        """Pin the leading blocks of a chain that are in the pool, for a session that pauses, such as during a tool call.
 
         The pin ends at its deadline, with `release_hold`, or when the same session pins again. When the session
         continues, the caller first matches the chain and then releases the pin, so the blocks are pinned without a gap.
@@ -406,7 +406,8 @@ class StoreClient:
             leaving: True if the node will end together with its worker, so that the blocks in its memory would be lost.
 
         Returns:
-            The numbers of copied and refused blocks; None if the node cannot be reached.
+            The numbers of copied and refused blocks, and how many leading blocks are done; None if the node cannot be
+            reached.
         """
         asked = b"".join(names[: wire.MAX_EVACUATED])
         if not asked:
@@ -444,7 +445,7 @@ class StoreClient:
                 until `batch_blocks` other blocks have been requested after it, or until this call ends. If a source
                 raises, this call raises the same exception, publishes nothing and ends the reservation at once.
             tenant: Tenant's salt. The blocks count towards the quota of this tenant.
-            deadline: Instant at which the call ends; None: only the single steps of the call have time limits.
+            deadline: Instant at which the call ends; None: only each step of the call has a time limit.
             trace: As for `match`.
 
         Returns:
@@ -502,8 +503,8 @@ class StoreClient:
     ) -> dict[int, int]:
         """Write this rank's shard of some of the reserved blocks.
 
-        `positions` are positions in the grant; `sources` has one shard for each of them. Return for each written block,
-        by its position, the rank's contribution to the checksum of the block
+        `positions` are positions in the grant; `sources` has one shard for each position. Return for each written
+        block, by its position, the rank's contribution to the checksum of the block
         (`kvstore.layouts.rank_shards.combined_checksums`). Nothing is written if the node has restarted, or if its
         shared memory is not mapped.
         """
@@ -562,8 +563,8 @@ class StoreClient:
         self.close()
 
     def _releasing(self, request: pb.ReleaseRequest) -> Callable[[NodeSession, float], None]:
-        # If the node did not answer the last call, wait for its response to the release, which shows whether it is
-        # back.
+        # If the node did not answer the last call, wait for its answer to the release, to find out whether it answers
+        # again.
         wait = not self.answers
 
         def call(session: NodeSession, timeout_seconds: float) -> None:

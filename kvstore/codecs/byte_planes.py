@@ -1,8 +1,8 @@
 """Byte-plane codec: separates the bytes of values by significance and compresses each plane. It is lossless.
 
-In neighbouring floating-point values, the high bytes (sign and exponent) are similar; the low bytes are noise that no
-compressor can shrink. After the separation, the planes of high bytes shrink, and the planes of low bytes are stored as
-they are.
+Plane i has byte i of every value. In neighbouring floating-point values, the high bytes (sign and exponent) are
+similar; the low bytes are noise that no compressor can shrink. The planes of high bytes therefore shrink, and the
+planes of low bytes are stored as they are.
 
 Format of the body: the length of each plane as 4 little-endian bytes, then the planes, least significant first. A plane
 is uncompressed if its length is the number of values in the block.

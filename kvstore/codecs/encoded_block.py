@@ -5,7 +5,7 @@
     reserved  2 bytes, zero
     bound     3 × float32: the largest error of decoded values (`ErrorBound`); zeros if they are exact
     check     8 bytes: XXH3-64, seeded with the codec's id, the block's key and all fields above. It covers the block's
-              bytes for a lossless codec, and the body otherwise
+              bytes for a lossless codec, and the body for other codecs
     body
 
 All fields are little-endian. The check detects damaged bytes, and bytes of another block or codec. It does not detect
@@ -75,7 +75,7 @@ class EncodedBlock:
     __slots__ = ("_check", "_seed", "body", "bound", "form")
 
     def __init__(self, codec_id: int, key: BlockKey, encoded: ByteArray):
-        """Parse the header.
+        """Parse the header. The check is not verified yet.
 
         Raises:
             UndecodableBlock: The bytes are too few for a header, or its version or form is unknown.

@@ -8,8 +8,8 @@
   with more tokens it has less.
 
 The header of an encoded block has the error bound (`kvstore.codecs.encoded_block`). A block with an infinity or a NaN
-is stored unchanged. Values are stored with heads before tokens, whatever the layout of the namespace, so that the
-values of one head are adjacent.
+is stored unchanged. Values are always stored with heads before tokens, even if the namespace has another layout, so
+that the values of one head are adjacent.
 """
 
 import numpy as np
@@ -49,7 +49,7 @@ class BlockValues:
     def of(self, block: ByteArray) -> NDArray[np.uint16]:
         """Return the values of a block.
 
-        The array shares the block's memory if the values are aligned and in the order of the array already.
+        The array shares the block's memory if the values in it are aligned and already in the order of the array.
         """
         if not self._is_ordered:
             ordered = np.empty_like(block)
@@ -76,7 +76,7 @@ class Fp8Codec:
     def __init__(self, namespace: KvNamespace):
         self._values = BlockValues(namespace)
         self._groups = self._values.shape[0]
-        # The scale of a head is a power of two that is less than 1/224 of the largest magnitude of the head's values.
+        # The scale of a head is a power of two. It is less than 1/224 of the largest magnitude of the head's values.
         # E4M3 numbers below 2 ** -6 are 2 ** -9 apart, so rounding them adds an error of up to 2 ** -10 * scale.
         self._bound = ErrorBound(2.0**-4, 2.0**-10 / 224, self._values.half.half_least)
 
@@ -121,8 +121,8 @@ class Int8Codec:
     def __init__(self, namespace: KvNamespace):
         self._values = BlockValues(namespace)
         # The error of a decoded value is at most half a step of the integers, plus the rounding of the decoded value.
-        # A step is the channel's largest magnitude / 127, rounded up to bfloat16, which makes it at most 1/128 larger.
-        # The field `least` of the bound covers scales and values near zero.
+        # A step is the channel's largest magnitude / 127, rounded up to bfloat16. Rounding up makes it at most 1/128
+        # larger. The field `least` of the bound covers scales and values near zero.
         half = self._values.half
         self._bound = ErrorBound(half.half_step, 0.004, half.half_least + HalfFormat.BFLOAT16.half_least)
 

@@ -1,4 +1,4 @@
-"""Codec registry: makes and remembers the codec of each namespace for one tier, by the tier's settings.
+"""Codec registry: makes the codecs of one tier by its settings, and remembers them by namespace.
 
 The compression and encryption libraries are optional (extra `codecs`). They are imported only if the settings need
 them.
@@ -35,12 +35,13 @@ class CodecSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Compression and encryption of blocks that leave a node's memory for a backing tier."""
 
     compression: Compression = Compression.NONE
-    """Compression of blocks. The default is none, because one core compresses less than about 3 GB/s. Compression
-    therefore pays only for tiers that are slower than that."""
+    """Compression of blocks. The default is none, because one core compresses at most about 3 GB/s. Compression is
+    therefore useful only for tiers that are slower than that."""
 
     sealing_secrets: tuple[str, ...] = ()
     """Secrets for encryption, newest first, each of at least 64 hexadecimal digits (``openssl rand -hex 32``). Empty:
-    no encryption. To change the secret, add a new one at the front. Nodes that share a tier need the same secrets."""
+    no encryption. To change the secret, add a new one at the front; the others still decrypt older blocks. Nodes that
+    share a tier need the same secrets."""
 
     def __post_init__(self) -> None:
         for index, secret in enumerate(self.sealing_secrets):

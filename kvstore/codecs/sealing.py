@@ -3,15 +3,15 @@
 Rules:
 
 1. A deployment has one or more secrets of at least 32 bytes, newest first. Blocks are encrypted with the newest secret.
-   The older ones decrypt the blocks that were encrypted with them. To change the secret, add a new one at the front.
-   Once an old secret is removed, its blocks cannot be decrypted any more and count as misses.
+   The older secrets decrypt blocks that were encrypted before. To change the secret, add a new one at the front. Once
+   an old secret is removed, its blocks cannot be decrypted any more and count as misses.
 2. The key of a namespace is HKDF-SHA256(secret, info "fleet.kvstore.seal.v1" ‖ 0x00 ‖ namespace digest). The key of a block
    is HMAC-SHA256(namespace key, block hash). The random 96-bit nonces therefore have to differ only among the
    encryptions of one block, and a secret can encrypt any amount of data.
 3. The authenticated data consists of the version, the ids of this codec, of the inner codec and of the secret, the
    namespace digest and the block hash. Encrypted bytes therefore do not decrypt as another block, namespace or codec.
-4. The id of a secret is 8 bytes of HKDF-SHA256(secret, info "fleet.kvstore.secret-id.v1" ‖ 0x00). The id tells which
-   secret encrypted a block, and reveals nothing about the secret.
+4. The id of a secret is 8 bytes of HKDF-SHA256(secret, info "fleet.kvstore.secret-id.v1" ‖ 0x00). The id says with
+   which secret a block was encrypted, and reveals nothing about the secret.
 
 Format of a sealed block:
 
@@ -21,8 +21,8 @@ Format of a sealed block:
     nonce     12 bytes
     sealed    the encrypted bytes, and a tag of 16 bytes
 
-Encryption does not hide lengths and access patterns. A tier may return an older encryption of the same block, which is
-harmless, because it holds the same KV.
+Encryption hides neither lengths nor access patterns. A tier may return an older encryption of the same block. This is
+harmless, because both contain the same KV.
 """
 
 import hmac
@@ -67,7 +67,7 @@ class SealingKeys(Struct, frozen=True):
 
 
 def keys_for(digest: bytes, secrets: Sequence[bytes]) -> SealingKeys:
-    """Derive the keys of a namespace (rule 2) from one or more secrets, given newest first."""
+    """Derive the keys of a namespace (rule 2) from `secrets`, at least one, newest first."""
     assert secrets, "no secret to seal with"
     assert all(len(secret) >= SECRET_BYTES for secret in secrets), f"a secret is shorter than {SECRET_BYTES} bytes"
     ids = [_derive(secret, _ID_INFO, _ID_BYTES) for secret in secrets]

@@ -1,10 +1,10 @@
 """Verification: encodes blocks of the pool for a tier, and decodes them, without relying on unverified bytes.
 
 A block's bytes in the pool may be wrong, or may change while a tier writes them, because a writer whose reservation has
-ended may still write there. A checksum computed from such bytes would make wrong bytes look right. Therefore an
-unencoded block keeps the checksum with which it was published, and a block that will be encoded is first copied, and
-the copy is verified. A block from a tier is decoded in memory outside the pool, and its checksum is computed from that
-memory.
+ended may still write there. A checksum computed from such bytes would make wrong bytes look right. Therefore a block
+that is stored unchanged keeps its published checksum. A block that will be encoded is first copied, and the copy is
+verified before it is encoded. A block from a tier is decoded in memory outside the pool, and its checksum is computed
+from that memory.
 """
 
 import numpy as np

@@ -1,6 +1,6 @@
 """Zstandard compressor for byte planes, at level 1: one core compresses about 1 GB/s.
 
-Higher levels make KV hardly smaller.
+Higher levels compress KV hardly better.
 """
 
 import numpy as np

@@ -5,17 +5,17 @@ Rules:
 1. Blocks are sampled by their hash. For a given sampled share, a block is always in the sample or never, on each node
    and after each start (Waldspurger, Park, Garthwaite and Ahmad, "SHARDS", FAST 2015). A cache that sees only a share
    of the blocks, and has the same share of the capacity, has about the same hit rate as the whole cache.
-2. Blocks are sampled, not chains. Chains share their beginnings, so if chains were sampled by their first block, one
-   system prompt would decide whether all its conversations are in the sample. The sampled blocks of a chain form a
-   chain again.
+2. Blocks are sampled, not chains. Chains share their beginnings, so if chains were sampled by their first block, all
+   conversations with one system prompt would be in the sample, or none. The sampled blocks of a chain count as a chain
+   in the simulation.
 3. The sampled share is chosen so that about `sampled_blocks` blocks of a full pool are in the sample, whatever the
    capacity of the pool. The memory of a ghost cache therefore does not grow with the pool.
-4. The sampled share predicts how many of the looked-up blocks are in the sample. If there are fewer than predicted, the
-   sample lacks some blocks that most requests use. Such blocks are usually hits, so the missing blocks count as hits.
-   If there are more than predicted, the difference is subtracted from the hits.
+4. The sampled share predicts how many of the looked-up blocks are in the sample. If fewer are in the sample, it lacks
+   some blocks that most requests use. Such blocks are usually hits, so the difference is added to the hits. If more are
+   in the sample, the difference is subtracted from the hits.
 5. Observations lose half of their weight after a half-life.
 6. At most `MAX_GHOST_CACHES` namespaces of a node have a ghost cache. If another namespace is used much more than the
-   least used of them, it gets a ghost cache, and the least used one loses its own (rule 7).
+   least used of these, it gets a ghost cache, and the least used one loses its ghost cache (rule 7).
 7. "Much more" is at least `TAKES_OVER` times as much. A new ghost cache has no result for a while, so two equally used
    namespaces must not replace each other again and again.
 8. The uses of at most `MAX_NAMESPACES` namespaces are remembered; the longest unused one is forgotten first.
@@ -106,7 +106,7 @@ class _SampledCache(Generic[K]):
 class GhostCache(Generic[K]):
     """Simulates all scenarios for one namespace.
 
-    The caller reports to it all look-ups and publications in the live pool.
+    The caller reports all look-ups and publications in the live pool to this object.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class GhostCache(Generic[K]):
 
     def estimates(self) -> list[HitRateEstimate]:
         """Return the estimated hit rates in the order of the scenarios; all are 0 before the first look-up."""
-        unseen = self._expected - self._looked_up  # blocks that the sample lacks; negative: it has too many (rule 4)
+        unseen = self._expected - self._looked_up  # blocks that the sample lacks; negative if it has too many (rule 4)
         return [
             HitRateEstimate(
                 policy=scenario.policy,
@@ -255,7 +255,7 @@ class GhostCaches:
     def _take_over(self, use: _NamespaceUse) -> None:
         """Give this namespace a new ghost cache if there are fewer than `MAX_GHOST_CACHES`.
 
-        Otherwise first end the ghost cache of the least used namespace; do nothing if rule 7 forbids it.
+        If there are as many, end the ghost cache of the least used namespace first; do nothing if rule 7 forbids this.
         """
         simulated = self._with_ghost_cache()
         if len(simulated) >= MAX_GHOST_CACHES:

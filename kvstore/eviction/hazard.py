@@ -4,19 +4,20 @@ Rules:
 
 1. The value of a block is the product of its expected uses per second (`kvstore.eviction.reuse_times`) and the time
    that a use saves per byte because the pool has the block (`kvstore.eviction.hit_savings`). The policy learns the
-   first factor for each class of blocks from their uses.
+   expected uses for each class of blocks, from the uses of the blocks.
 2. The class of a block is its number of uses and the rhythm of its chain. The rhythm says whether the last two uses of
    the longest known part of the chain were less than 30 s apart (`RHYTHMS`). A conversation that has continued before
-   is more likely to continue again, and an agent returns sooner than a person. Other features of a chain add little:
-   with a cache for a twentieth of the blocks, the hit rate of this policy in the second half of the public conversation
-   trace is 24.5 %. With boosted trees over a dozen features of chains, it is 25.9 %
+   is more likely to continue again, and an agent returns sooner than a person. Other features of a chain add little. An
+   example is the second half of the public conversation trace, with a cache for a twentieth of the blocks: the hit rate
+   of this policy is 24.5 %, and that of boosted trees over a dozen features of chains is 25.9 %
    (`loadtests/kvstore/reuse_bound.py`).
 3. Blocks that are admitted at one instant belong to one chain, and its last block is admitted first. Consecutive blocks
    of this chain with the same class form a *run*. All runs with the same class and the same saving per byte form a
    *row*, ordered by last use. The value as a function of the age has a single maximum, so the least valuable run of a
-   row is its first or its last one. Only these two are candidates. A choice therefore costs a few steps per row,
-   however many blocks there are.
-4. A chain is evicted from its end: if the run that continues a chosen run is still held, that run is evicted first.
+   row is its first or its last one. Only these two are candidates. A choice therefore costs a few steps per row; the
+   number of blocks does not matter.
+4. A chain is evicted from its end: if the next run of the same chain is still held, it is evicted before the chosen
+   run.
 5. Uses within `SAME_USE` count as one use.
 6. Evicted blocks are remembered for a while, so that the policy learns from their return. The memory is bounded.
 """
@@ -33,14 +34,14 @@ from kvstore.eviction.reuse_times import USES, ReuseCohort, ReuseTimes
 
 RHYTHMS = (Nanos(30 * SECOND),)
 """Lower bounds of all rhythm classes except the first one. The rhythm of a chain is the time between its last two uses.
-The first class has all shorter rhythms, and the chains that were used only once."""
+The first class has the rhythms below the first bound, and the chains that were used only once."""
 
 LEARN_AFTER = 512  # minimum number of block uses between two updates of the learned values
-LEARN_SHARE = 1 / 64  # minimum number of block uses between two updates, as a share of all block uses so far
+LEARN_SHARE = 1 / 64  # the same minimum, as a share of all block uses until now; both minimums apply
 PAUSE = Nanos(1 * SECOND)  # minimum time between two rankings of all candidates for eviction
 REMEMBERED = 32_768
-"""Maximum number of evicted blocks that are remembered. If more blocks than this are held, the maximum is the number of
-held blocks."""
+"""Maximum number of evicted blocks that are remembered. If the pool holds more blocks than this, the maximum is the
+number of held blocks."""
 
 
 Row = tuple[int, float]
@@ -77,8 +78,8 @@ class HazardEviction(Generic[K]):
 
         Args:
             saving: Function of a block's key and size in bytes. It returns the seconds per byte that a use of the block
-                saves because the pool has the block. The policy uses the result for all blocks of the chain. None: a
-                use saves the same time for all blocks.
+                saves because the pool has the block. The policy calls it for the first block of a chain, and uses the
+                result for all blocks of the chain. None: a use saves the same time for all blocks.
             remembered: Number of evicted blocks that are remembered, as `REMEMBERED` defines it (rule 6).
         """
         self._saving = saving
@@ -123,7 +124,7 @@ class HazardEviction(Generic[K]):
         return self._tail(run) if run is not None else None
 
     def probability(self, key: K, span: Nanos) -> float:
-        """Return the learned probability that a block of this block's class is used within `span` after its last use.
+        """Return the learned probability that blocks of the class of `key` are used within `span` after their last use.
 
         Return 0 for a block that is neither held nor remembered.
         """
@@ -212,7 +213,8 @@ class HazardEviction(Generic[K]):
     def _uses_after(self, run: _ChainRun[K], blocks: int) -> int:
         """Take blocks out of a run's cohort because they are used again now, and return how often each has been used.
 
-        The result includes this use, unless rule 5 does not count it. It is at most the last number of `USES`.
+        The result includes this use, unless this use is part of the last one (rule 5). It is at most the last number of
+        `USES`.
 
         Args:
             run: The run to which the blocks belong until now.
@@ -236,7 +238,10 @@ class HazardEviction(Generic[K]):
         return run
 
     def _move(self, keys: list[K], old: _ChainRun[K] | None, run: _ChainRun[K]) -> None:
-        """Move consecutive blocks of a chain to another run. Some of them may have been evicted from their old run."""
+        """Move consecutive blocks of a chain from the run `old`, if any, to `run`.
+
+        Some of them may have been evicted before.
+        """
         held_before = len(self.held)
         self.held.update(dict.fromkeys(keys, run))
         run.keys += keys
@@ -262,16 +267,16 @@ class HazardEviction(Generic[K]):
     # The methods below choose the blocks to evict.
 
     def _least_valued(self) -> _ChainRun[K] | None:
-        """Return the run with the least value, or the last held run that continues the chain of that run (rule 4).
+        """Return the run with the least value; None if no block is held.
 
-        Return None if no block is held.
+        If later runs of the chain of this run are still held, return the last of them (rule 4).
         """
         ranking = self._ranking
         while ranking:
             _, _, row, newest = heapq.heappop(ranking)
             if row not in self.rows:
                 continue
-            # compute the value again, because the row may have changed since it was ranked
+            # compute the value again, because the row may have changed since the ranking
             candidate = self._candidate(row, newest=newest)
             least = not ranking or candidate <= ranking[0]
             heapq.heappush(ranking, candidate)

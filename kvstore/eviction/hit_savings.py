@@ -6,14 +6,14 @@ Rules:
    pool, the block would be loaded from the first backing tier that is known to have it, at the tier's measured speed.
    If no tier has it, if this speed is not known, or if computing is faster, the block would be computed.
 2. The workers of a namespace report the time to compute blocks: the max wait of a look-up is the time to compute the
-   blocks of its chain, learned from the engine's steps. Blocks in the engine's own cache are part of the chain, but
-   their time is not part of the max wait, so the time per block of such a look-up is too low. Therefore the highest
-   time per block of the last `SAMPLES` look-ups is used.
+   blocks of its chain, learned from the engine's steps. If the engine has some of these blocks in its own cache, the
+   max wait does not include their time, so the time per block is too low. Therefore the highest time per block of the
+   last `SAMPLES` look-ups is used.
 3. Until a worker has reported, a fixed time to compute one token is assumed (`seconds_a_token`). A fixed speed of
    reading the pool is assumed too (`memory_bytes_a_second`): a node cannot measure it, because clients on its host read
    the memory directly.
-4. Results are rounded to powers of two, because the policy keeps one row of blocks for each distinct result. The inputs
-   are not more exact than that.
+4. Results are rounded to powers of two, because the policy keeps one row of blocks for each distinct result. More exact
+   results would be of no use, because the inputs are not exact.
 """
 
 import math
@@ -26,10 +26,10 @@ from kvstore.namespace import KvNamespace
 SAMPLES = 64
 # Number of namespaces whose reports are remembered; the one whose last report is the oldest is forgotten first.
 MAX_NAMESPACES = 256
-# the time that workers assume before they have measured: `workers.engines.vllm.store_planner`
+# the time that workers assume until they have measured it (`workers.engines.vllm.store_planner`)
 UNKNOWN_SECONDS_A_TOKEN = 0.0005
 MEMORY_BYTES_A_SECOND = 5e9  # speed at which one core copies bytes and computes their checksum
-LEAST = 2.0**-60  # least result of `saving`, also for blocks whose hits save nothing, in seconds per byte
+LEAST = 2.0**-60  # smallest result of `saving`, in seconds per byte; also the result for blocks whose hits save nothing
 
 
 class HitSavings:
@@ -50,8 +50,8 @@ class HitSavings:
     def attach(self, namespace: Callable[[bytes], KvNamespace], below: Callable[[BlockKey, int], float | None]) -> None:
         """Set two functions that belong to other parts of the node.
 
-        Those parts are made after the eviction policy, which already needs this object, so the functions cannot be
-        arguments of `__init__`.
+        They cannot be arguments of `__init__`, because the eviction policy needs this object before those parts are
+        made.
 
         `namespace` returns the namespace of a digest. `below` returns the seconds to load a block of a given size in
         bytes from a backing tier; None if no tier has the block, or if the tier's speed is not known.

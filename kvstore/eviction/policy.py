@@ -19,11 +19,11 @@ K = TypeVar("K", bound=Hashable)
 class EvictionPolicy(Protocol[K]):
     """Chooses the key to evict next.
 
-    A pool admits published blocks. A pinned block stays admitted until the policy chooses it and the pool withdraws it.
+    A pool admits published blocks. A pinned block stays admitted; the pool withdraws it only if the policy chooses it.
     """
 
     def admit(self, key: K, size_bytes: int, now: Nanos) -> None:
-        """Add a key that was in use until `now`. If the key was added before, record another use.
+        """Add a key whose block was in use until `now`. If the key is admitted already, record another use.
 
         The caller adds the blocks of a chain in reverse order, beginning with its last block.
         """

@@ -4,23 +4,23 @@ Rules:
 
 1. The age of a block, the time since its last use, is divided into buckets whose width grows with the age. Each class
    and bucket has two sums: the blocks that reached the bucket unused (at risk), and the blocks among them whose next
-   use fell into the bucket. The second sum divided by the first is the hazard of the bucket. Blocks that are still
-   unused are thus observations too (the Kaplan-Meier estimator, with classes).
+   use fell into the bucket. The second sum divided by the first is the hazard of the bucket. Blocks that have not been
+   used again yet are thus observations too (this is the Kaplan-Meier estimator, for each class).
 2. A block is followed from each use to its next use, also after its eviction, while the policy remembers it. Blocks of
    a class that were used within `COHORT` are counted together.
-3. The hazard of a class with few observations is pulled towards the hazard of all classes with the same number of uses.
-   That second hazard is pulled towards the hazard of all blocks, and the hazard of all blocks towards a prior. The
-   prior falls with the age, so that without observations the longest unused block has the least value. Each pull has the
-   weight of `PRIOR` runs (consecutive blocks of a chain, `kvstore.eviction.hazard`), because the blocks of a run are
-   used again together and are therefore one observation. To convert runs to blocks, the size of a run is averaged over
-   all blocks, not over all runs (Kish's effective sample size). This average is some tens of blocks for chats, and
-   hundreds for agents, whose prompts contain their whole history.
+3. The fewer observations a class has, the more its hazard is pulled towards the hazard of all classes with the same
+   number of uses. That second hazard is pulled towards the hazard of all blocks, and the hazard of all blocks towards a
+   prior. The prior falls with the age, so that without observations the longest unused block has the least value. Each
+   pull has the weight of `PRIOR` runs (consecutive blocks of a chain, `kvstore.eviction.hazard`), because the blocks of
+   a run are used again together and are therefore one observation. To convert runs to blocks, the size of a run is
+   averaged over all blocks, not over all runs (Kish's effective sample size). This average is about 10 to 100 blocks
+   for chats, and several hundred for agents, whose prompts contain their whole history.
 4. The value of a block is the highest value of this quotient over all later ages: the probability that the block is
    used before that age, divided by the expected time until its use or until that age, whichever is earlier. (This is
    the Gittins index; Beckmann, Chen and Cidon, "LHD", NSDI 2018, evict by the same quotient.) The value may grow with
    the age: for instance, no user answers within a second.
 5. The value of a block is at least that of a block with fewer uses at the same age. The beginning of a chain has at
-   least as many uses as its end, but without this rule, noise could make it the first to be evicted.
+   least as many uses as its end, but without this rule, noise could cause the beginning to be evicted first.
 6. Observations lose half of their weight after `HALF_LIFE`.
 """
 
@@ -113,7 +113,7 @@ class ReuseTimes:
         return bisect_right(USES, uses) * self._rhythms + rhythm
 
     def used(self, of: int, blocks: int, now: Nanos) -> ReuseCohort:
-        """Record that a run of `blocks` blocks is used now, and is in class `of` from now on; return its cohort."""
+        """Record that a run of `blocks` blocks is used now, and then belongs to class `of`; return its cohort."""
         self._at_risk[of][0] += blocks
         self._blocks += blocks
         self._squares += blocks * blocks
@@ -139,7 +139,7 @@ class ReuseTimes:
     def value(self, of: int, age: int) -> float:
         """Return the value of a block of class `of` and age `age` in nanoseconds (rule 4).
 
-        The value is a rate: expected uses per second of keeping the block.
+        The value is a rate: the expected uses of the block per second for which it is kept.
         """
         return self._values[of][bisect_right(EDGES, age) - 1]
 
@@ -189,7 +189,7 @@ class ReuseTimes:
 def _drawn(reused: Floats, at_risk: Floats, to: Floats, prior: float) -> Floats:
     """Return the hazards of each bucket, pulled towards the hazards `to` (rule 3).
 
-    The more blocks were observed, the weaker the pull is: it has the weight of `prior` observed blocks.
+    The pull has the weight of `prior` observed blocks, so it is weaker if more blocks were observed.
     """
     return (reused + prior * to) / (at_risk + prior)
 
@@ -198,7 +198,7 @@ def prospects(hazards: Floats) -> tuple[Floats, Floats]:
     """Return the share of blocks still unused and the value (rule 4) at each age, both of shape [..., BUCKETS].
 
     To find the value at an age, plot the probability of a use over the expected time until the use. The value is the
-    steepest slope from the point of that age to the point of a later age. The last age has no later one; its value is
+    steepest slope from the point of that age to the point of a later age. The last age has no later age; its value is
     half of the value before it.
     """
     surviving = np.ones_like(hazards)

@@ -9,11 +9,12 @@ Rules:
    block were counted, it moves to the end of the main queue instead, and its count starts again at zero.
 3. Otherwise the first block of the main queue is evicted. If its count is positive, it moves to the end of the main
    queue instead, and its count is reduced by one.
-4. The ghost queue holds the keys that were evicted from the small queue last, as many as the main queue has blocks.
+4. The ghost queue holds the keys that were evicted from the small queue last. It has at most as many keys as the main
+   queue has blocks, but at least one.
 
 If a pinned block is chosen, it leaves its queue and is admitted again later (rule 8 of `kvstore.pool.machine`). It then
-goes to the end of the main queue. For a block of the small queue this follows from rule 1, because its key is in the
-ghost queue. For a block of the main queue, the policy remembers its key for `IN_USE`.
+usually goes to the end of the main queue. For a block of the small queue this follows from rule 1, because its key is
+in the ghost queue. For a block of the main queue, the policy remembers the key for `IN_USE`.
 """
 
 from collections import OrderedDict
@@ -24,7 +25,7 @@ from kvstore.eviction.policy import SAME_USE, K
 
 SMALL = 0.1
 """Share of all blocks up to which the small queue evicts nothing (rule 2). The value is from the paper, which found
-that it matters little."""
+that other values give similar results."""
 
 MOST_USES = 3
 
@@ -39,7 +40,7 @@ class _EntryUses:
     __slots__ = ("count", "last")
 
     def __init__(self, now: Nanos):
-        self.count = 0  # number of counted uses since the block entered its queue, less the reductions of rule 3
+        self.count = 0  # number of counted uses since the block entered its queue, minus the reductions of rule 3
         self.last = now
 
 

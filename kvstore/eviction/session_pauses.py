@@ -6,9 +6,9 @@ Rules:
    session resumes, its blocks that are not in memory are loaded from the lower tier. Blocks that are in neither tier
    are computed again, and so are all blocks after the first such block. The cost of the resume is the sum of the costs
    of the chain's blocks (`BlockCosts`).
-2. The length of a pause is predicted from earlier pauses of all sessions. Only those count whose previous pause in
-   their session was about as long as the previous pause in this session (`GapTimes`). The length of a pause is known
-   only when it is over. While too few lengths are known, the predicted length is `longest_hold`.
+2. The length of a pause is predicted from earlier pauses of all sessions. Only pauses in a similar situation count: the
+   pause before them in the same session was about as long as the last pause of this session (`GapTimes`). The length of
+   a pause is known only when it is over. While too few lengths are known, the predicted length is `longest_hold`.
 3. Under `HOLD`, the chain of a session is pinned in memory at the end of a request. The pin has a deadline: it lasts
    for the `LATEST` quantile of the predicted pause, but at most for `longest_hold`. All pins together pin at most
    `held_blocks`. If a chain does not fit, only its beginning is pinned, as in `kvstore.pool.session_pins`. Pinned
@@ -18,7 +18,8 @@ Rules:
    predicted to be long if the `EARLIEST` quantile of its predicted length exceeds `longest_hold`. In a long pause, the
    chain gets no pin, and becomes the next to be evicted. At the `EARLIEST` quantile, its blocks are loaded into memory,
    and pinned as in rule 3.
-6. Requests without a session (number 0) use memory like other requests, but have no pauses and no costs.
+6. Requests without a session (number 0) use memory like other requests, but have no pauses, and their costs are not
+   counted.
 """
 
 import heapq
@@ -57,7 +58,7 @@ class BlockCosts(Struct, frozen=True, kw_only=True):
 
 
 class PauseReport(Struct, frozen=True, kw_only=True):
-    """Costs of all resumes of a replay. A resume is any request of a session except its first request."""
+    """Costs of all resumes of a replay. Each request of a session except the first one is a resume."""
 
     resumes: int
     mean_seconds: float
@@ -274,8 +275,8 @@ def replay_pauses(
     """Replay recorded requests, in the order of their arrival, and return the costs of the resumes.
 
     Memory and the lower tier are empty at the start. All pins together pin at most `held_blocks`, which is at most
-    `memory_blocks`. A pin lasts at most `longest_hold` after its request or prefetch; both take no time
-    in a replay.
+    `memory_blocks`. A pin lasts at most `longest_hold` after its request or prefetch. Requests and prefetches take no
+    time in a replay.
     """
     assert 0 <= held_blocks <= memory_blocks, held_blocks
     pauses = _PauseReplay(policy, memory_blocks, below_blocks, held_blocks, longest_hold)

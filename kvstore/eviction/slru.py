@@ -3,8 +3,8 @@
 Rules:
 
 1. A new block is on probation. A use more than `SAME_USE` after its probation began makes it a protected block.
-2. When a block becomes protected, at most the share `PROTECTED` of all blocks stays protected: the longest unused
-   protected blocks go back to probation, as if they had just been used.
+2. When a block becomes protected and the share of protected blocks exceeds `PROTECTED`, the longest unused protected
+   blocks go back to the end of the probation queue, as if they had just been used.
 3. The longest unused block on probation is evicted first. Protected blocks are evicted only when no block is on
    probation, the longest unused one first.
 """

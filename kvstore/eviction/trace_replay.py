@@ -1,16 +1,16 @@
-"""Trace replay: computes the hit rate of eviction policies and admission on recorded requests, without bytes and I/O.
+"""Trace replay: computes the hit rate of eviction and admission rules for recorded requests, without bytes and I/O.
 
 The rules are those of `kvstore.pool.machine`, as far as they affect a hit rate:
 
 1. A request names a chain. The longest prefix of the chain that is in the cache counts as hits and as used.
 2. Then the other blocks are written, from the start of the chain on, as far as admission allows and other blocks can be
    evicted for them. A chain never evicts its own blocks. Blocks without space are not written.
-3. Then all blocks of the chain that are in the cache count as used. For the hits, this is the same use as in rule 1.
-   The policy receives the uses in reverse order, beginning with the last block of the chain.
+3. Then all blocks of the chain that are in the cache count as used. For the hits, this is not a second use: it is the
+   use of rule 1. The policy receives the uses in reverse order, beginning with the last block of the chain.
 4. Hits are counted in tokens of the prompt, because the last block of a recorded chain may be partly filled.
 
-Two replays bound the possible hit rates: `optimal`, whose eviction knows the future (after Belady), and `ideal`, whose
-cache is unlimited.
+Two replays are upper bounds of the possible hit rates: `optimal`, whose eviction knows the future (Belady's algorithm),
+and `ideal`, whose cache is unlimited.
 """
 
 import heapq
@@ -32,7 +32,7 @@ class TraceRequest(Struct, frozen=True, gc=False):
 
     arrival: Nanos  # nanoseconds since the start of the trace
     prompt_tokens: int
-    # numbers of the prompt's blocks; equal numbers mean that the blocks and all blocks before them are equal
+    # numbers of the prompt's blocks; if two blocks have equal numbers, they and all blocks before them are equal
     chain: tuple[int, ...]
     output_tokens: int = 0
     session: int = 0  # number of the session; 0 if unknown

@@ -6,9 +6,9 @@ believed to have the block. Each such call is a sighting of the block.
 Rules:
 
 1. A block is admitted from its second sighting on, so blocks that are used once are not written. Sightings within
-   `apart` after the first one do not count: they belong to the same request, which writes a block and reads it again
-   when another worker continues the request. A block is admitted at its first sighting only if a predictor expects its
-   reuse.
+   `apart` after the first one do not count: they belong to the same request. Such a request writes a block, and reads
+   it again when another worker continues the request. A block is admitted at its first sighting only if a predictor
+   expects its reuse.
 2. Old sightings are forgotten, half of them at a time. This limits the memory. A second sighting after the first one
    was forgotten counts as a first one.
 3. Each admitted block is charged to a budget of bytes per day. The budget refills evenly and holds at most
@@ -25,16 +25,16 @@ from kvstore.eviction.policy import K
 
 DAY = 86_400 * SECOND
 APART = Nanos(5 * SECOND)
-"""Minimum time between two sightings that count as separate. The uses of a block by one request follow each other
-sooner than that. Two turns of a conversation are separated by more time: in the public conversation trace, 95 % of the
-gaps between turns exceed 30 s."""
+"""Minimum time between two sightings that count as separate. The uses of a block by one request follow each other in
+less time. Two turns of a conversation are separated by more time: in the public conversation trace, 95 % of the gaps
+between turns exceed 30 s."""
 
 REMEMBERED = 1 << 20
 LIKELY = 0.5  # a block is admitted at its first sighting if its predicted probability of another use is at least this
 
 
 class BlockSightings(Generic[K]):
-    """Remembers when blocks were first seen. At least the last `remembered // 2` seen blocks are remembered."""
+    """Remembers when blocks were first seen, for at least the last `remembered // 2` blocks."""
 
     def __init__(self, remembered: int = REMEMBERED, apart: Nanos = APART):
         assert remembered >= 2, remembered
@@ -108,7 +108,8 @@ class ReuseAdmission(Generic[K]):
         """Start without sightings.
 
         `predict` returns the probability that a block is used again. A block whose probability is at least `likely` is
-        admitted at its first sighting; if `predict` is None, no block is. If `budget` is None, writes are not limited.
+        admitted at its first sighting; if `predict` is None, no block is. If `budget` is None, the number of written
+        bytes is not limited.
         """
         self._sightings: BlockSightings[K] = sightings if sightings is not None else BlockSightings()
         self._predict = predict
@@ -119,7 +120,7 @@ class ReuseAdmission(Generic[K]):
     def admits(self, key: K, size_bytes: int, now: Nanos) -> bool:
         """Record that a block was written or used; return whether the tier should keep it.
 
-        If so, the block is charged to the budget.
+        If the result is True, the block has been charged to the budget.
         """
         seen = self._sightings.again(key, now)
         if not seen and (self._predict is None or self._predict(key) < self._likely):

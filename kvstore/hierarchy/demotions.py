@@ -1,11 +1,11 @@
-"""Demotions: decides when blocks are copied from the pool to the backing tiers, and asks tiers what they still hold.
+"""Demotions: decides when blocks are copied from the pool to the backing tiers, and asks tiers which blocks they have.
 
 The class `Demotions` is a part of `kvstore.hierarchy.machine`, whose `Hierarchy.offer` chooses the blocks by the
 admission rule of each tier. `kvstore.service.transfer_executor` copies the bytes. Rules:
 
 1. No client waits for a demotion. Each tier has a bounded queue; blocks that do not fit are dropped and counted.
-2. While blocks are copied, they are pinned in the pool without a deadline, until the copying thread reports that it is
-   done.
+2. Blocks that are being copied are pinned in the pool until the copying thread reports that it is done. The pin has no
+   deadline.
 3. A tier may have lost blocks without reporting it, so what the node knows of the tier can be wrong. An evacuation
    therefore queries the tier again, with at most one pending query for each block. Blocks that the tier does not
    confirm count as lost.
@@ -35,7 +35,7 @@ class Demotions:
         self._tiers = tiers
         self._queue = queue
         self._demotions: dict[DemotionId, _Demotion] = {}
-        self._late: set[DemotionId] = set()  # demotions that missed their deadline and were counted as failures
+        self._late: set[DemotionId] = set()  # running demotions that missed their deadline and count as failures
         self._confirmations: dict[ConfirmId, Confirm] = {}
         # for each block of a `Confirm` that has not ended: index of the tier, and key of the block
         self._unconfirmed: set[tuple[int, BlockKey]] = set()
@@ -108,7 +108,7 @@ class Demotions:
     def confirm(self, tier: TierState, keys: Sequence[BlockKey], now: Nanos) -> bool:
         """Ask a tier which of these blocks it still has. Blocks that have a pending `Confirm` are not asked for again.
 
-        Return False if the tier's circuit breaker does not allow a call now.
+        Return False if the tier's circuit breaker does not allow a call now, otherwise True.
         """
         asked = tuple(key for key in keys if not self.is_being_confirmed(tier, key))
         if not asked:

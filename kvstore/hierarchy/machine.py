@@ -54,7 +54,7 @@ class Hierarchy:
     def promotion_seconds(self, key: BlockKey, size_bytes: int) -> float | None:
         """Return the predicted seconds to promote a block from the first working tier that is believed to have it.
 
-        Return None if there is no such tier, or if the speed of the tier was not measured yet.
+        Return None if no working tier has the block, or if the speed of the tier was not measured yet.
         """
         for tier in self._tiers:
             if key in tier.known and tier.reading.closed:
@@ -178,8 +178,9 @@ class Hierarchy:
     def failed(self, transfer: TierTransfer, started: Nanos, now: Nanos) -> None:
         """Record that a transfer failed and that its thread no longer uses its buffers.
 
-        If the transfer has already been reported as late (`late`), it is not counted as a second failure. Otherwise one
-        hang of a disk would count as two failures, and the pause of the circuit breaker would be twice as long.
+        If the transfer has already been reported as late (`late`), it is not counted as a second failure. If it were
+        counted again, one hang of a disk would count as two failures, and the pause of the circuit breaker would be
+        twice as long.
         """
         match transfer:
             case Demote(demotion_id=demotion_id):
@@ -190,7 +191,7 @@ class Hierarchy:
                 self._promotions.failed(transfer, started, now)
 
     def late(self, transfer: TierTransfer, started: Nanos, now: Nanos) -> None:
-        """Record that a transfer missed its deadline. Its buffers stay in use until its thread answers or fails."""
+        """Record that a transfer missed its deadline. Its buffers stay in use until its thread reports the end."""
         match transfer:
             case Demote(demotion_id=demotion_id):
                 self._demotions.demotion_is_late(demotion_id, started, now)
@@ -204,7 +205,7 @@ class Hierarchy:
         self._tiers.gone(self._tiers[tier], keys)
 
     def tick(self, now: Nanos) -> None:
-        """Begin queued demotions to those tiers whose circuit breaker allows a new attempt by now."""
+        """Begin queued demotions to the tiers whose circuit breaker allows a write now."""
         for tier in self._tiers:
             self._demotions.begin_demotions(tier, now)
 
@@ -217,7 +218,7 @@ class Hierarchy:
         return self._tiers.changes()
 
     def held(self, tier: int) -> list[BlockKey]:
-        """Return the blocks that are believed to be in a tier, for watchers that have just connected."""
+        """Return the blocks that this node believes to be in a tier, for watchers that have just connected."""
         return list(self._tiers[tier].known)
 
     def counters(self, tier: int) -> TierCounters:

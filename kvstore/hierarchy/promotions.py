@@ -26,14 +26,15 @@ from kvstore.messages import NODE, Address, BlockKey, BlockOutcome, FetchResult,
 from kvstore.pool.machine import BlockMachine
 
 MAX_PROMOTIONS = 64
-# maximum number of blocks in one promotion; the blocks of a longer chain after them wait for the next request
+# maximum number of blocks in one promotion; a longer chain needs another request for its further blocks
 MAX_PROMOTION_BLOCKS = 4096
 MAX_UNREPORTED = 1 << 16
 """Maximum number of promoted blocks whose tier is remembered until a match reports it to a client. If there are more,
 the oldest ones are reported as blocks that were in the pool already."""
 
 FETCH_AT_LEAST = Nanos(1 * SECOND)
-"""Minimum time that a `Fetch` gets after it was decided, even if the max wait of the request ends earlier."""
+"""Minimum time between the decision to make a `Fetch` and its deadline, even if the max wait of the request ends
+earlier."""
 
 
 class Promotions:
@@ -48,8 +49,8 @@ class Promotions:
         # Reservations of promotions that ended because a transfer was late. They are kept, because the thread of the
         # transfer may still write to the slots.
         self._late_reservations: dict[PromotionId, WriteReservation] = {}
-        # Name of the tier from which each block was promoted. It is removed when a match reports it to a client, or
-        # when the block leaves the pool.
+        # Name of the tier from which each block was promoted. An entry is removed when a match reports it to a client,
+        # or when the block leaves the pool.
         self._promoted: dict[BlockKey, str] = {}
         self.refused = 0  # number of promotions that were not begun because of MAX_PROMOTIONS
 
@@ -73,8 +74,8 @@ class Promotions:
         """Promote the blocks of a chain after the `held` leading blocks, which are in the pool.
 
         `max_wait` is the maximum time that the requester will wait: the time that computing the blocks would take. The
-        promoted blocks count towards the quota of `tenant`. Return the number of consecutive blocks after the held ones
-        that are being promoted or looked for. Promote nothing and return 0 if `max_wait` is 0, or if too many
+        promoted blocks count towards the quota of `tenant`. Return the number of consecutive blocks after the `held`
+        blocks that are being promoted or looked for. Promote nothing and return 0 if `max_wait` is 0, or if too many
         promotions are running.
         """
         missing = chain[held : held + MAX_PROMOTION_BLOCKS]
@@ -87,7 +88,8 @@ class Promotions:
                 self.refused += 1
                 return 0
             keys = [BlockKey(digest, name) for name in missing]
-            # Stop before a block that is being promoted already, because its promotion brings all later blocks too.
+            # Stop before a block that is being promoted already: its promotion also brings the later blocks of the
+            # chain.
             keys = keys[: next((i for i, key in enumerate(keys) if key in self._loading), None)]
             block_bytes = self._pool.block_bytes(digest)
             chain = tuple(chain[: held + len(keys)])
@@ -128,7 +130,8 @@ class Promotions:
             self._end(promotion)
             return
         run = [place for place in reservation.reserved if place.index >= promotion.position]
-        # either the pool has no space, or another writer has just reserved the first block of the batch
+        # Either the pool has no space (`run` is empty), or another writer has just reserved the first block of the
+        # batch.
         if not run or run[0].index != promotion.position:
             self._give_back(reservation, now)
             self._ask_tiers(promotion, promotion.tier, now) if run else self._end(promotion)
@@ -168,7 +171,8 @@ class Promotions:
         self._promoted.update(dict.fromkeys(keys[:good], tier.rule.name))
         while len(self._promoted) > MAX_UNREPORTED:
             del self._promoted[next(iter(self._promoted))]
-        # If this tier did not deliver a block that it had announced, the next tier may have it.
+        # After a complete batch, begin again with the first tier. If this tier did not deliver a block that it had
+        # announced, the next tier may have the block.
         self._ask_tiers(promotion, 0 if good == len(answers) else promotion.tier + 1, now)
 
     @property

@@ -3,11 +3,11 @@
 Rules:
 
 1. A block that a tier has is not offered to it again until the tier reports that it removed the block. Some tiers
-   cannot report a removal, such as a server that restarts or is short of memory. Blocks that such a tier does not find
-   or deliver count as lost.
+   cannot report a removal, for example because their server has restarted or is short of memory. Blocks that such a
+   tier does not find or deliver count as lost.
 2. Watchers are informed when the node learns that a tier has a block, or no longer has it. A watcher that connects
-   later receives all blocks of `TierState.known`, which remembers a limited number of blocks. If a tier has its own
-   index of blocks, the watcher receives the blocks of that index instead.
+   later receives all blocks of `TierState.known`, which remembers a limited number of blocks. If the tier has its own
+   index of blocks (`finds_in_memory`), the watcher receives the blocks of that index instead.
 """
 
 from collections import OrderedDict
@@ -23,8 +23,8 @@ from kvstore.messages import BlockChanges, BlockKey
 from kvstore.recent_map import RecentMap
 
 SPEED_LASTS = Nanos(30 * SECOND)
-"""Time for which a measured speed of a tier is used to refuse promotions that would take too long. Afterwards the tier
-is tried again, even if it was slow."""
+"""Time for which a measured speed of a tier is used to refuse promotions that would take too long. After this time the
+tier is tried again, even if it was slow."""
 
 
 class TierAdmission(Protocol):

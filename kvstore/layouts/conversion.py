@@ -26,7 +26,7 @@ from kvstore.namespace import AT_REST
 class Conversion:
     """Converts blocks between the layout of an engine, divided among its ranks, and the layout of the store.
 
-    Thread-safe, because it has no mutable state.
+    Thread-safe, because a conversion has no mutable state.
     """
 
     def __init__(self, engine: Fingerprint):
@@ -42,15 +42,15 @@ class Conversion:
         self._ranks: list[slice] = []
         self.stored_bytes = engine.at_rest.block_bytes
         self.engine_bytes = 0
-        """Bytes of a block on all ranks of the engine together. If several ranks hold the same heads, these are more
-        bytes than the block has in the store."""
+        """Bytes of a block on all ranks of the engine together. This is more than the size of the block in the store if
+        several ranks hold the same heads."""
         for part in shards_by_rank(engine.shape, engine.layout, engine.tp):
             start = self.engine_bytes
             self.engine_bytes += engine.shape.bytes_of(part.box)
             self._ranks.append(slice(start, self.engine_bytes))
 
     def read(self, stored: Piece) -> ByteArray:
-        """Convert a block of the store to the engine's form: the concatenated objects of all ranks, in order.
+        """Convert a block of the store to the engine's form: the concatenated objects of all ranks, in order of rank.
 
         Raise LayoutMismatch if the block has a wrong size.
         """

@@ -2,7 +2,7 @@
 
 A reader and a writer of blocks, such as an engine and a store, have one fingerprint each.
 
-`negotiate` tells whether a reader can use a writer's blocks, and at what cost. It returns one of three answers:
+`negotiate` finds out whether a reader can use a writer's blocks, and at what cost. It returns one of three answers:
 
 - `Identical`: the writer's objects have the form that the reader's ranks need.
 - `Convertible`: the values are the same, in another layout or divided among another number of ranks. The answer has a
@@ -23,8 +23,8 @@ from kvstore.namespace import AT_REST, KvNamespace
 FINGERPRINT_VERSION = 1
 
 MAX_TP = 1024
-"""Maximum number of ranks of a reader or writer: ten times more than any engine uses, and small enough that `negotiate`
-takes at most a second."""
+"""Maximum number of ranks of a reader or writer. It is ten times what any engine uses, and with it `negotiate` takes at
+most a second."""
 
 MUST_BE_EQUAL = (
     "version",
@@ -39,7 +39,7 @@ MUST_BE_EQUAL = (
     "head_dim",
     "hash_algorithm",
 )
-"""Fields that must be equal, in the order in which differences are reported: the most obvious fields come first."""
+"""Fields that must be equal. The first field that differs is reported, so the most obvious fields come first."""
 
 
 class Fingerprint(Struct, frozen=True, kw_only=True):
@@ -98,9 +98,9 @@ class Fingerprint(Struct, frozen=True, kw_only=True):
 class ConversionCost(Struct, frozen=True, kw_only=True):
     """Cost of converting one block for all ranks of the reader."""
 
-    bytes: int  # number of bytes that all ranks move; more than a block has if several ranks hold the same heads
+    bytes: int  # number of bytes that all ranks move; larger than a block if several ranks hold the same heads
     runs: int  # number of pieces that all ranks move; a piece is contiguous in the source and in the destination
-    bytes_a_rank: int  # bytes moved for the rank that moves most
+    bytes_a_rank: int  # number of bytes of the rank that moves most
     runs_a_rank: int
 
     def seconds(self, *, bytes_per_second: float, seconds_per_run: float) -> float:
@@ -155,7 +155,7 @@ def describe(namespace: KvNamespace, *, layout: str | None = None, tp: int = 1) 
 
 
 def negotiate(*, writer: Fingerprint, reader: Fingerprint) -> Agreement:
-    """Return whether the reader can use the writer's blocks, and at what cost.
+    """Return an answer that says whether the reader can use the writer's blocks, and at what cost.
 
     For an invalid fingerprint, return `Incompatible` instead of raising an exception, because a fingerprint may come
     from another process.

@@ -9,11 +9,12 @@ Rules:
    bytes. The block's checksum is computed only from these contributions, never from the bytes in the pool. If a run is
    missing or was overwritten, the checksum therefore does not match the bytes in the pool, and readers do not use these
    bytes.
-3. A rank that reads its shard verifies the checksum of the whole block in the same pass over the block.
+3. A rank that reads its shard verifies the checksum of the whole block while it copies the shard, so it reads the block
+   only once.
 
 CRC-32C is linear. If the register begins at zero, the checksum of a block is the exclusive or of the checksums of its
-shards, each computed as if all other bytes of the block were zero. Tables compute the effect of any number of zero
-bytes on the register in one step.
+shards, each computed as if all other bytes of the block were zero. Precomputed tables give the effect of a number of
+zero bytes on the register in one step.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -39,7 +40,7 @@ Tables = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...
 class WriteGrant(Struct, frozen=True, kw_only=True):
     """Names the slots that one rank has reserved, so that all ranks can write to them.
 
-    The library msgspec can encode it for the other ranks.
+    That rank sends the grant to the other ranks, encoded by the library msgspec.
     """
 
     incarnation: str  # incarnation of the node
@@ -60,15 +61,15 @@ class WriteGrant(Struct, frozen=True, kw_only=True):
 
 
 _CopyStep: TypeAlias = "tuple[int, Tables | None, int, int, int, slice | None]"
-"""One piece of a run that lies within one part of the rank's memory. It is a tuple, because a block has hundreds of
-pieces.
+"""One piece of a run that lies within one part of the rank's memory. It is a tuple and not a Struct, to save time: a
+block has hundreds of pieces.
 
 The items are: end of the previous piece in the block; table for the zeros between that end and this piece (None: no
 gap); start and end of this piece in the block; index of the part; slice of the part (None: the whole part)."""
 
 
 class RankShard:
-    """Tells which runs (contiguous pieces) of a block one rank holds, and copies them.
+    """The runs (contiguous pieces) of a block that one rank holds; copies them into and out of blocks.
 
     The bytes of the shard are these runs in order. Thread-safe.
     """
@@ -127,7 +128,7 @@ class RankShard:
             np.copyto(parts[index] if within is None else parts[index][within], block[start:end])
 
     def _copy_steps(self, parts: Sequence[ByteArray]) -> tuple[_CopyStep, ...]:
-        """Return the copies of the runs, divided so that each copy lies within one part of the rank's memory.
+        """Divide the runs into copies, each of which lies within one part of the rank's memory, and return the copies.
 
         The result is cached, because all blocks of an engine have equal part sizes.
         """
@@ -174,7 +175,7 @@ def combined_checksums(block_bytes: int, sums_by_rank: Sequence[Mapping[int, int
 
 
 def _skip_zeros(register: int, zeros: Tables) -> int:
-    """Return the CRC register after it has read the number of zero bytes for which `zeros` was made (`_zeros`)."""
+    """Return the CRC register after it has read n more zero bytes; `zeros` is the result of `_zeros(n)`."""
     lowest, low, high, highest = zeros
     return lowest[register & 0xFF] ^ low[register >> 8 & 0xFF] ^ high[register >> 16 & 0xFF] ^ highest[register >> 24]
 

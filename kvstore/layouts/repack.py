@@ -2,15 +2,18 @@
 
 Rules:
 
-1. A plan is made once for a set of source objects and a set of destination objects, and is used for every block. It is
-   made from the objects' shards alone (`kvstore.layouts.shards`), so a mismatch is an error before any byte moves.
-2. A plan of `plan_fill` writes every byte of every destination exactly once. If that is impossible, there is no plan.
-3. If several source objects hold the same head, the first one that is tried provides it. To spread the load, a caller
-   begins with a different source for each rank, as `kvstore.layouts.fingerprint` does.
+1. A plan is made once for a set of source objects and a set of destination objects, and is used for every block. Only
+   the descriptions of the objects (`kvstore.layouts.shards`) are needed to make it, so a mismatch is an error before
+   any byte moves.
+2. A plan of `plan_fill` writes every byte of every destination exactly once. If that is impossible, `plan_fill` raises
+   `LayoutMismatch`.
+3. If several source objects hold the same head, the first of them that is tried provides the head. To spread the load,
+   a caller begins with a different source for each rank, as `kvstore.layouts.fingerprint` does.
 4. Bytes are moved and never changed, so a plan depends on the size of the data type and not on the data type itself.
 
 A plan consists of strided copies. Each of them copies bytes from one source object to one destination object. Bytes
-that are contiguous on both sides form one run of such a copy. One kernel call performs all copies of a block.
+that are contiguous in the source and in the destination form one run of such a copy. One call of a kernel (native code)
+performs all copies of a block.
 """
 
 import math
@@ -81,8 +84,8 @@ class RepackPlan(Struct, frozen=True, kw_only=True, dict=True):
 
         Args:
             sources: Contiguous bytes of each source object, in the order for which the plan was made.
-            destinations: Contiguous bytes of each destination object, in the same way. Bytes that the plan does not
-                name stay unchanged.
+            destinations: Contiguous bytes of each destination object, also in the order of the plan. Bytes that the
+                plan does not name stay unchanged.
 
         Raises:
             ValueError: An object has a wrong size; nothing was moved.
@@ -139,7 +142,7 @@ def _plan(
 
 
 def _covering(shape: BlockShape, wanted: Box, parts: Sequence[BlockShard], first: int) -> Iterator[tuple[int, Box]]:
-    """Yield boxes that do not overlap and together are `wanted`, each with the index of the part that provides it."""
+    """Yield boxes that fill `wanted` without overlap, each with the index of the part that provides it."""
     if wanted.overlap(shape.everything) != wanted:
         raise LayoutMismatch("heads", f"heads: {wanted} is not within {shape.everything}")
     missing = [wanted]

@@ -6,7 +6,7 @@ Rules:
    tokens, but may have fewer layers and heads, and another layout (`kvstore.namespace`).
 2. With tensor-parallel size T and H heads, rank r holds the heads from r * H / T to (r + 1) * H / T (exclusive). If
    there are more ranks than heads, T / H neighbouring ranks hold the same head.
-3. If the heads cannot be divided among the ranks, this is an error that names the field, before any byte moves.
+3. If the heads cannot be divided among the ranks, an error names the field before any byte moves.
 """
 
 from collections.abc import Sequence
@@ -46,7 +46,7 @@ class Box(Struct, frozen=True):
         return Box(self.layers.overlap(other.layers), self.heads.overlap(other.heads))
 
     def without(self, hole: "Box") -> "list[Box]":
-        """Return what remains of this box without `hole`, a box within it: up to four boxes, none of them empty."""
+        """Return the rest of this box without `hole`, which lies within it, as up to four boxes. No box is empty."""
         above = Span(self.layers.first, hole.layers.first - self.layers.first)
         below = Span(hole.layers.end, self.layers.end - hole.layers.end)
         before = Span(self.heads.first, hole.heads.first - self.heads.first)
@@ -58,7 +58,7 @@ class Box(Struct, frozen=True):
 class BlockShard(Struct, frozen=True):
     """Describes contiguous bytes that hold a block or a part of it.
 
-    `box` says which layers and heads they hold, and `layout` in which order of axes.
+    `box` has the layers and heads in these bytes, and `layout` the order of their axes.
     """
 
     layout: str

@@ -1,4 +1,4 @@
-"""Checksums: CRC-32C of bytes, and copies that compute it, by the native module or by its twin if it is not built.
+"""Checksums: CRC-32C of bytes, and copies that compute it; by the native module, or by its twin if it is not built.
 
 The native module (`checksum.c`) computes the checksum during the copy. This is 1.5 to 5 times as fast as what the twin
 does: a copy by numpy and then a checksum by google-crc32c (ADR 38). `kvstore.native.checksums_twin` documents the

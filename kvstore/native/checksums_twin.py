@@ -1,4 +1,4 @@
-"""Twin of `checksum.c`, by google-crc32c and numpy: it defines the results, and is used if the C code is not built."""
+"""Twin of `checksum.c`, made with google-crc32c and numpy: defines the results, and runs if the C code is not built."""
 
 import struct
 from typing import TypeAlias
@@ -96,7 +96,7 @@ def put_blocks(
     parts: list[ByteArray],
     /,
 ) -> tuple[bytes, list[int]]:
-    """Copy blocks into a pool; return MOVED or GONE for each block, and the CRC-32C of the bytes that arrived.
+    """Copy blocks into a pool; return for each block MOVED or GONE, and the CRC-32C of the copied bytes.
 
     Arguments and errors are those of `get_blocks`; the checksums in the slots are ignored.
     """

@@ -1,7 +1,7 @@
 """Floating-point formats of KV values: tables that convert between 16-bit formats and the 8-bit format E4M3.
 
 E4M3 is the format that engines call fp8_e4m3 ("fn": no infinities, one NaN). It has a sign, 4 bits of exponent with
-bias 7, and 3 bits of fraction. Magnitudes go up to 448; below 2^-6 they are 2^-9 apart.
+bias 7, and 3 bits of fraction. Magnitudes go up to 448; the numbers below 2^-6 are 2^-9 apart.
 """
 
 from enum import StrEnum
@@ -48,7 +48,7 @@ class HalfFormat(StrEnum):
         return patterns.view(np.float16).astype(np.float32)
 
     def patterns(self, numbers: NDArray[np.float32]) -> NDArray[np.uint16]:
-        """Return the bit patterns of the nearest numbers, ties to even.
+        """Round to the nearest numbers of this format, ties to even; return their bit patterns.
 
         A number whose magnitude is too large becomes the largest finite number.
         """

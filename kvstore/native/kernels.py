@@ -1,4 +1,4 @@
-"""Kernels of repacking and of the codecs: functions of the native module, or of its twin if it is not built.
+"""Kernels of repacking and of the codecs: functions of the native module, or of the twin if that module is not built.
 
 The native module (`kernels.c`) is several times faster; the results are the same. `kvstore.native.kernels_twin`
 documents the functions.

@@ -21,7 +21,7 @@ axis first: the number of runs, the stride in the source and the stride in the d
 
 LONGEST_ITEM = 1 << 20
 """Maximum length of a run, in bytes, that is copied as one numpy item. Longer runs are copied byte by byte, because
-numpy's items are limited to 2 GiB. For long runs, this is hardly slower."""
+numpy's items are limited to 2 GiB. For long runs, the byte-wise copy is hardly slower."""
 
 LARGEST_CODE = 127.0
 
@@ -54,7 +54,7 @@ def split(block: ByteArray, planes: ByteArray) -> None:
 
 
 def join(planes: Sequence[ByteArray], block: ByteArray) -> None:
-    """Make values from the planes into which `split` has separated them; the planes may lie anywhere in memory."""
+    """Make values from the planes into which `split` has separated them. The planes need not be adjacent in memory."""
     _fits(block.nbytes == sum(plane.nbytes for plane in planes), "planes and block differ in size")
     _fits(len({plane.nbytes for plane in planes}) == 1, "planes differ in size")
     values = block.reshape(-1, len(planes))
@@ -103,8 +103,8 @@ def quantise(
     Args:
         values: Bit patterns, shape [groups, rows, columns]; all numbers are finite.
         fraction_bits: Number of fraction bits of the values: 7 for bfloat16, 10 for float16.
-        scales: Result, shape [groups, columns], always bfloat16: a column's largest magnitude / 127, rounded up; 1.0 if
-            that is zero.
+        scales: Result, shape [groups, columns], always bfloat16: a column's largest magnitude / 127, rounded up; 1.0
+            for a column of zeros.
         codes: Result, with the shape of `values`.
     """
     _fits(values.shape == codes.shape and scales.shape == (len(values), values.shape[2]), "shapes do not fit")

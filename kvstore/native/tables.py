@@ -1,7 +1,7 @@
 """Table of blocks by hash, which looks up a whole chain in one call: the native module, or its twin if it is not built.
 
-The native table (`table.c`) finds 512 blocks and their slots in a quarter of the time of a dict. A node spends most of
-the time of a look-up on this. `kvstore.native.tables_twin` documents the methods.
+The native table (`table.c`) finds 512 blocks and their slots in a quarter of the time of a dict. Finding blocks and
+slots takes most of the time of a look-up at a node. `kvstore.native.tables_twin` documents the methods.
 """
 
 try:

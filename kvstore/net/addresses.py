@@ -59,7 +59,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def is_plain_hop(url: str) -> bool:
-    """Return whether requests to the URL cross a network unencrypted, because it has no TLS and names another host."""
+    """Return whether requests to the URL cross a network unencrypted: it is an http URL of another host."""
     parts = urlsplit(url)
     return parts.scheme == "http" and not _is_loopback(parts.hostname or "")
 
@@ -67,7 +67,7 @@ def is_plain_hop(url: str) -> bool:
 def refuse_credentials(field: str, url: str, instead: str) -> None:
     """Raise ValueError if the URL may contain a user name or a password. The message does not show the URL.
 
-    An ``@`` anywhere in the URL is refused, because in an invalid URL the parts cannot be told apart.
+    An ``@`` anywhere in the URL is refused, because in an invalid URL it is not clear which part contains the ``@``.
 
     Args:
         field: The settings field of the URL, for the message.

@@ -3,23 +3,23 @@
 Rules:
 
 1. A payload has at most `limit` bytes. If a peer announces a longer one, its connection is closed before memory is
-   allocated for the payload. The receiver first gets the earlier frames, and then its method `lost` gets a
+   allocated for the payload. The receiver first gets the frames before it, and then its method `lost` gets a
    `FrameTooLong`. If a stream ends within a frame, `lost` gets a `FrameTorn`.
-2. An incoming payload is copied at most once, however the stream was split. A payload that is not complete takes only
-   memory for the bytes that have arrived.
+2. An incoming payload is copied at most once, even if the stream was split into many pieces. An incomplete payload
+   takes memory only for the bytes that have arrived.
 3. Sending never waits. The frames of one iteration of the event loop leave in one write at its end, or earlier if they
    have more than `HIGH_WATER_BYTES` or `flush` is called. Bytes that the peer does not read are kept up to
-   `send_limit`; beyond it, `send` raises. A sender that checks `full` first, and continues when the receiver's
-   `resumed` is called, never reaches the limit.
+   `send_limit`; beyond it, `send` raises `SendBufferFull`. A sender never reaches the limit if it checks `full` first,
+   and waits for the call of the receiver's `resumed` while the connection is full.
 4. One iteration of the event loop handles one piece of the stream, at most a few hundred KiB. Then other connections
    are served. If `turn_frames` is given, other connections are served after that many frames of a piece.
    After `pause_reading`, the receiver may still get the other frames of the piece that is being received, at most
    `turn_frames` of them.
-5. `lost` is called once for each accepted connection, as its last call. No other call tells that the connection has
-   ended.
+5. The receiver's `lost` is called once for each connection, after all its other methods. No other method is called to
+   report that the connection has ended.
 
-This module checks no proofs of a secret. A server that needs such a check passes a `ConnectionGuard`, which decides
-which TCP connections are admitted.
+This module does not check whether peers know a secret. A server that requires a proof passes a `ConnectionGuard`, which
+decides which TCP connections are admitted.
 """
 
 import asyncio
@@ -50,7 +50,8 @@ SEND_BYTES = 2 * FRAME_BYTES
 """Default number of bytes that may wait to be sent on one connection."""
 
 HIGH_WATER_BYTES = 256 << 10
-"""A connection with more bytes than this to send is `full`. A network of 2 Gbit/s moves this many in a millisecond."""
+"""A connection with more bytes than this to send is `full`. A network of 2 Gbit/s moves this number of bytes in a
+millisecond."""
 
 TURN_BYTES = 64 << 10  # if a connection has received this many bytes at once, other connections are served next
 JOINED_BYTES = 32 << 10
@@ -67,15 +68,16 @@ TCP_OPTIONS = (
     (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 10_000),
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
 )
-"""With these options, the system detects within ten seconds a host that is gone, or a peer that reads no bytes. A hanging
-process behind a quiet connection is only detected by heartbeats.
+"""With these options, the system notices within ten seconds that a host has gone, or that a peer reads no bytes. If no
+bytes are sent, only heartbeats can detect a hanging process.
 """
 
 TLS_BEGINS = 0x0316
 """The first two bytes of a TLS handshake, 0x16 and 3, as they appear in the low half of the length of a frame."""
 
 HANDSHAKE_SECONDS = 5.0
-"""Maximum duration of a TLS handshake. It has some round trips, and its signatures take long on a busy machine."""
+"""Maximum duration of a TLS handshake. A handshake has some round trips, and its signatures take long on a busy
+machine."""
 
 STOP_SECONDS = 2  # time limit to send waiting bytes when a server stops
 
@@ -108,12 +110,13 @@ class FrameDecoder:
     """Divides a stream into the payloads of its frames; the stream may arrive in pieces of any size. Does no I/O.
 
     Attributes:
-        fault: Set when the last announced payload is too long; the stream cannot be used any more.
+        fault: The error if the stream has announced a payload that is too long, so that it cannot be used any more;
+            otherwise None.
     """
 
     def __init__(self, limit: int = FRAME_BYTES):
         self._limit = limit
-        self._head = b""  # the bytes of the head of an incomplete frame that have arrived; empty between two frames
+        self._head = b""  # those bytes of an incomplete frame's head that have arrived; empty between two frames
         self.body = BytesIO()
         self._missing = 0
         self.fault: FrameTooLong | None = None
@@ -171,7 +174,7 @@ class FrameDecoder:
         written = self.body.write(memoryview(data)[start : start + self._missing])
         self._missing -= written
         if not self._missing:
-            payloads.append(self.body.getvalue())  # transfers the buffer instead of copying it
+            payloads.append(self.body.getvalue())  # `getvalue` shares the buffer instead of copying it
             self._head, self.body = b"", BytesIO()
         return start + written
 
@@ -186,7 +189,7 @@ class FrameReceiver(Protocol):
         """Continue to send, because the connection is no longer `full`."""
 
     def lost(self, cause: Exception | None) -> None:
-        """Handle the end of the connection. `cause` is None if one end has closed it in an orderly way."""
+        """Handle the end of the connection. `cause` is None if one end has closed the connection without an error."""
 
 
 class FrameConnection(asyncio.Protocol):
@@ -247,7 +250,7 @@ class FrameConnection(asyncio.Protocol):
         self._leaving += parts
         self._leaving_bytes += HEAD.size + size
         if self._leaving_bytes > HIGH_WATER_BYTES:
-            self._flush()  # write now, so that `full` tells at once whether the send buffer is full
+            self._flush()  # write now, so that `full` is up to date at once
 
     def flush(self) -> None:
         """Send the queued frames now, and not at the end of the iteration of the event loop.
@@ -257,7 +260,7 @@ class FrameConnection(asyncio.Protocol):
         self._flush()
 
     def allow(self, limit: int) -> None:
-        """Send payloads of up to `limit` bytes from now on, and accept them from the next piece of the stream on."""
+        """Allow payloads of up to `limit` bytes: at once for sending, and for receiving from the next piece on."""
         self._limit = limit
         self._decoder.allow(limit)
 
@@ -270,7 +273,10 @@ class FrameConnection(asyncio.Protocol):
         self.allow(limit)
 
     def pause_reading(self) -> None:
-        """Stop reading from the socket; the peer's end of the connection becomes `full` after a while."""
+        """Stop reading from the socket.
+
+        If the peer continues to send, its end of the connection becomes `full` after a while.
+        """
         self._reading = False
         self.transport.pause_reading()
 
@@ -358,7 +364,7 @@ class FrameConnection(asyncio.Protocol):
                     return
                 self._receiver.received(self._waiting.popleft())
         except Exception as error:
-            self.abort(error)  # the receiver's error ends the connection, as asyncio does with the error of a protocol
+            self.abort(error)  # asyncio does the same after an error of `data_received`
             raise
         if self._waiting:
             self._loop.call_soon(self._receive_waiting)
@@ -374,7 +380,7 @@ class FrameConnection(asyncio.Protocol):
     def _flush(self) -> None:
         leaving, size = self._leaving, self._leaving_bytes
         if not leaving:
-            return  # nothing waits: the parts have been sent already, or the connection has ended
+            return  # there is nothing to send: the parts have been sent already, or the connection has ended
         self._leaving, self._leaving_bytes = [], 0
         if size <= JOINED_BYTES:
             self.transport.write(b"".join(leaving))
@@ -397,8 +403,8 @@ async def connect(
 ) -> FrameConnection:
     """Open a connection to ``unix:/path`` or ``host:port``; `accept` is called before anything is received.
 
-    The call waits as long as the system allows, so the caller has to limit its time. Raise OSError if no process
-    listens at the address or the TLS handshake fails, and ValueError if the address is invalid.
+    The call has no time limit of its own, so the caller has to limit it. Raise OSError if no process listens at the
+    address or the TLS handshake fails, and ValueError if the address is invalid.
     """
 
     def made() -> FrameConnection:
@@ -441,10 +447,10 @@ async def open_server(
     tls: ssl.SSLContext | None = None,
     guard: "ConnectionGuard | None" = None,
 ) -> AsyncIterator[str]:
-    """Listen while the context is open; yield the address with the chosen port. The connections end with the context.
+    """Listen while the context is open; yield the address with the chosen port. Close all connections at the end.
 
     `field` names the settings field in error messages. `accept` is called before anything is received on a connection.
-    `guard` decides which TCP connections are admitted; None: all of them.
+    `guard` decides which TCP connections are admitted; None: all are admitted.
 
     Raises:
         StoreNotStarted: The address is invalid, in use, or not of this machine.

@@ -12,7 +12,7 @@ def host_id() -> str:
     """Return an id that is equal in two processes that can probably share memory: same running kernel and same user.
 
     Containers on one host have equal ids, but may be unable to reach each other's sockets. A client that finds equal
-    ids tries the socket, and uses another data path if that fails.
+    ids tries to connect to the socket, and uses another data path if this fails.
     """
     try:
         kernel = BOOT_ID.read_text(encoding="ascii").strip()

@@ -6,9 +6,9 @@ import asyncio
 def stop_listening(server: asyncio.Server) -> None:
     """Stop accepting connections now, and close the server in the next iteration of its event loop.
 
-    asyncio makes the transport of an accepted connection one iteration of the event loop after `accept`. If the server
-    is closed between the two, an assertion in `Server._attach` fails, and nothing closes the accepted socket. Its
-    client then waits until the garbage collector closes the socket (CPython 3.11 to 3.13).
+    asyncio makes the transport of an accepted connection in the iteration of the event loop after `accept`. If the
+    server is closed before this iteration, an assertion in `Server._attach` fails, and nothing closes the accepted
+    socket. The client then waits until the garbage collector closes the socket (CPython 3.11 to 3.13).
     """
     loop = server.get_loop()
     for listening in server.sockets:

@@ -15,7 +15,7 @@ V1 = "grpc.reflection.v1.ServerReflection"
 
 
 def add_descriptor() -> None:
-    """Add the descriptors of v1 to the default descriptor pool, so that v1 can describe itself like other services."""
+    """Add the descriptors of v1 to the default descriptor pool, where clients can request them."""
     pool = descriptor_pool.Default()
     try:
         pool.FindServiceByName(V1)

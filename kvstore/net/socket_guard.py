@@ -6,13 +6,14 @@ the guard finds the connections among the sockets of its own process, and shuts 
 Rules:
 
 1. A connection is busy while one of its calls is served. A busy connection is never shut down. Calls of the services in
-   `UNPROVEN_SERVICES` do not make it busy, because anybody may call them without a proof.
-2. One address may have at most the share `ADDRESS_SHARE` of the allowed connections. If it has more, only connections
-   of this address are shut down.
-3. If the port has too many connections, the address with the most connections loses some.
-4. Connections that never had a call that counts by rule 1 are shut down first, then idle connections. Within each
-   group, the connection that was seen first is shut down first. Therefore a caller that sends a call at once is served,
-   however many silent connections there are.
+   `UNPROVEN_SERVICES` do not count, because anybody may make them without a proof.
+2. One address may have at most the share `ADDRESS_SHARE` of the allowed connections. If it has more, connections of
+   this address are shut down until it has this share.
+3. If the port still has too many connections, they are shut down one by one, always at the address that has the most
+   connections then.
+4. Connections that have had no call that counts (rule 1) are shut down first, then idle connections. Within each group,
+   the connection that was seen first is shut down first. Therefore a caller that sends a call at once is served, even
+   if there are very many silent connections.
 5. The sockets are examined only when the number of open files shows that the port may have too many connections, or
    when the guard remembers more than twice as many callers as the port may have connections. At other times, a check
    costs one `stat` call.
@@ -40,8 +41,8 @@ from msgspec import Struct
 UNPROVEN_SERVICES = ("/grpc.health.", "/grpc.reflection.")
 LOOK_SECONDS = 0.1
 SURVEY_SECONDS = 10.0
-"""Maximum time between two surveys of the sockets while many files are open. If files that are not connections were
-closed since the last survey, there may be too many connections although the number of open files has not grown."""
+"""Maximum time between two surveys of the sockets while many files are open. If other files were closed since the last
+survey, there may be too many connections although the number of open files has not grown."""
 
 LOG_SECONDS = 10.0
 MAX_CONNECTIONS = 4096  # maximum number of connections of the port; a router's client ports have the same default
@@ -251,7 +252,7 @@ def _connections(port: int) -> Iterator[tuple[Peer, tuple[int, int]]]:
 
 
 def _shut_down(descriptor: int, peer: Peer) -> bool:
-    """Shut a connection down, unless its descriptor belongs to another file by now; return whether it was shut down."""
+    """Shut a connection down, unless its descriptor belongs to another file by now; return whether this was done."""
     with _duplicate(descriptor) as found:
         try:
             if found is None or _key(*found.getpeername()[:2]) != peer:

@@ -30,15 +30,15 @@ The server can call `accept` again a little later.
 
 Identity = tuple[int, int, int]
 """Identity of a file: device, inode, and time of change. The time is needed, because a new file may get the inode of a
-removed one."""
+removed file."""
 
 
 @contextlib.contextmanager
 def folder_lock(field: str, path: str) -> Iterator[None]:
     """Lock the folder of a socket while the path is cleared and until the socket listens.
 
-    Without the lock, if two nodes start at once, one could take the socket of the other for an abandoned one, and remove
-    it. The folder itself is locked, so a killed process leaves no lock file behind.
+    Without the lock, if two nodes start at once, one node could mistake the other node's socket for an abandoned one,
+    and remove it. The folder itself is locked, so a killed process leaves no lock file behind.
 
     Raises:
         StoreNotStarted: The folder does not exist, or other processes keep it locked.
@@ -71,7 +71,7 @@ def folder_lock(field: str, path: str) -> Iterator[None]:
 def identity(path: str) -> Identity:
     """Return the identity of the file at this path, for `remove`.
 
-    The file must not be changed after this call, because a change would give it another identity.
+    The file must not be changed after this call, because a change also changes the identity.
     """
     found = Path(path).lstat()
     return found.st_dev, found.st_ino, found.st_ctime_ns
@@ -135,8 +135,9 @@ def listen(field: str, path: str) -> socket.socket:
 def connect(path: str, timeout_seconds: float) -> socket.socket:
     """Connect to a Unix socket. The timeout limits only the time to connect.
 
-    If the listener's queue of connections is full, the call waits for a place in it. Python's own timeout makes a socket
-    non-blocking, and a non-blocking socket would be refused at once. Therefore the timeout is set in the system.
+    If the listener's queue of connections is full, the call waits for a place in the queue. Therefore the timeout is
+    set in the system: Python's own timeout would make the socket non-blocking, and a full queue refuses a non-blocking
+    socket at once.
 
     Raises:
         OSError: No process listens at the path.

@@ -1,8 +1,8 @@
-"""Unproven connections: limits the connections that have not proven the secret yet, and chooses which one to close.
+"""Unproven connections: limits the connections that have not proven the secret yet, and chooses which to close.
 
-A connection leaves the list when it has proven the secret. Silent connections therefore never take the place of proven
-ones. When the list is full, the oldest connection of the address with the most connections is closed. A host with many
-silent connections therefore displaces its own connections first, and a new client is always served.
+A connection leaves the list when it has proven the secret, so silent connections never displace proven ones. When the
+list is full, the oldest connection of the address with the most connections is closed. A host with many silent
+connections therefore displaces its own connections first, and a new client is always served.
 """
 
 from collections.abc import Hashable
@@ -30,8 +30,8 @@ class UnprovenConnections(Generic[Connection]):
     def add(self, connection: Connection, address: str) -> Connection | None:
         """Add a connection from this address.
 
-        If the list was full, remove another connection from it and return that one, which the caller has to close.
-        Otherwise return None.
+        If the list was full, first remove another connection from it, and return the removed one: the caller has to
+        close it. Otherwise return None.
         """
         gone = self._crowding_out() if len(self) >= self._limit else None
         self._by_address.setdefault(address, {})[connection] = None

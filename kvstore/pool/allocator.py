@@ -1,12 +1,12 @@
 """Pool allocator: decides where in the pool blocks lie, and which blocks are evicted to make room for others.
 
-By default the least recently used block that is not pinned is evicted first, and the end of a chain before its start
-(`kvstore.eviction.lru`; the setting `eviction` names another policy). A tenant whose quota is full loses its own
-blocks.
+By default, the least recently used block that is not pinned is evicted first, and the end of a chain is evicted before
+its start (`kvstore.eviction.lru`). The setting `eviction` can name another policy. A tenant whose quota is full loses
+its own blocks.
 
-The allocator is a part of `kvstore.pool.machine`, whose rules hold here; only the machine calls it. It collects the
-commands for the pool's memory and the changes for the watchers. It does not know why a block is pinned, or how long it
-is reserved.
+The allocator is a part of `kvstore.pool.machine`, whose rules also hold here. Only the machine calls the allocator. It
+collects the commands for the pool's memory and the changes for the watchers. It does not know why a block is pinned, or
+how long it is reserved.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -145,15 +145,15 @@ class PoolAllocator:
             block.account.eviction.admit(block.key, block.length, now)
 
     def readmit(self, block: StoredBlock, now: Nanos) -> None:
-        """Admit an unpinned block again to the policies that had chosen it for eviction while it was pinned.
+        """Admit an unpinned block again to the policies from which it was withdrawn.
 
-        The block was withdrawn from these policies at that time.
+        A policy loses a block if it chooses the block for eviction while the block is pinned (`_choose`).
         """
         for policy in self._policies(block):
             if block.key not in policy:
                 policy.admit(block.key, block.length, now)
 
-    # The methods below return what has been decided.
+    # The methods below return the commands and the changes that the methods above have caused.
 
     def commands(self) -> list[TierCommand]:
         """Return the commands for the pool's memory, in order. Each command is returned only once."""
@@ -230,7 +230,7 @@ class PoolAllocator:
         return offset
 
     def _make_room_within(self, account: TenantAccount, length: int) -> bool:
-        """Evict blocks of a tenant until one more block fits into the quota; return False when that is impossible."""
+        """Evict blocks of a tenant until one more block fits into its quota; return False if that is impossible."""
         size_bytes = occupied_bytes(length)
         if size_bytes > account.limit_bytes:
             return False  # the block is larger than the quota
@@ -243,13 +243,13 @@ class PoolAllocator:
         return True
 
     def _choose(self, policy: EvictionPolicy[BlockKey]) -> StoredBlock | None:
-        """Return the unpinned block that a policy evicts next; None if there is none."""
+        """Return the unpinned block that a policy evicts next; None if all its blocks are pinned."""
         while (key := policy.choose()) is not None:
             block = self.namespaces.find(key)
             assert block is not None, "the policy knows a block that does not exist"
             if not block.pins:
                 return block
-            # the block is pinned; it is admitted to the policy again when its last pin ends (rule 8)
+            # the block is pinned; `readmit` or `admit` adds it to the policy again when its last pin ends (rule 8)
             policy.withdraw(key)
         return None
 

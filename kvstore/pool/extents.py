@@ -2,10 +2,12 @@
 
 Rules:
 
-1. Space is counted in pages. Each extent begins at a page boundary, whatever the block size of its namespace.
+1. Space is counted in pages. Each extent begins at a page boundary, also if the block size of its namespace is not a
+   multiple of the page size.
 2. Neighbouring free extents are always merged, so that blocks of one size leave room for blocks of another size.
-3. An extent is taken from the smallest free one that is large enough, so blocks of one size refill their own holes.
-   The time to allocate or free depends only on the number of distinct sizes of free extents, which is small.
+3. An extent is taken from the smallest free extent that is large enough, so new blocks fill the gaps that blocks of the
+   same size have left. The time to allocate or free depends only on the number of distinct sizes of free extents, which
+   is small.
 """
 
 from bisect import bisect_left, insort
@@ -55,7 +57,8 @@ class FreeExtents:
     def take_several(self, length: int, count: int) -> list[int]:
         """Allocate up to `count` extents of `length` bytes each, and return their offsets.
 
-        The result is the same as with repeated calls of `take`. It is shorter than `count` if space ends.
+        The result is the same as with repeated calls of `take`. The list is shorter than `count` if the space does not
+        suffice.
         """
         pages = pages_for(length)
         offsets: list[int] = []

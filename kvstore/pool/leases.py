@@ -2,11 +2,11 @@
 
 Rules:
 
-1. Each lease and reservation of a client has a deadline, and is in a heap until then. The node's own leases and
+1. Each lease and reservation of a client has a deadline, and its id is in a heap until then. The node's own leases and
    reservations have no deadline; the node ends them itself (rule 1 of `kvstore.hierarchy.machine`).
 2. The number of leases and reservations of clients together is limited. The node's own leases do not count: the parts
    of the node that need leases limit their number themselves.
-3. Ids increase by one, from a number that differs between two starts of a node. Slot generations come from the same
+3. Ids are consecutive numbers. The first one differs at each start of a node. Slot generations come from the same
    sequence.
 """
 
@@ -19,7 +19,8 @@ from kvstore.errors import Exhausted
 from kvstore.pool.open_namespaces import OpenNamespace, StoredBlock
 
 SLACK = 64
-"""Ended entries are removed from the heap when its length exceeds twice the number of open ids by more than this."""
+"""Ended ids are removed from the heap when the heap has more entries than twice the number of open ids plus this
+number."""
 
 
 class BlockLease:
@@ -65,12 +66,15 @@ class LeaseTable:
         return self._last_id
 
     def require_room(self) -> None:
-        """Raise Exhausted if clients already have the largest allowed number of leases and reservations."""
+        """Raise Exhausted if clients already have the maximum number of leases and reservations."""
         if len(self._open) - len(self._unending) >= self._limit:
             raise Exhausted(f"{self._limit} leases and reservations are open (max_leases)")
 
     def grant(self, entry: BlockLease | PendingWrite, until: Nanos | None) -> int:
-        """Open a lease or a reservation and return its id. If `until` is None, it stays open until `end` is called."""
+        """Open a lease or a reservation and return its id.
+
+        If `until` is None, the entry stays open until `end` is called.
+        """
         granted = self.next_id()
         self._open[granted] = entry
         self.reservations += isinstance(entry, PendingWrite)
@@ -112,7 +116,7 @@ class LeaseTable:
             self.deadlines.keep(self._open.keys())
 
     def check(self) -> None:
-        """Assert that ids, deadlines and counts agree with the rules of this module; for tests."""
+        """Assert that ids, deadlines and counts keep the rules of this module; for tests."""
         assert self._unending <= self._open.keys()
         assert all(granted in self.deadlines or granted in self._unending for granted in self._open), (
             "a lease has no deadline"
@@ -128,7 +132,7 @@ class LeaseTable:
 
 
 class _Deadlines:
-    """Returns the ids of leases and reservations when their deadline has come; the ids are in a heap.
+    """Holds the ids of leases and reservations in a heap, and returns each id when its deadline has come.
 
     The id of a lease that ends early stays in the heap until its deadline or until `keep` removes it.
     """
@@ -145,7 +149,7 @@ class _Deadlines:
             yield heapq.heappop(self._heap)[1]
 
     def is_cluttered(self, open_ids: int) -> bool:
-        """Return True if the heap has so many entries that `keep` has to remove the ended ones (`SLACK`)."""
+        """Return True if the heap has so many ids of ended leases that `keep` has to remove them (`SLACK`)."""
         return len(self._heap) > 2 * open_ids + SLACK
 
     def keep(self, open_ids: Container[int]) -> None:

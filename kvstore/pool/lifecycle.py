@@ -7,7 +7,7 @@ from enum import StrEnum
 class BlockState(StrEnum):
     RESERVED = "reserved"  # a writer is writing its bytes
     HELD = "held"  # readable; may be evicted
-    PINNED = "pinned"  # readable; a lease keeps it in place
+    PINNED = "pinned"  # readable; a lease prevents its eviction
     CONDEMNED = "condemned"  # the bytes are wrong; the place is reused after the last pin has ended
     GONE = "gone"
 
@@ -36,7 +36,7 @@ READABLE = frozenset({BlockState.HELD, BlockState.PINNED})
 
 
 class IllegalBlockTransition(AssertionError):
-    """The table has no such transition. This means a bug in the pool machine."""
+    """The table has no such transition from this state, so the pool machine has a bug."""
 
 
 def advance(state: BlockState, step: BlockTransition) -> BlockState:

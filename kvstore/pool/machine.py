@@ -1,16 +1,17 @@
-"""Pool machine: decides which blocks a node's pool holds, who may read or write them, and which ones leave.
+"""Pool machine: decides which blocks a node's pool holds, who may read or write them, and which blocks leave the pool.
 
 The machine does no I/O; the server performs its commands. Rules:
 
 1. A writer reserves a block and publishes it with its checksum. A published block is readable. A match under a lease
    pins it. A block leaves the pool by eviction, or because its bytes were found wrong. `kvstore.pool.lifecycle` has the
    table of transitions.
-2. Each reservation and each lease has a deadline. The machine ends a reservation or lease that was not published or
-   released by then, so a dead process occupies no block for longer. A reservation has an owner, who alone can publish
-   it. Any process that knows the id of a lease may release it, because the reader is often another process than
-   the one that matched. Only the node's own reservations and pins may be without a deadline, because its threads report
-   when they have finished copying.
-3. A publication ends its reservation. If it does not name a reserved block, the place of that block becomes free.
+2. Each reservation and each lease has a deadline. The machine ends a reservation that was not published by then, and a
+   lease that was not released by then, so a dead process occupies no block for longer. A reservation has an owner, who
+   alone can publish it. Any process that knows the id of a lease may release it, because the reader is often another
+   process than the one that matched. Only the node's own reservations and pins may be without a deadline: its threads
+   report when they have finished copying.
+3. A publication ends its reservation. If the publication has no checksum for a reserved block, the place of this block
+   becomes free.
 4. A place gets a new slot generation each time it is given to a block. Generations and ids start at a number that
    differs between two starts of a node, so a generation or id from before a restart never matches a new one.
 5. Only published blocks without a pin can be evicted. A block that is condemned while pinned is no longer found, but
@@ -19,8 +20,8 @@ The machine does no I/O; the server performs its commands. Rules:
    order. A policy that evicts the least recently used block therefore takes the end of a chain first. Blocks in the
    middle of a chain can still be missing; a match stops at the first missing block.
 7. Blocks of different namespaces are never mixed. Two namespaces with the same weights (model, revision, LoRA) are a
-   configuration error that would only show as a cache that never hits. The machine therefore refuses the second
-   namespace until the first one has been unused for a minute (`kvstore.pool.open_namespaces`).
+   configuration error, which would have no other sign than a cache without hits. The machine therefore refuses the
+   second namespace until the first one has been unused for a minute (`kvstore.pool.open_namespaces`).
 8. The eviction policy learns of a use when the use ends. If the policy chooses a pinned block, the block is withdrawn
    from the policy and admitted again when its last pin ends. Pinning a chain therefore costs the policy nothing unless
    space is short.
@@ -69,7 +70,7 @@ block."""
 
 
 class BlockMachine:
-    """Decides about the blocks of one node's pool, by the rules of this module.
+    """Decides which blocks are in one node's pool and who may use them, by the rules of this module.
 
     Methods that take `now` first end the leases and reservations whose deadline has passed. After each call, the caller
     has to perform `commands()` on the pool's memory before it passes on the result of the call.
@@ -99,7 +100,7 @@ class BlockMachine:
                 pin blocks.
             quotas: Quotas of tenants; none by default.
             table_key: Hash key of `kvstore.native.tables`. It has to be secret if clients choose the hashes, so that
-                they cannot choose hashes that collide.
+                clients cannot choose hashes that collide.
         """
         assert 0 < epoch < 1 << 31, epoch
         self._allocator = PoolAllocator(capacity_bytes, eviction, max_namespaces, table_key)
@@ -155,14 +156,14 @@ class BlockMachine:
         self.expire(now)
         for lease_id in lease_ids:
             if self._leases.is_unending(lease_id):
-                # A client might guess the id of a node's own pin, and a thread may be copying the pinned blocks.
+                # A client might guess the id of a node's own pin, and the pinned blocks may be being copied now.
                 continue
             if (lease := self._leases.lease(lease_id)) is not None and lease.hold is None:
                 self._leases.end(lease_id)
                 self._end(lease, now)
 
     def readable(self, digest: bytes, slot: Slot) -> Address | None:
-        """Return the address of the block in a slot; None if the slot has another block or no readable block now."""
+        """Return the address of the block in a slot; None if the place has another block or no readable block now."""
         block = self._allocator.at(digest, slot)
         return block.address if block is not None and block.state in READABLE else None
 
@@ -171,7 +172,7 @@ class BlockMachine:
     def hold(
         self, digest: bytes, names: Sequence[BlockHash], *, session: str, span: Nanos, now: Nanos
     ) -> SessionPinResult:
-        """Pin the longest readable prefix for a paused session, as far as the limit of session pins allows.
+        """Pin the longest readable prefix of a chain for a paused session, as far as the limit of session pins allows.
 
         The session's former pin in that namespace ends first, even if this call fails. Raise NamespaceUnknown or
         Exhausted (`max_leases` is reached) without pinning.
@@ -231,7 +232,7 @@ class BlockMachine:
             self._leases.require_room()
         account = self._quotas.account(tenant) if self._quotas is not None else None
         held = [block for block in map(opened.readable.get, names) if block is not None]
-        self._pin(held)  # Pin the chain's stored blocks for a moment, so that they are not evicted for the new blocks.
+        self._pin(held)  # keeps the chain's stored blocks from being evicted for its new ones
         blocks, reserved, refused = self._allocator.place_missing(opened, names, account, self._leases.next_id)
         self._unpin(held, now, is_use=False)
         self._refused += refused
@@ -332,9 +333,9 @@ class BlockMachine:
         return block.unpacked if block is not None else None
 
     def expire(self, now: Nanos) -> None:
-        """End the leases and reservations whose deadline is not after `now`.
+        """End the leases and reservations whose deadline has come.
 
-        The blocks of the leases lose a pin, and the places of the reservations become free.
+        Each block of an ended lease loses one pin, and the places of an ended reservation become free.
         """
         for ended in self._leases.due(now):
             self._end(ended, now)

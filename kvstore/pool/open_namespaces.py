@@ -1,4 +1,4 @@
-"""Open namespaces: which namespaces clients have opened at a node, and the blocks of each of them."""
+"""Open namespaces: the namespaces that clients have opened at a node, and their blocks."""
 
 from collections.abc import Iterator
 
@@ -15,7 +15,7 @@ from kvstore.pool.quotas import TenantAccount
 
 NAMESPACE_IDLE = Nanos(60 * SECOND)
 """If a namespace was unused for this long, another namespace with the same weights may be opened. The restart of a
-worker takes less time, so its namespace cannot be displaced meanwhile.
+worker takes less time, so the worker's namespace stays protected meanwhile.
 """
 
 
@@ -80,7 +80,7 @@ class OpenNamespaces:
     def open(self, namespace: KvNamespace, now: Nanos) -> None:
         """Open a namespace; if it is open already, only mark it as used.
 
-        If too many namespaces are open, close the longest unused one without blocks.
+        If the maximum number of namespaces is open, first close the longest unused one without blocks.
 
         Raises:
             InvalidArgument: A block has no bytes, or does not fit into the pool.
@@ -115,12 +115,12 @@ class OpenNamespaces:
         return opened
 
     def find(self, key: BlockKey) -> StoredBlock | None:
-        """Return the readable block with the hash of `key`; None if there is none."""
+        """Return the block of `key` if it is readable, otherwise None."""
         opened = self._opened.get(key.digest)
         return opened.readable.get(key.name) if opened is not None else None
 
     def written(self, key: BlockKey) -> StoredBlock | None:
-        """Return the block with the hash of `key` if it is being written, otherwise None."""
+        """Return the block of `key` if it is being written, otherwise None."""
         opened = self._opened.get(key.digest)
         return opened.writing.get(key.name) if opened is not None else None
 

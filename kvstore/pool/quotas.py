@@ -2,12 +2,13 @@
 
 Rules:
 
-1. A tenant is known by the salt of its chains. Blocks without a salt belong to no tenant and have no quota.
+1. The salt of a chain identifies the tenant. Blocks without a salt belong to no tenant and have no quota.
 2. The space of a block is charged to the block's tenant in whole pages, from the reservation until the place is free.
 3. Each account has an eviction policy of its own, of the same kind as the node's, for the tenant's blocks only. A
    tenant above its quota evicts its own blocks, in the order in which the node would evict them. The node's policy
    knows these blocks too: in a full pool, it chooses among the blocks of all tenants.
-4. When there are too many accounts, those without blocks are forgotten with their counters, the longest unused first.
+4. When there are too many accounts (`MAX_ACCOUNTS`), accounts without blocks are forgotten with their counters, the
+   longest unused ones first.
 """
 
 import hashlib
@@ -53,7 +54,7 @@ class TenantQuotas:
     """Holds the accounts of a node's tenants.
 
     `by_tenant` maps a tenant's salt to its quota in bytes. Other tenants have the quota `default_bytes`. A quota of 0
-    means that the tenant has none, so that only the size of the pool limits its blocks.
+    means that the tenant has no quota, so only the size of the pool limits its blocks.
     """
 
     def __init__(

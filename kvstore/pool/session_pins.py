@@ -3,11 +3,11 @@
 Rules:
 
 1. A session has at most one pin in each namespace. A new pin of the session replaces the former one.
-2. All session pins together have a limit in bytes. A block counts once, in whole pages, however many sessions pin it.
-   If a chain does not fit, only its first blocks are pinned, because blocks after a missing one are useless: a match
-   stops at the first missing block.
-3. A pin is a lease of the pool machine: its blocks are pinned until its deadline, or until it is released. A block that
-   is condemned is removed from all session pins.
+2. All session pins together have a limit in bytes. A block counts once, in whole pages, even if several sessions pin
+   it. If a chain does not fit, only its first blocks are pinned, because blocks after a missing one are useless: a
+   match stops at the first missing block.
+3. A session pin is a lease of the pool machine: its blocks are pinned until its deadline, or until it is released. A
+   block that is condemned is removed from all session pins.
 """
 
 from collections.abc import Iterator, Sequence
@@ -55,7 +55,7 @@ class SessionPins:
             self.let_go(block)
 
     def let_go(self, block: StoredBlock) -> None:
-        """Record that one session pin no longer has this block."""
+        """Record that one of the session pins on this block has ended."""
         if self._holders[block] > 1:
             self._holders[block] -= 1
             return

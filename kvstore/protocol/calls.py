@@ -10,9 +10,10 @@ Rules:
 2. A request is a method (1 byte) and its message. An answer is a status (1 byte, a gRPC code) and the message. If the
    status is not 0, the message is replaced by the offending field, a zero byte, and the reason.
 3. Answers have the order of the requests. This client makes one call at a time on a connection, and has as many
-   connections as threads that call at the same time. A release may return without waiting for its answer, which is
-   then read before the next request on the connection is sent (`NodeCalls.release_soon`).
-4. A peer that violates these rules, or misses a deadline within a call, loses the connection. Nothing else is affected.
+   connections as threads that call at the same time. A release may return without waiting for its answer. The answer is
+   then read before the next request on this connection is sent (`NodeCalls.release_soon`).
+4. If a peer violates these rules, or misses a deadline within a call, the other peer closes the connection. Other
+   connections are not affected.
 5. Calls use gRPC if a connection for frames is not possible, for example because containers on one host share no
    sockets, or because the node has too many connections or another version. If the node does not answer by the
    deadline, the call fails. A client notices an ended connection before it sends a request, so no request is sent
@@ -41,17 +42,17 @@ HANDSHAKE = QUESTION.pack(CALLS, bytes(16))
 ACCEPTED = HEAD.pack(0)
 
 FRAME_BYTES = 2 << 20
-"""Maximum length of a frame: the slots of `wire.MAX_HASHES` blocks take 1.3 MiB."""
+"""Maximum length of a frame: the longest answer, the slots of `wire.MAX_HASHES` blocks, takes 1.3 MiB."""
 
 REQUEST = struct.Struct("<IB")  # head of a request: number of bytes of the frame, and method
 ANSWER = struct.Struct("<IB")  # head of an answer: number of bytes of the frame, and status
 OK = 0
 
-BUFFER_BYTES = 64 << 10  # size of the buffer for answers; a longer answer, which is rare, gets a buffer of its own
+BUFFER_BYTES = 64 << 10  # size of the buffer for answers; a longer answer is rare, and gets a buffer of its own
 # A message of at most this size fits into the socket buffer, so sending it does not block.
 NON_BLOCKING_BYTES = 32 << 10
 CLOSE_SECONDS = 0.1  # maximum time for which `NodeCalls.retire` waits for the answers to releases
-# Maximum number of idle connections that are kept. It is rare that more threads make calls at the same time.
+# Maximum number of idle connections that are kept. More threads rarely make calls at the same time.
 IDLE_CONNECTIONS = 8
 
 Answer = TypeVar("Answer", bound=Message)
@@ -120,7 +121,10 @@ class NodeCalls:
         return self._ask(Method.RELEASE, request, pb.ReleaseResponse, self._stub.Release, timeout_seconds)
 
     def release_soon(self, request: pb.ReleaseRequest, timeout_seconds: float) -> None:
-        """Release leases, if possible without waiting for the node's answer; `settle` waits for it."""
+        """Release leases; wait for the node's answer only if the call uses gRPC.
+
+        `settle` waits for the other answers.
+        """
         deadline = Nanos(self._clock.now() + nanos(timeout_seconds))
         connection = self._connection(deadline) if self.path else None
         if connection is None:
@@ -151,7 +155,7 @@ class NodeCalls:
         return self._ask(Method.PUBLISH, request, pb.PublishResponse, self._stub.Publish, timeout_seconds)
 
     def retire(self) -> None:
-        """Wait shortly for the answers to releases, then close the idle connections.
+        """Wait at most `CLOSE_SECONDS` for the answers to releases, then close the idle connections.
 
         Each connection in use is closed when its call has ended.
         """

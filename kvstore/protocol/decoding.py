@@ -1,4 +1,4 @@
-"""Decoding interceptor: refuses requests that are not valid messages, logs each in one line, and counts them.
+"""Decoding interceptor: refuses requests that are not valid messages, counts them, and logs each of them in one line.
 
 Without this interceptor, gRPC would log a traceback for each such request and answer UNKNOWN. Any program that reaches a
 port could then fill the node's log.
@@ -34,7 +34,10 @@ UNDECODABLE = _Undecodable()
 
 
 class DecodingInterceptor(grpc.aio.ServerInterceptor):
-    """Checks all methods of a server, including streams. Add it last, so that other interceptors refuse unauthenticated callers first."""
+    """Checks all methods of a server, including streams.
+
+    Add it after the interceptors that refuse unauthenticated callers.
+    """
 
     def __init__(self) -> None:
         self.refused = 0

@@ -4,14 +4,15 @@ Rules:
 
 1. Requests of a connection are answered in the order of arrival. The answer to a request is computed at once, without
    waiting for anything else.
-2. If many requests arrive together on a connection, `TURN_REQUESTS` of them are answered; then other connections are
-   served before the next ones.
+2. If many requests arrive together on a connection, `TURN_REQUESTS` of them are answered. Then other connections are
+   served before the next requests of this one.
 3. Answers that a client does not read are kept, up to `SEND_BYTES`. Meanwhile, nothing further is read from this
    client.
 4. The connection of a client is closed if, for the time `STALLED`, the client does not complete a request that it has
    begun, or does not read its answers. A connection without a request stays open, because it costs only a file
    descriptor. There are at most `CONNECTIONS` connections; a further one is closed at once.
-5. If a client sends bytes that are not a request, its connection is closed and counted. Other connections go on.
+5. If a client sends bytes that are not a request, its connection is closed and counted. Other connections are not
+   affected.
 """
 
 import asyncio
@@ -33,8 +34,8 @@ STALLED = Nanos(10 * SECOND)
 TURN_REQUESTS = 8  # requests of one connection that are answered at a time: half a millisecond for usual look-ups
 
 CallHandler = Callable[[bytes], Message]
-"""A function that turns the bytes of a request into the answer. It raises `StoreError`, or `DecodeError` if the bytes are
-not a request.
+"""A function that turns the bytes of a request into the answer. It raises `StoreError` if the store refuses the
+request, and `DecodeError` if the bytes are not a request.
 """
 
 log = logging.getLogger(__name__)
@@ -72,8 +73,8 @@ class FramedCallServer:
     def answer(self, payload: bytes) -> tuple[bytes, bytes]:
         """Perform a request, and return its answer in two parts.
 
-        The first part is the status of success, and the second one the result. If the store refuses the request, the first
-        part is empty, and the second one is a refusal, which begins with its own status.
+        The first part is the status of success, and the second part is the result. If the store refuses the request,
+        the first part is empty, and the second part is a refusal, which contains a status.
 
         Raises:
             DecodeError: The payload is not a request.
@@ -115,7 +116,7 @@ _WELL = bytes((OK,))
 
 
 class _CallerConnection:
-    """Answers the requests of one connection, as a `kvstore.net.frames.FrameReceiver`."""
+    """The `FrameReceiver` of one connection: answers its requests."""
 
     def __init__(self, server: FramedCallServer, connection: FrameConnection):
         self.connection = connection

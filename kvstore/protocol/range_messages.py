@@ -1,4 +1,4 @@
-"""Range messages: converts protocol ranges between `kvstore.v1.ProtocolRange` and `kvstore.protocol.versions`."""
+"""Range messages: converts a `kvstore.v1.ProtocolRange` to `kvstore.protocol.versions.ProtocolRange`, and back."""
 
 from typing import Literal, Protocol
 

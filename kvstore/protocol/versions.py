@@ -2,10 +2,10 @@
 
 Rules:
 
-1. The protocol version is one small integer for all links of the product. Each peer on a connection states the lowest
-   and the highest version that it speaks, in its first message, and both use the highest common one.
-2. A peer that states no range speaks version 1. If the lowest version of a range is above the highest, the range counts
-   as its highest version alone.
+1. The protocol version is one small integer for all links of the product. In its first message, each peer on a
+   connection states the lowest and the highest version that it speaks. Both peers then use the highest common version.
+2. A peer that states no range speaks version 1. If a peer states a lowest version above its highest one, only the
+   highest version counts.
 3. Without a common version, the connection is refused. The error names both ranges, and the peer that has to be
    upgraded.
 4. A build whose highest version is N can speak with a build whose highest version is N-1. The lowest version of
@@ -25,7 +25,7 @@ LONGEST_PRODUCT = 64
 
 
 class ProtocolRange(Struct, frozen=True):
-    """The protocol versions that a process speaks, and its product version, which is empty if it is not known."""
+    """The protocol versions that a process speaks, and its product version (empty if unknown)."""
 
     lowest: int = 1
     highest: int = 1
@@ -41,7 +41,7 @@ UNSTATED = ProtocolRange()
 
 
 class NoCommonProtocol(Exception):
-    """Two processes speak no common version of the protocol; the message names both ranges and what to upgrade.
+    """Two processes speak no common version of the protocol. The message names both ranges, and the process to upgrade.
 
     Attributes:
         peer: The range of the other process.
@@ -64,7 +64,10 @@ def own_protocols() -> ProtocolRange:
 
 
 def stated(lowest: int, highest: int, product: str) -> ProtocolRange:
-    """Return the range that a peer states; a bound that it does not state is 1 (rule 2)."""
+    """Return the range that a peer states.
+
+    A bound of 0, which means that the peer does not state it, becomes 1 (rule 2).
+    """
     lowest, highest = lowest or 1, highest or 1
     shown = "".join(filter(str.isprintable, product[:LONGEST_PRODUCT]))
     return ProtocolRange(min(lowest, highest), highest, shown)
@@ -74,7 +77,7 @@ def agree(own: ProtocolRange, peer: ProtocolRange, *, own_name: str, peer_name: 
     """Return the highest common version.
 
     Raises:
-        NoCommonProtocol: There is none.
+        NoCommonProtocol: The two ranges have no common version.
     """
     highest = min(own.highest, peer.highest)
     if highest < max(own.lowest, peer.lowest):

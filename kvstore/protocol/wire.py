@@ -1,6 +1,7 @@
 """Wire conversion: converts `kvstore.v1` messages to the values of this package, and back.
 
-The fields of a client's request are checked. The answers of a node are trusted; an incomplete slot in them is dropped.
+The fields of a client's request are checked. The answers of a node are not checked; an incomplete slot in an answer is
+dropped.
 """
 
 from collections.abc import Mapping, Sequence
@@ -52,8 +53,8 @@ MAX_HASHES = 65_536
 NOTHING_PROMOTED: Mapping[str, int] = MappingProxyType({})
 
 MAX_LEASES = 1024
-"""Maximum number of leases that one request releases. Each lease may have many blocks, and other clients wait while the
-leases are released."""
+"""Maximum number of leases that one request releases. Each lease may have many blocks, and other clients wait while
+they are released."""
 
 MAX_EVACUATED = 4096
 """Maximum number of blocks that one request evacuates; all of them are looked up at once, while other clients wait."""
@@ -226,7 +227,7 @@ def parse_checksums(request: pb.PublishRequest) -> dict[int, int]:
 
 
 def parse_condemned(request: pb.CondemnRequest) -> list[tuple[BlockHash, int]]:
-    """Return block hashes and generations; raise InvalidArgument if their numbers differ, or as `check_hashes` does."""
+    """Return block hashes and generations; raise InvalidArgument if they differ in number or are invalid."""
     names = parse_hashes(request.hashes)
     if len(names) != len(request.generations):
         raise InvalidArgument("generations", f"{len(request.generations)} for {len(names)} hashes")

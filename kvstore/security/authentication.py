@@ -3,15 +3,15 @@
 Rules:
 
 1. Proofs are HMAC-SHA-256 under a key that is derived from the deployment's secret; each purpose has its own key. They
-   are compared in constant time. The signed bytes begin with the name of the side that signs, so a peer cannot return a
-   proof that it has received as its own.
+   are compared in constant time. The signed bytes begin with the name of the side that signs. A peer can therefore not
+   use a received proof as its own proof.
 2. On the data plane, the proofs of a connection cover nonces of both peers and the namespace, so a proof that an
    attacker has overheard is useless. The client sends its proof first. A node that cannot answer with its own proof
    gets no request.
 3. On the control plane, the proof of a call covers its method, the digest of the request's bytes, the time, the caller,
    and a number that counts the caller's calls. The node's proof covers the same. A proof is therefore valid for one
-   request, is accepted once (`kvstore.security.call_replays`), and is refused when the clocks differ by more than
-   `SKEW_SECONDS`, or when the caller's clock had not reached the second in which the node opened its port.
+   request, and is accepted once (`kvstore.security.call_replays`). It is refused if the clocks differ by more than
+   `SKEW_SECONDS`, or if its time is earlier than the opening of the node's port.
 4. These proofs only keep out callers without the secret. The bytes are neither encrypted nor protected against changes.
    An attacker who can change bytes on the wire can take over a connection. A network where that can happen needs TLS,
    and IPsec or WireGuard for the data plane.
@@ -33,12 +33,12 @@ SECRET_BYTES = 16
 secrets offline."""
 
 SKEW_SECONDS = 300
-"""Maximum difference between the clocks of client and node. A node remembers accepted proofs for as long as they stay
+"""Maximum difference between the clocks of client and node. A node remembers an accepted proof until it is no longer
 valid.
 """
 
 CALL_PROOF_VERSION = "2"
-"""First word of a call's proof. Proofs without it come from older programs, whose proofs did not cover the request."""
+"""First word of a call's proof. Older programs send proofs without this word; their proofs do not cover the request."""
 
 
 class Purpose(StrEnum):
@@ -73,7 +73,7 @@ class AuthenticationKey:
 
 
 def nonce() -> bytes:
-    """Return 16 random bytes that never repeat."""
+    """Return 16 new random bytes, which practically never repeat."""
     return secrets.token_bytes(NONCE_BYTES)
 
 
@@ -91,7 +91,7 @@ class CallProof(Struct, frozen=True, kw_only=True):
     ) -> Self:
         """Return the proof of a call of a method such as ``/kvstore.v1.BlockStore/Match``.
 
-        `number` differs for each call.
+        `number` must differ for each call of the same caller.
         """
         words = _words(method, request, unix_seconds, caller, number)
         return cls(unix_seconds=unix_seconds, caller=caller, number=number, proof=key.proof(ProofSide.CLIENT, *words))

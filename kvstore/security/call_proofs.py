@@ -43,7 +43,7 @@ AioContext = grpc.aio.ServicerContext[Any, Any]
 class UnprovenAnswer(grpc.RpcError):
     """The sender of the answer did not prove that it knows the secret.
 
-    The error has the same status as a refusal by the node.
+    The error has the status UNAUTHENTICATED, like a refusal by the node.
     """
 
     def code(self) -> grpc.StatusCode:
@@ -87,7 +87,7 @@ class ProofServerInterceptor(grpc.aio.ServerInterceptor):
             proven = grpc.unary_unary_rpc_method_handler(behaviour, None, handler.response_serializer)
         return cast("grpc.RpcMethodHandler[Request, Response]", proven)
 
-    # The handlers below have no deserializer, so that they get the exact bytes of a request.
+    # gRPC calls the functions below without a deserializer, so that they get the exact bytes of a request.
 
     def _asking(self, method: str, behaviour: Any, deserialize: Any) -> Any:
         async def answer(request: bytes, context: AioContext) -> Any:

@@ -3,13 +3,14 @@
 Rules:
 
 1. A caller numbers its calls. For each caller, two facts are kept: the highest number that has come, and which of the
-   `WINDOW` numbers up to it have come. Numbers below these are refused, because it is not known whether they have come.
+   last `WINDOW` numbers up to this one have come. Lower numbers are refused, because it is not known whether they have
+   come.
 2. A caller is forgotten only when each proof that was accepted from it is too old to be accepted again.
 3. At most `CALLERS` callers are remembered. When that many are known, the calls of another caller are refused, because
    forgetting a caller would allow replays of its calls. Only callers with the secret are remembered, so callers
    without it cannot fill the memory.
-4. The memory begins empty when a port opens. So a call is refused if the caller made its proof before that second,
-   because an earlier process may have accepted it.
+4. The memory begins empty when a port opens. A call whose proof is older than the port is therefore refused, because an
+   earlier process may have accepted it.
 """
 
 from kvstore.security.authentication import SKEW_SECONDS
@@ -35,7 +36,7 @@ class _CallerWindow:
     def __init__(self, number: int, expires: int):
         self.highest = number
         self.seen = 1  # bit n is set if the call with the number `highest - n` came
-        self.expires = expires  # seconds since 1970 after which no accepted proof is valid any more
+        self.expires = expires  # seconds since 1970 after which none of the caller's accepted proofs is valid any more
 
 
 class CallReplays:
@@ -58,7 +59,7 @@ class CallReplays:
 
     def refusal(self, name: bytes, number: int, unix_seconds: int, now: int) -> str:
         """Record a call whose proof is valid. Return why the call is refused; an empty string means that it is accepted."""
-        self._opened = min(self._opened, now)  # a clock that was set back must not refuse all calls
+        self._opened = min(self._opened, now)  # after the node's clock was set back, new calls must not count as older
         if unix_seconds < self._opened:
             # The text is always the same, so that the caller's log can leave out repetitions.
             return (

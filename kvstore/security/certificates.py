@@ -1,13 +1,13 @@
-"""Certificate files of one end of TLS: certificate, key and authority, which are read again when they are renewed.
+"""Certificate files of one end of TLS: certificate, key and authority. Renewed files are read again.
 
 Rules:
 
 1. When the content of the files is needed, the files are first checked for changes, but at most once in `look_seconds`.
-   Handshakes after a renewal therefore use the new certificate, and open connections go on.
+   Handshakes after a renewal therefore use the new certificate. Open connections are not interrupted.
 2. If changed files cannot be used, this is logged once, and the earlier content stays in use. Files cannot be used if
    one is missing, empty, too large, a pipe or not PEM, if the key belongs to another certificate, or if the certificate
-   has expired or is not valid yet. A renewal that is being written can look like this, so the files are looked at again
-   until they can be used.
+   has expired or is not valid yet. Files that are being written can look like this, so they are checked again until
+   they can be used.
 3. When the files are checked, the log warns of a certificate that ends within `warning_seconds`, at most once a day.
 4. All classes here may be used by several threads.
 """
@@ -60,7 +60,7 @@ METRICS: Sequence[MetricDefinition] = (CERTIFICATE_END, RENEWAL_REFUSED)
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    """Open a file for Python's `open`; if the file is a pipe, do not wait for its writer."""
+    """Open a file, as an opener for Python's `open`; if the file is a pipe, do not wait for its writer."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
@@ -128,14 +128,14 @@ class CertificateFiles:
         self._version = self._file_version()
         self._pem = self._read()
         self._generation = 0
-        self._refused = ""  # the cause of the last refusal that was logged, with the version of the files
+        self._refused = ""  # the last logged refusal (version of the files, and cause); empty if there is none
         self._warned_at = float("-inf")
         self._end = _end_of(self._pem.certificate)
         self._note_end()
 
     @property
     def pem(self) -> PemContent:
-        """The content in use. If the files were renewed, it is the new content (rule 1)."""
+        """The content in use; after a renewal, the new content (rule 1)."""
         return self.latest()[1]
 
     def latest(self) -> tuple[int, PemContent]:
@@ -164,7 +164,7 @@ class CertificateFiles:
 
     @property
     def renewal_refused(self) -> bool:
-        """True while the files have changed and cannot be used."""
+        """True while the files have changed and their new content cannot be used."""
         return bool(self._refused)
 
     def _renew(self) -> bool:
@@ -176,7 +176,7 @@ class CertificateFiles:
         try:
             pem = self._read()
             if self._file_version() != version:
-                return False  # the file is being written; the next look reads it completely
+                return False  # a file is being written now; the next check reads it again
             self._check(pem)
             self._check_time(pem)
         except BadCredentials as error:
@@ -328,7 +328,7 @@ def load_chain(context: ssl.SSLContext, pem: PemContent) -> None:
     """
     with _memory_file(pem.certificate) as certificate, _memory_file(pem.key) as key:
         try:
-            # The passphrase is empty; otherwise Python would ask for one on the terminal.
+            # An empty passphrase is passed, because Python would ask for one on the terminal otherwise.
             context.load_cert_chain(certificate, key, password=lambda: b"")
         except ValueError as error:
             raise OSError(str(error)) from error
@@ -383,7 +383,7 @@ class CertificateWatch:
             self.look()
 
     def look(self) -> None:
-        """Check all files for renewals, except those that were checked less than their `look_seconds` ago (rule 1)."""
+        """Check all files for renewals, except files that were checked less than `look_seconds` ago (rule 1)."""
         for each in self._several:
             each.latest()
 

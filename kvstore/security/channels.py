@@ -6,8 +6,8 @@ Rules:
 2. A node listens beyond loopback only if its callers have to show a certificate of the authority (`certificate`, `key`
    and `authority` are set), or to prove that they know the secret. The TCP data plane only supports the secret.
    `insecure` allows a node to listen without either.
-3. With a secret, each call over TCP carries a proof and each answer another one, also on loopback. With certificates of
-   both peers, no proofs are needed, because TLS has proven the identity of both. Health checks are exempt: they only
+3. With a secret, each call over TCP carries a proof and each answer another one, also on loopback. If both peers have
+   certificates, no proofs are needed, because TLS has proven who the peers are. Health checks need no proof: they only
    report that the node lives.
 4. Servers and channels follow renewed certificates (`kvstore.security.certificates`). At each handshake, gRPC asks for
    the certificate that the server has now. After a renewal, a client's channel is opened again before its next call,
@@ -50,7 +50,7 @@ class LoadedCredentials(Struct, frozen=True, kw_only=True):
     """The certificate files; None if the settings name none."""
     insecure: bool = False
     files: Credentials = Credentials()
-    """The paths of the files that were read; error messages name the one that is wrong."""
+    """The paths of the files that were read. An error message names the file that is wrong."""
     purpose: Purpose = Purpose.CONTROL
     """The purpose for which proofs on calls are made. A proof for one kind of port is not accepted at another kind."""
 
@@ -59,7 +59,7 @@ class LoadedCredentials(Struct, frozen=True, kw_only=True):
 
     @property
     def data_key(self) -> AuthenticationKey | None:
-        """The key for the proofs of both ends of a data connection; None if they need no proofs."""
+        """The key for the proofs of both ends of a data connection; None without a secret."""
         return AuthenticationKey(self.secret, Purpose.DATA) if self.secret else None
 
     @property
@@ -106,7 +106,7 @@ class LoadedCredentials(Struct, frozen=True, kw_only=True):
         return server.add_secure_port(address, renewed_server_credentials(self.certificates))
 
     def interceptors(self, now: Calendar = unix_seconds) -> list[grpc.aio.ServerInterceptor]:
-        """Return the interceptors by which a server checks the proofs of callers and adds its own."""
+        """Return the interceptors that check callers' proofs and add the server's own; none if calls need no proofs."""
         return [ProofServerInterceptor(self.control_key, now)] if self.control_key else []
 
     def channel(self, address: str, options: Options, now: Calendar = unix_seconds) -> grpc.Channel:
@@ -136,7 +136,7 @@ class LoadedCredentials(Struct, frozen=True, kw_only=True):
         return cast(grpc.aio.Channel, renewed)
 
     def diagnose(self, address: str) -> str:
-        """Return why a client gets no TLS connection to a node, or an empty string; see `kvstore.security.tls_diagnosis`.
+        """Return why a client gets no TLS connection to a node; empty if TLS is not the cause.
 
         The diagnosis takes a second or two. For a client without TLS, its time limit is much shorter, because the node
         then probably has no TLS either.

@@ -15,16 +15,16 @@ class Credentials(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """
 
     certificate: str = ""
-    """PEM file of this end's certificate and of the certificates between it and the authority. Empty: no TLS on a node; on
-    a client, no certificate.
+    """PEM file of this end's certificate and of the certificates between it and the authority. Empty: a node does not
+    use TLS; a client shows no certificate.
     """
 
     key: str = ""
     """PEM file of the certificate's private key."""
 
     authority: str = ""
-    """PEM file of the authorities of which one must have signed the certificate of the other end. On a node, each client
-    then has to show a certificate. Empty: on a node, clients need no certificate; a client does not use TLS.
+    """PEM file of authorities, one of which must have signed the certificate of the other end. If a node has this
+    setting, each client has to show a certificate; without it, clients need none. A client without it does not use TLS.
     """
 
     insecure: bool = False

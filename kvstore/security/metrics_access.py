@@ -48,7 +48,7 @@ class MetricsTls(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """PEM file of the certificate's private key."""
 
     client_authority: str = ""
-    """PEM file of the authorities of which one must have signed a scraper's certificate (mTLS). Empty: scrapers need no
+    """PEM file of authorities, one of which must have signed a scraper's certificate (mTLS). Empty: scrapers need no
     certificate."""
 
     def __post_init__(self) -> None:
@@ -59,7 +59,7 @@ class MetricsTls(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class MetricsGuard:
-    """Decides for each request whether it may read the metrics of one listener."""
+    """Decides for each request at one listener whether it may read the metrics."""
 
     def __init__(self, keys: tuple[str, ...], *, asks: bool) -> None:
         """Create the guard.

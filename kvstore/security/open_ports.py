@@ -1,4 +1,4 @@
-"""Open ports: warns of each port that other hosts reach without credentials, or with API keys in the clear.
+"""Open ports: warns of each port that other hosts reach without credentials, or at which API keys arrive unencrypted.
 
 A port that can ask for credentials, such as that of a store node, does not listen beyond loopback without them, unless
 the settings allow it (`insecure`, `metrics_access.open`). Other ports have no such rule: their protocol has no
@@ -34,12 +34,12 @@ class OpenPort(Struct, frozen=True):
 
     @property
     def is_reached_by_others(self) -> bool:
-        """True unless only processes of this host can connect to the address."""
+        """True if processes of other hosts can connect to the address, or if it is not host:port."""
         return is_open_to_others(self.address)
 
 
 def is_open_to_others(address: str) -> bool:
-    """Return True unless only processes of this host can connect to the address."""
+    """Return True if processes of other hosts can connect to the address, or if it is not host:port."""
     try:
         return not is_local(address)
     except ValueError:  # not host:port

@@ -1,8 +1,8 @@
 """gRPC channels that follow renewed certificates: the first call after a renewal opens a new channel.
 
 Running calls go on over the earlier channel. For these calls, the last `KEPT_CHANNELS` earlier channels stay open;
-older channels are closed, which ends their calls. Renewals are hours apart at least, so an earlier channel stays open
-longer than its calls run.
+older channels are closed, which ends their calls. Renewals are at least hours apart, so an earlier channel usually
+stays open until its calls have ended.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ CALL_KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 
 
 class _RenewedCall:
-    """A method of a stub, which always calls the same method of the newest channel."""
+    """A gRPC method, like those of stubs; each call uses the newest channel."""
 
     def __init__(
         self, channel: "_RenewedChannel", kind: str, arguments: tuple[Any, ...], named: dict[str, Any]
@@ -34,7 +34,7 @@ class _RenewedCall:
         return self._method(*arguments, **named)
 
     def __getattr__(self, name: str) -> Any:
-        # Passes on `future` and `with_call`, which methods of synchronous channels have.
+        # Give access to `future` and `with_call`, which methods of synchronous channels have.
         return getattr(self._method, name)
 
     @property

@@ -2,11 +2,12 @@
 
 Rules:
 
-1. gRPC reports "Socket closed" to a client whose certificate is refused, and "Deadline Exceeded" to one that waits for
-   the node. After such a failure, `diagnose` connects once more with Python's TLS and describes what is wrong.
+1. gRPC only reports "Socket closed" to a client whose certificate is refused, and "Deadline Exceeded" to a client that
+   waits for the node. After such a failure, `diagnose` connects once more with Python's TLS and describes what is
+   wrong.
 2. `explain` describes an exception of Python's TLS, on a client or on a server.
-3. Both functions only describe, and admit no peer. If a certificate is read without verification, nothing is sent on
-   that connection.
+3. Both functions only describe, and admit no peer. If a connection is made to read a certificate without verifying it,
+   no request is sent on this connection.
 4. A diagnosis makes at most three connections, one after the other. Each step of a connection takes at most the
    timeout.
 """
@@ -52,7 +53,7 @@ ALERTS = {
 
 
 def explain(error: Exception) -> str:
-    """Return a text that explains why a handshake failed, for the process that got this exception."""
+    """Return a text that explains why a handshake failed, from the exception that one end got."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"the peer's certificate is not accepted: {error.verify_message}"
     name = str(getattr(error, "reason", None) or "")
@@ -97,7 +98,7 @@ def diagnose(
         host: The server's host name or IP address.
         port: The server's port.
         credentials: The client's credentials. If they name no certificate authority (CA), the client uses no TLS.
-        field: Path of the credentials in the settings, by which the text names their fields: `credentials.authority`.
+        field: Path of the credentials in the settings; the text names fields by it, such as `credentials.authority`.
         server_name: The name that the server's certificate must have; empty: the host.
         protocols: The application protocols that the client offers (ALPN).
         timeout_seconds: Time limit of each step of a connection.
@@ -230,7 +231,7 @@ class _TlsProbe:
         return f"{self._place} has ended the connection right after the handshake{self._own_certificate()}"
 
     def _own_certificate(self) -> str:
-        """Return what may be wrong with the client's own certificate, as the end of a sentence."""
+        """Return a text about what may be wrong with the client's own certificate; it forms the end of a sentence."""
         files = self._credentials
         if not files.certificate:
             return f"; this client shows no certificate: set {self._field}.certificate and {self._field}.key"
@@ -333,7 +334,7 @@ def _refusal_of_own(files: Credentials) -> ssl.SSLCertVerificationError | None:
     return None
 
 
-FLIGHTS = 4  # maximum number of message exchanges in a handshake, which takes two or three
+FLIGHTS = 4  # maximum number of message exchanges that are tried; a handshake takes two or three
 
 
 def _step(act: Callable[[], None]) -> None:

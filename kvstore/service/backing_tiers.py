@@ -27,8 +27,8 @@ from kvstore.tiers.settings import KeepPolicy, TierSettings
 from kvstore.tiers.ssd.settings import SsdSettings
 from kvstore.tiers.ssd.tier import SsdTier
 
-# Hours of a day. A write budget saves up at most the bytes of one hour, or `LEAST_BURST_BYTES` if that is more, but
-# never more than the bytes of a day.
+# Hours of a day. An unused write budget grows to at most the bytes of one hour, or to `LEAST_BURST_BYTES` if that is
+# more, but never beyond the bytes of a day.
 HOURS = 24
 LEAST_BURST_BYTES = 1 << 30
 
@@ -73,7 +73,7 @@ class BackingTiers:
         clock: Clock,
         held: ExitStack,
     ) -> "BackingTiers":
-        """Open all tiers, which may take seconds for a large SSD tier. The tiers are closed together with `held`.
+        """Open all tiers. This may take seconds for a large SSD tier. The tiers are closed when `held` is closed.
 
         `namespaces` returns a namespace by its digest or raises NamespaceUnknown. `credentials` are shown to peers.
 
@@ -104,9 +104,9 @@ class BackingTiers:
         """Return the index of the tier to which blocks are evacuated; None if no tier is suitable.
 
         Redis and S3 are suitable, in this order. If the node is `leaving`, its peers and then its own disk are suitable
-        too (`kvstore.service.evacuation`). A tier with `keep = "none"` is not suitable. `is_given_up` tells for the
-        index of a tier whether the tier is given up, because its writes fail again and again. Return the first suitable
-        tier that is not given up. If all suitable tiers are, return the first one, because it may recover.
+        too (`kvstore.service.evacuation`). A tier with `keep = "none"` is not suitable. `is_given_up` returns for the
+        index of a tier whether its writes fail again and again. Return the first suitable tier whose writes do not. If
+        the writes of all suitable tiers fail, return the first one, because it may recover.
         """
         kinds: tuple[type[TierSettings], ...] = (RedisSettings, S3Settings)
         if leaving:
@@ -122,7 +122,7 @@ class BackingTiers:
     def begin_evacuation(self, tier: int) -> None:
         """Prepare a tier for an evacuation.
 
-        If it is the peer tier, it pushes all demoted blocks to other nodes from now on.
+        The peer tier pushes all demoted blocks to other nodes from now on; other tiers need no preparation.
         """
         evacuation_tier = self.tiers[tier]
         if isinstance(evacuation_tier, RemoteTier) and isinstance(evacuation_tier.backend, PeerBackend):

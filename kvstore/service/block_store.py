@@ -1,7 +1,7 @@
 """BlockStore service: answers the calls of clients by the pool machine, performs its commands, and informs watchers.
 
-Changes in the pool are also reported to the hierarchy of the backing tiers, which promotes the blocks that clients
-miss. Everything runs on one event loop, and nothing waits between a decision and its execution. When a client gets a
+Changes in the pool are also reported to the tier hierarchy, which promotes the blocks that clients do not find in the
+pool. Everything runs on one event loop, and nothing waits between a decision and its execution. When a client gets a
 slot, the pool's memory is therefore already marked with the slot generation.
 """
 
@@ -62,11 +62,11 @@ USES_PER_TURN = 64  # maximum number of uses of chains that are counted in one i
 
 MAX_UNCOUNTED_USES = 4096
 """Maximum number of uses of chains that wait to be counted. If the node is overloaded and more uses wait, the oldest
-ones are not counted. The counts only influence which blocks are demoted, and the ghost caches."""
+ones are not counted. Uncounted uses only make the demotions and the ghost caches less exact."""
 
 
 class NodeIdentity(Struct, frozen=True, kw_only=True):
-    """Data about a node that it sends to each client in the handshake."""
+    """The facts about a node that it sends to each client in the handshake."""
 
     store_id: str
     incarnation: str
@@ -100,7 +100,7 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
         clock: Clock,
         traces: CallTraces | None = None,
     ):
-        """Prepare the service. It can serve calls once `attach` was called. Without `traces`, calls are not traced."""
+        """Prepare the service. It can serve calls after `attach` was called. Without `traces`, calls are not traced."""
         self._identity = identity
         self._machine = machine
         self._tier = tier
@@ -136,7 +136,7 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
         self.settle()
 
     def settle(self) -> None:
-        """Perform what the pool machine and the hierarchy have decided."""
+        """Perform the commands of the pool machine and the transfers of the hierarchy."""
         self._perform()
         self._executor.settle()
         # A tier with an index in memory answers at once, and its answer may cause new commands of the pool machine.
@@ -315,7 +315,7 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
         return pb.ReleaseHoldResponse(released=self._machine.release_hold(digest, session, now))
 
     def _evacuation(self, request: pb.EvacuateRequest, now: Nanos) -> Coroutine[Any, Any, EvacuationResult]:
-        """Check the request of an evacuation, and return the evacuation, which begins only when it is awaited."""
+        """Check the request of an evacuation, and return a coroutine that performs it when it is awaited."""
         self._require_incarnation(request.incarnation)
         digest, names = wire.parse_digest(request.digest), wire.parse_evacuated(request.hashes)
         deadline = Nanos(now + wire.parse_max_wait(request.timeout_ms))
@@ -325,7 +325,7 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
     def _condemned_batches(self, request: pb.CondemnRequest) -> list[list[tuple[BlockHash, int]]]:
         """Return the blocks that a client condemns, each only once, in batches.
 
-        A batch is so small that it can be checked in one iteration of the event loop.
+        Each batch is small enough to be checked in one iteration of the event loop.
         """
         block_bytes = self._machine.block_bytes(wire.parse_digest(request.digest))
         blocks = list(dict.fromkeys(wire.parse_condemned(request)))
@@ -348,8 +348,8 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
     def _is_corrupt(self, digest: bytes, name: BlockHash, generation: int) -> bool:
         """Return whether a block is really corrupt.
 
-        The client may have received wrong bytes although the block in the pool is intact. Removing it would then harm
-        other clients.
+        The client may have received wrong bytes although the block in the pool is intact. Removing an intact block
+        would harm other clients.
         """
         slot = self._machine.find(digest, name)
         if slot is None or slot.generation != generation:
@@ -376,7 +376,7 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
             await context.abort(code, str(error), ((wire.FIELD_KEY, field),) if field else ())
 
     def _act_and_settle(self, act: Callable[[Nanos], Answer]) -> Answer:
-        """Call `act` and perform all decisions that follow from it, then return its result as the answer."""
+        """Call `act`, perform all decisions that it causes (`settle`), and return its result."""
         try:
             return act(self._clock.now())
         finally:

@@ -3,14 +3,15 @@
 Rules:
 
 1. An embedded node is a normal node with the same settings, sockets, metrics and health. Its clients may run in any
-   process of the machine. Only the process is shared with the host program, such as a worker.
+   process of the machine. The only difference is that the node runs in the process of a host program, such as a worker.
 2. The node and the host program have separate event loops. An engine that computes for a long time therefore delays no
    look-up. A busy node slows down the host program only because both share one Python interpreter (docs/kvstore.md has
    figures).
 3. The node serves as long as the context of `open_embedded` is open. Its clients must be closed before the context
    ends.
 4. If the node ends by itself, which is a bug, the context is cancelled and raises `NodeEnded`, which ends the host
-   program. Otherwise a worker would go on without a store, and nobody would notice that its blocks are lost.
+   program. If the program continued, a worker would run without a store, and nobody would notice that its blocks are
+   lost.
 """
 
 import asyncio
@@ -67,8 +68,8 @@ async def open_embedded(
 class _EmbeddedNode:
     """Controls the node's thread, for the host program.
 
-    An exception of the node is the result of the future `ended`. No future is set to an exception, so asyncio never
-    warns that an exception was not retrieved.
+    If the node ends by an exception, this exception is the *result* of the future `ended`. No future raises it, so
+    asyncio never warns that an exception was not retrieved.
     """
 
     def __init__(self, settings: StoreSettings, clock: Clock, loop: asyncio.AbstractEventLoop):
@@ -80,9 +81,8 @@ class _EmbeddedNode:
         self.thread = threading.Thread(target=self._run, name="kvstore-node", daemon=True)
         self.ready: Future[StoreEndpoints] = Future()
         self.ended: Future[BaseException | None] = Future()
-        """Exception with which the node ended, or None if it was asked to stop.
-
-        Setting it is the thread's last step.
+        """Exception with which the node ended, or None if it was asked to stop. The thread sets this future as its last
+        step.
         """
 
     def start(self) -> None:
@@ -110,7 +110,8 @@ class _EmbeddedNode:
                 runner.run(self._serve())
         except BaseException as error:  # noqa: BLE001 - supervisor: the host program gets the exception and ends
             cause = None if self._asked_to_stop and isinstance(error, asyncio.CancelledError) else error
-        # Free the pool's memory at once. Without this call it would stay, because the node has reference cycles.
+        # Free the pool's memory at once. Without this call the memory would stay, because the node has reference
+        # cycles.
         gc.collect()
         self.ended.set_result(cause)
 

@@ -1,17 +1,18 @@
-"""Evacuation: copies blocks of a node's pool to a tier where other nodes find them, because the blocks' worker ends.
+"""Evacuation: copies blocks of a node's pool to a tier where other nodes find them, before the blocks' worker ends.
 
 Rules:
 
-1. Blocks are copied to the first tier that other nodes read: Redis, then S3. If there is no such tier, a node that goes
-   on running copies nothing, because its memory and its disk stay. A node that ends together with its worker then
-   copies the blocks to its peers' memory (`PeerBackend.leave`), or else to its disk, where its successor finds them. A
-   tier with `keep = "none"` is never written, and the write budget applies. If a tier fails repeatedly, the next tier
-   is used.
+1. Blocks are copied to Redis, or to S3 if there is no Redis tier. Without these tiers, a node that continues to run
+   copies nothing, because its memory and its disk stay. A node that ends together with its worker copies the blocks to
+   its peers' memory (`PeerBackend.leave`), or, without a peer tier, to its disk, where its successor finds them. A tier
+   with `keep = "none"` is never written, and the write budget applies. If a tier fails repeatedly, the next tier in
+   this order is used.
 2. Blocks are demoted as usual (`kvstore.hierarchy.machine`): through the tier's bounded queue, its circuit breaker and
-   its checksums, with the same events for watchers. Only the tier's admission rule is not applied, because the
-   requester has already chosen the blocks.
-3. Only the requester waits, until its deadline. Blocks that are not in the pool, or that the tier has, are skipped. A
-   tier that may have lost a block without reporting it is queried again, for many blocks at a time.
+   its checksums, with the same events for watchers. The only difference is that the tier's admission rule is not
+   applied, because the requester has chosen the blocks.
+3. Only the requester waits for an evacuation, at most until the deadline. Blocks that are not in the pool, or that the
+   tier has, are skipped. A tier that may have lost a block without reporting it is queried again, for many blocks at a
+   time.
 4. Blocks whose write fails are offered again when the tier's circuit breaker allows it, until the deadline. The
    requester learns how many transfers of the tier failed and decides when to stop. A failure of a block counts only if
    other blocks have arrived at the tier since the first failure of this block. After `STRIKES` counted failures, the
@@ -37,12 +38,12 @@ LOOK_AGAIN_SECONDS = 0.01  # pause between two checks of a tier's results; writi
 ASKED_AT_ONCE = 256
 STRIKES = 3  # number of counted failures after which a block is abandoned (rule 4)
 GIVEN_UP_AFTER = 3
-"""Number of consecutive failed writes after which the next tier is used. It is reached within a third of a second if
-each write fails at once."""
+"""Number of consecutive failed writes after which the next tier is used. If each write fails at once, this takes at
+most a third of a second."""
 
 
 class Evacuations:
-    """Performs the evacuations of one node. Several may run at a time: they share the tier's queue and its transfers.
+    """Performs the evacuations of one node. Several may run at a time; they share the tier's queue and its transfers.
 
     The constructor gets `settle`, a function that performs the hierarchy's decisions.
     """
@@ -110,7 +111,7 @@ class Evacuation:
     """Performs one evacuation, to one tier.
 
     Each block is in one of five states: the tier is believed to have it (unsure), the tier is being asked for it
-    (confirming), it waits for its demotion (waiting), it is being demoted (under way), or it is done.
+    (confirming), the block waits for its demotion (waiting), is being demoted (under way), or is done.
     """
 
     def __init__(
@@ -159,11 +160,11 @@ class Evacuation:
         return {self._keys[index] for index in (*self._unsure, *self._confirming, *self._waiting, *self._under_way)}
 
     def advance(self, now: Nanos) -> None:
-        """Query the tier for unsure blocks, and demote blocks that the tier lacks if its queue has room."""
+        """Query the tier for unsure blocks, and demote blocks that the tier does not have, if its queue has room."""
         can_be_asked = self._ask(now)
         unclear = [*self._confirming[:1], *self._unsure[:1]] if can_be_asked else []
-        # Blocks after an unconfirmed block wait, because the unconfirmed block is more valuable. If the tier turns out
-        # to lack it, it has to be copied before them.
+        # Blocks after an unconfirmed block wait, because the unconfirmed block is more valuable. If the tier does not
+        # have it, it has to be copied before the blocks after it.
         until = min(unclear, default=len(self._keys))
         due = [index for index in self._waiting[: self.hierarchy.room(self._tier)] if index < until]
         del self._waiting[: len(due)]
@@ -194,8 +195,8 @@ class Evacuation:
             else:
                 insort(self._waiting, index)
         failures = self._failures()
-        # Demotions end about in the order in which they began. The check stops at the first one that has not ended, so
-        # it costs no more than the number of new results.
+        # Demotions end about in the order in which they began. The check stops at the first demotion that has not
+        # ended, so its cost grows only with the number of new results.
         back = list(takewhile(lambda index: not self._is_going_down(index), self._under_way))
         arrived = {index for index in back if self.hierarchy.has(self._tier, self._keys[index])}
         for index in back:
@@ -209,7 +210,7 @@ class Evacuation:
         self.moved += len(arrived)
 
     def _gives_up(self, index: int) -> bool:
-        """Record a failure of a block; return True if the block is abandoned by rule 4."""
+        """Record a failure of a block; return True if rule 4 abandons the block."""
         others_arrived = self.moved > self._failed_at.setdefault(index, self.moved)
         self._strikes[index] = self._strikes.get(index, 0) + others_arrived
         return self._strikes[index] >= STRIKES

@@ -1,7 +1,7 @@
 """Prometheus metrics of a node: counters by tier, and durations of tier operations.
 
-Names follow the rules of Prometheus: base units, and `_total` for counters. The pool is the tier "cpu". Nothing is
-counted twice: counters are read from the machine and the tiers at each scrape.
+Names follow the rules of Prometheus: base units, and `_total` for counters. The pool is the tier "cpu". This module
+keeps no counters of its own: each scrape reads those of the machine and of the tiers.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -81,7 +81,7 @@ GAUGES: Mapping[str, GaugeDefinition] = GaugeDefinition.by_field(
         ("fenced", "Servers of the tier that are fenced now because their answers are damaged often", "servers"),
     ),
 )
-"""Metrics of those numbers of `TierStatus` that can also fall, by the name of their field."""
+"""Metrics of those fields of `TierStatus` that can also decrease, by the name of the field."""
 
 OPERATIONS = HistogramDefinition(
     "kvstore_tier_operation_seconds",

@@ -1,11 +1,11 @@
 """HTTP server of the metrics of a store node, a worker or a planner, with a bounded number of connections.
 
-Each connection has a thread, and there are at most `CONNECTIONS`. When one more connection comes, the oldest connection
-of the address with the most connections is closed (`kvstore.net.unproven_connections`), so a scrape is always served.
-The port serves only metrics, and requires a key according to its guard (`kvstore.security.metrics_access`). With
-certificates it speaks TLS 1.2 and 1.3; a handshake runs in the thread of its connection, so a client that never
-finishes it hinders nobody. A handshake, a whole request and each write of the answer have `STEP_SECONDS` each, however
-slowly the bytes arrive.
+Each connection has a thread, and there are at most `CONNECTIONS`. When one more connection comes, a connection is
+closed: the oldest one of the address with the most connections (`kvstore.net.unproven_connections`). A new scrape is
+therefore always served. The port serves only metrics, and requires a key according to its guard
+(`kvstore.security.metrics_access`). With certificates it speaks TLS 1.2 and 1.3; a handshake runs in the thread of its
+connection, so a client that never finishes it delays no other client. Each of these steps ends after `STEP_SECONDS`,
+even if bytes still arrive slowly: a handshake, a whole request, each write of the answer.
 """
 
 import asyncio
@@ -45,7 +45,10 @@ class LoopCollector:
         self._loop = asyncio.get_running_loop()
 
     def describe(self) -> Iterable[Metric]:
-        """Return no metrics, because the registry would otherwise collect all metrics at the registration."""
+        """Return no metrics.
+
+        Without this method, the registry would collect all metrics when the collector is registered.
+        """
         return ()
 
     def collect(self) -> Iterable[Metric]:
@@ -121,7 +124,7 @@ def metrics_port_context() -> ssl.SSLContext:
 
 
 def _guarded(application: Any, guard: MetricsGuard) -> Any:
-    """Return a WSGI application that answers with status 401 if the client may not read the metrics."""
+    """Return `application` behind the guard, which answers with status 401 if the client may not read the metrics."""
 
     def answer(environment: dict[str, Any], start_response: Any) -> Any:
         if refusal := guard.refusal(environment.get("HTTP_AUTHORIZATION", "")):
@@ -133,7 +136,7 @@ def _guarded(application: Any, guard: MetricsGuard) -> Any:
 
 
 class _RequestReader(io.RawIOBase):
-    """Reads one request from a connection, which has to arrive within `STEP_SECONDS`."""
+    """Reads one request from a connection. The whole request has to arrive within `STEP_SECONDS`."""
 
     def __init__(self, connection: socket.socket):
         self._connection = connection

@@ -88,7 +88,7 @@ log = logging.getLogger(__name__)
 async def serve(
     settings: StoreSettings, on_ready: Callable[[StoreEndpoints], None], *, clock: Clock | None = None
 ) -> None:
-    """Run a node until cancelled, and leave neither memory nor socket files behind.
+    """Run a node until the caller cancels it; then free its memory and remove its socket files.
 
     `on_ready` is called once, when the node listens at all addresses. Raise StoreNotStarted if the settings cannot be
     used on this machine.
@@ -149,7 +149,8 @@ async def open_node(settings: StoreSettings, clock: Clock) -> AsyncIterator[Stor
             shm_socket = _absolute(settings.shm_socket)
             listener = sockets.listen("shm_socket", shm_socket)
             stack.callback(listener.close)
-            # The path is removed before the listener is closed, because no other process can take the path until then.
+            # The path is removed while the listener is still open, because no other process takes the path during this
+            # time.
             stack.callback(sockets.remove, shm_socket, sockets.identity(shm_socket))
         identity = NodeIdentity(
             store_id=settings.store_id,
@@ -225,8 +226,8 @@ def _call_traces(settings: StoreSettings, exporter: TraceExporter, clock: Clock)
 async def _in_thread(act: Callable[[], Result], give_up: Callable[[], None] = lambda: None) -> Result:
     """Call `act` in a thread and return its result.
 
-    If the caller is cancelled, call `give_up`, which may make `act` end earlier, and wait until `act` has ended. All
-    that `act` has opened can therefore be closed.
+    If the caller is cancelled, call `give_up`, which may make `act` end earlier, and wait until `act` has ended. The
+    caller can therefore close everything that `act` has opened.
     """
     calling = asyncio.get_running_loop().run_in_executor(None, act)
     try:
@@ -267,9 +268,9 @@ def _serve_metrics(
 
 @contextlib.asynccontextmanager
 async def _tasks() -> AsyncIterator[asyncio.TaskGroup]:
-    """Open a task group. If one task fails, raise its exception itself and not an exception group.
+    """Open a task group. If one task fails, raise its exception instead of an exception group.
 
-    Callers therefore see why a node did not start.
+    Callers can therefore see from the type of the exception why a node did not start.
     """
     try:
         async with asyncio.TaskGroup() as tasks:
@@ -340,7 +341,7 @@ def _bind(server: grpc.aio.Server, field: str, address: str, access: LoadedCrede
     path = unix_path(address)
     with sockets.folder_lock(field, path) if path else contextlib.nullcontext():
         if path:
-            sockets.clear_path(field, path)  # without this check, gRPC would even replace a living process's socket
+            sockets.clear_path(field, path)  # without this check, gRPC would replace even a socket in use
         try:
             port = access.bind(server, address)
         except RuntimeError as error:

@@ -18,11 +18,11 @@ from kvstore.tiers.ssd.settings import SsdSettings
 from kvstore.tracing.settings import TracingSettings
 
 AnyTier = SsdSettings | PeerSettings | RedisSettings | S3Settings
-"""Settings of a backing tier, told apart by their `kind`."""
+"""Settings of a backing tier; the field `kind` says which class it is."""
 
 
 class NixlUse(StrEnum):
-    AUTO = "auto"  # NIXL is offered if this host has a fabric on which NIXL is faster than TCP
+    AUTO = "auto"  # NIXL is offered if this host has an RDMA device, on which NIXL is faster than TCP
     NEVER = "never"
     REQUIRE = "require"  # the node does not start without NIXL
 
@@ -31,7 +31,7 @@ TenantSalt = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 
 
 class StoreSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of one node. If a field is wrong, a `ValueError` names it, and no setting is used."""
+    """Settings of one node. A wrong field raises a `ValueError` that names it."""
 
     store_id: Annotated[str, Meta(min_length=1, max_length=128)]
     """Name of the node in the cluster; it stays the same over restarts."""
@@ -40,8 +40,8 @@ class StoreSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Addresses of the control plane: ``unix:/path`` or ``host:port``; with port 0, the system chooses the port."""
 
     shm_socket: str = ""
-    """Path of the Unix socket that gives the pool's memory to processes of this host, and takes their calls. Empty: no
-    shared memory, and calls use gRPC.
+    """Path of the Unix socket at which processes of this host get the pool's memory and make frequent calls. Empty: no
+    shared memory, and all calls use gRPC.
     """
 
     data_listen: str = ""
@@ -55,22 +55,24 @@ class StoreSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Credentials that clients have to prove; without them, a node does not listen beyond loopback."""
 
     capacity_bytes: Annotated[int, Meta(ge=PAGE_BYTES)] = 256 << 20
-    """Size of the pool in memory, all of which is taken at the start. 256 MiB hold 2,048 blocks of the built-in model.
+    """Size of the pool in memory, all of which is allocated at the start. 256 MiB hold 2,048 blocks of the built-in
+    model.
     """
 
     eviction: PolicyName = "lru"
     """Eviction policy of the pool; see `kvstore.eviction.policies`."""
 
     prefill_tokens_per_second: Annotated[float, Meta(gt=0)] = 2000
-    """Assumed prefill speed of a model's workers, for the policy "hazard", until the workers report it by the max wait of
-    their look-ups. Workers themselves assume 2,000 before they have measured. The value matters only if several models
-    share a node, or if only some blocks are in a backing tier too. Otherwise it changes the values of all blocks alike,
-    so their order of eviction stays the same.
+    """Assumed prefill speed of a model's workers, for the policy "hazard". It is used until the workers report their
+    speed by the max wait of their look-ups. Workers also assume 2,000 until they have measured their speed. The value
+    matters only if several models share a node, or if only some blocks are in a backing tier too. Otherwise it changes
+    the values of all blocks alike, so their order of eviction stays the same.
     """
 
     memory_bytes_per_second: Annotated[float, Meta(gt=0)] = 5e9
-    """Assumed speed at which clients read the pool, for the policy "hazard". A node cannot measure it, because clients map
-    its memory. One core copies about 5e9 bytes per second and computes their checksum.
+    """Assumed speed at which clients read the pool, for the policy "hazard". A node cannot measure it, because clients
+    on its host read the mapped memory themselves. One core copies about 5e9 bytes per second and computes their
+    checksum.
     """
 
     max_lease_seconds: Annotated[float, Meta(ge=0.001, le=3600)] = 30
@@ -84,13 +86,14 @@ class StoreSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """
 
     max_leases: Annotated[int, Meta(ge=1)] = 65_536
-    """Maximum number of leases and reservations at a time, so that a client that never releases cannot exhaust the node."""
+    """Maximum number of leases and reservations at a time. It limits the harm of a client that never releases its
+    leases."""
 
     max_hold_seconds: Annotated[float, Meta(ge=0.001, le=86_400)] = 600
     """Maximum time that a session may pin its blocks while it waits for a tool or a person."""
 
     max_held_share: Annotated[float, Meta(ge=0, le=1)] = 0.25
-    """Share of the pool that all session pins together may keep; what exceeds it is refused. With a quarter, waiting
+    """Share of the pool that all session pins together may keep; further pins are refused. With a quarter, waiting
     sessions leave enough room for running ones.
     """
 

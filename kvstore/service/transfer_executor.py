@@ -2,11 +2,12 @@
 
 Rules:
 
-1. There is no `await` between an answer of a tier and the hierarchy's decision on it.
+1. There is no `await` between an answer of a tier and the hierarchy's decision on it, so the state cannot change in
+   between.
 2. A transfer is late if it has not ended `LATE_SECONDS` after its deadline. A late transfer counts as a failure of its
    tier, and no promotion waits for it any longer. The places in the pool that it reads or writes stay in use until its
    thread returns (rule 1 of `kvstore.hierarchy.machine`). If no thread has begun a late transfer, it never begins. A
-   hanging tier therefore occupies only the places that its threads use.
+   hanging tier therefore occupies only the places of the transfers that its threads have begun.
 """
 
 import asyncio
@@ -56,7 +57,8 @@ class TransferExecutor:
             pool: Memory of the pool, from which and to which blocks are copied.
             clock: Clock of the transfers' deadlines.
             tasks: Task group in which the transfers run.
-            on_answer: Called when the hierarchy has decided on an answer of a tier, a failure, or a late transfer.
+            on_answer: Called after the hierarchy has decided on an answer of a tier, a failure, or a late transfer;
+                this function has to call `settle`.
             on_moved: Called after each transfer that a thread has made without an error, with the tier's name, the
                 operation and its duration in seconds.
         """
@@ -68,7 +70,7 @@ class TransferExecutor:
         self._on_answer = on_answer
         self._on_moved = on_moved
         self._threads_by_tier = [DaemonThreads(f"kvstore-{tier.name}", THREADS_PER_TIER) for tier in tiers]
-        # For the log: indices of the tiers that fail now; the second item is True if writing fails, False if reading.
+        # For the log: each tier that fails now, as its index and True if writing fails or False if reading fails.
         self._failing: set[tuple[int, bool]] = set()
         self._running: set[asyncio.Task[None]] = set()
 
@@ -84,7 +86,7 @@ class TransferExecutor:
                     task.add_done_callback(self._running.discard)
 
     def held(self) -> list[BlockChanges]:
-        """Return the blocks of the tiers, as far as they are known without asking a server."""
+        """Return the blocks of each tier, as far as the node knows them without asking a server."""
         changes = []
         for index, tier in enumerate(self._tiers):
             names: dict[bytes, list[BlockHash]] = {}
@@ -96,8 +98,8 @@ class TransferExecutor:
     def status(self) -> tuple[TierStatus, ...]:
         """Return the state of all tiers, in their order. Blocks that did not fit into a tier's queue count as refused.
 
-        Failures are counted by the tiers, so a hanging call is counted only when it returns. The hierarchy counts it
-        earlier, when its transfer is late (`TierCounters.failures`).
+        The failures in this state are those that the tiers count: they count a hanging call only when it returns. The
+        hierarchy counts it when its transfer is late (`TierCounters.failures`).
         """
         return tuple(
             replace(status, refused=status.refused + self._hierarchy.counters(index).dropped)
@@ -105,7 +107,7 @@ class TransferExecutor:
         )
 
     def close(self) -> None:
-        """Stop waiting for running transfers. Threads that hang are not waited for; they end with the process."""
+        """Cancel running transfers. Do not wait for threads that hang; these end with the process."""
         for task in self._running:
             task.cancel()
         for threads in self._threads_by_tier:

@@ -1,7 +1,7 @@
-"""Watchers: sends block changes to each client that watches the node, by a stream with a bounded queue.
+"""Watchers: sends block changes to each client that watches the node, over a stream with a bounded queue.
 
-A watcher first gets a cache dump and then each change. The stream of a watcher that is too slow is closed, because a
-stream with a gap would be worse than none. The watcher then opens a new stream and gets a new dump.
+A watcher first gets a cache dump and then each change. If a watcher is too slow, its stream is closed, because the
+watcher would not notice a gap in the stream. The watcher then opens a new stream and gets a new dump.
 """
 
 import asyncio
@@ -69,7 +69,7 @@ class _WatcherStream:
 def _cut(changes: BlockChanges) -> list[BlockChanges]:
     """Divide changes into messages of limited size.
 
-    There is always at least one message, because an empty one is information too: the namespace has no blocks.
+    There is always at least one message, because an empty message tells the watcher that the namespace has no blocks.
     """
     stored, removed = changes.stored, changes.removed
     if len(stored) + len(removed) <= NAMES_A_MESSAGE:

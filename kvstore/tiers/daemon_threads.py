@@ -2,7 +2,8 @@
 
 A disk that hangs, a server that sends the head of a response byte by byte, or a name server that does not answer, can
 keep a thread busy for any time. Therefore each owner, such as a tier, has its own threads, so that its hanging calls do
-not block those of other owners. Unlike the threads of `concurrent.futures`, they do not keep the process from ending.
+not block those of other owners. A process can end while these threads are busy; threads of `concurrent.futures` would
+keep it running.
 """
 
 import queue
@@ -28,7 +29,7 @@ class DaemonThreads:
             threading.Thread(target=self._work, name=f"{name}-{index}", daemon=True).start()
 
     def submit(self, act: Callable[..., Result], *arguments: Any) -> Future[Result]:
-        """Let a thread call `act` as soon as a thread is free.
+        """Let the next free thread call `act` with these arguments; return the future of the result.
 
         Raises:
             RuntimeError: The threads are closed.
@@ -41,7 +42,10 @@ class DaemonThreads:
         return future
 
     def close(self) -> None:
-        """Cancel waiting calls. Threads end after their current call; `close` does not wait for them."""
+        """Cancel the calls that no thread has begun.
+
+        The threads end after their current calls; do not wait for them.
+        """
         with self._lock:
             if self._closed:
                 return
@@ -63,6 +67,6 @@ def _run(future: Future[Any], act: Callable[[], Any]) -> None:
         return
     try:
         future.set_result(act())
-    except BaseException as error:  # noqa: BLE001 - the exception is passed to the waiting thread
+    except BaseException as error:  # noqa: BLE001 - the future passes the exception to the submitter
         future.set_exception(error)
         del future, act  # breaks a reference cycle that would keep the sockets of a client library open

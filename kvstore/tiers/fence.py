@@ -1,4 +1,4 @@
-"""Fence: decides to leave a server alone for a while if its answers are often damaged in transit. Does no I/O.
+"""Fence: decides to stop the use of a server for a while if its answers are often damaged in transit. Does no I/O.
 
 Rules:
 
@@ -6,8 +6,9 @@ Rules:
    never below zero. The fence closes when the score reaches `LIMIT`. Four damaged blocks in a row therefore close it,
    and a server stays in use while less than one block in seventeen is damaged. While the fence is closed, the server is
    not used.
-2. A closed fence opens after a pause. One more damaged block then brings the score to the limit again.
-3. The pause doubles, up to `LONGEST_PAUSE`, when the fence closes again before the score has fallen to zero.
+2. A closed fence opens after a pause, at first `FIRST_PAUSE`. The score is then one damaged block below the limit.
+3. If the fence closes again before the score has fallen to zero, the new pause is twice the last one, but at most
+   `LONGEST_PAUSE`.
 """
 
 from kvstore.clock import SECOND, Nanos
@@ -31,7 +32,7 @@ class Fence:
         return self._closed_until is not None
 
     def reopen(self, now: Nanos) -> bool:
-        """Open a closed fence when its pause is over, and return whether it opened now."""
+        """Open the fence if it is closed and its pause is over. Return whether this call has opened it."""
         if self._closed_until is None or now < self._closed_until:
             return False
         self._closed_until = None
@@ -39,7 +40,7 @@ class Fence:
         return True
 
     def record(self, *, sound: int, damaged: int, now: Nanos) -> bool:
-        """Count blocks that were read, and return whether the fence closes because of them."""
+        """Count blocks that were read. Return whether this call has closed the fence."""
         self._score = max(0, self._score - sound)
         if not self._score:
             self._pause = Nanos(0)

@@ -4,15 +4,15 @@ Rules:
 
 1. A request for more memory than is available fails before anything is allocated. Otherwise the system would kill a
    process, and not necessarily this one.
-2. Several threads populate the pages with system calls, which report an error when memory runs out. A plain write to a
-   page would end the process instead.
+2. Several threads populate the pages with system calls, which report an error when memory runs out. If the pages were
+   populated by plain writes, the process would be killed in this case.
 3. By default, huge pages that the administrator has reserved (hugetlb) are used if enough of them are free. Otherwise
    the system is asked for transparent huge pages, and `/proc` shows whether it granted any. `HugePages` has the other
    choices.
 4. The file has the kernel's file seals (F_SEAL_SHRINK and F_SEAL_GROW), so no process that maps the file can change its
    size while others use it.
-5. Allocating much memory takes seconds. A caller can cancel it by an event; the chunks in progress are finished first,
-   then all memory is returned.
+5. Allocating much memory takes seconds. A caller can cancel the allocation by setting an event. The chunks in progress
+   are finished first, then all memory is freed.
 """
 
 import contextlib
@@ -122,7 +122,7 @@ def allocate(size: int, huge_pages: HugePages, cancelled: Event | None = None) -
             try:
                 return _allocate(_round_up(size, huge_page_bytes()), os.MFD_HUGETLB, cancelled)
             except OSError as error:
-                # A control group may limit the memory, so it can run out although the machine has enough.
+                # A control group may limit the memory, so memory can run out although the machine has enough.
                 lack = error.strerror or str(error)
         if huge_pages is HugePages.REQUIRE:
             raise StoreNotStarted(
@@ -226,7 +226,7 @@ def _round_up(size: int, page_bytes: int) -> int:
 
 
 def _meminfo(name: str) -> int:
-    """Return a value of /proc/meminfo, in bytes or, for huge pages, as a number; 0 if the system does not report it."""
+    """Return a field of /proc/meminfo: a size in bytes, or a number of pages; 0 if the field is missing."""
     with contextlib.suppress(OSError):  # raised if the system is not Linux
         for line in MEMINFO.read_text(encoding="ascii").splitlines():
             if line.startswith(f"{name}:"):
@@ -236,12 +236,12 @@ def _meminfo(name: str) -> int:
 
 
 def _smaps(address: int, names: tuple[str, ...]) -> int:
-    """Return the sum of these fields of /proc/self/smaps for the mapping at that address, in bytes."""
+    """Return the sum, in bytes, of the fields `names` in /proc/self/smaps for the mapping that begins at `address`."""
     total, inside = 0, False
     with contextlib.suppress(OSError), SMAPS.open(encoding="ascii", errors="replace") as lines:
         for line in lines:
             first, _, rest = line.partition(" ")
-            if not first.endswith(":"):  # the line begins a mapping with its range of addresses
+            if not first.endswith(":"):  # this line is the first of a mapping, and begins with its range of addresses
                 inside = first.startswith(f"{address:x}-")
             elif inside and first[:-1] in names:
                 total += int(rest.split()[0]) * 1024

@@ -2,11 +2,11 @@
 
 Rules:
 
-1. If the backend fails during `get` or `put`, the call returns the answers that the backend has entered until then. If
-   there are none, the call raises `TierFailed`. If the backend fails during `find` or `holds`, the call always raises it.
-   This module counts each failure once.
-2. A call that begins after the tier is closed sends nothing to the server. This also holds for a call that begins after
-   its deadline; such a call counts as a failure.
+1. If the backend fails during `get` or `put`, the call returns the answers that the backend has given before the
+   failure. If there are none, the call raises `TierFailed`. If the backend fails during `find` or `holds`, the call
+   always raises `TierFailed`. This module counts each failure once.
+2. A call that begins after the tier is closed sends nothing to the server. Neither does a call that begins after its
+   deadline; this counts as a failure of the tier.
 3. A block that the backend cannot take (`TierBackend.takes`) is neither written nor looked up on the server. Such a block
    belongs, for example, to a namespace that is not open on this node. `put` counts it as refused, and for `find`, `holds`
    and `get` it is missing.
@@ -14,7 +14,7 @@ Rules:
    block was written again before this call.
 5. A block that is found bad is read again before it is removed (`kvstore.tiers.second_reading`): it may have been damaged
    in transit, and other nodes use the same server. A server whose answers are often damaged is fenced
-   (`kvstore.tiers.fence`): until the fence opens, `find`, `holds`, `put` and `get` fail at once.
+   (`kvstore.tiers.fence`): until the fence opens, `find`, `holds`, `put` and `get` raise `TierFailed` at once.
 
 A backend for another kind of server is registered at two places: its settings in `AnyTier` (`kvstore.service.settings`),
 and how it is opened in `_open` (`kvstore.service.backing_tiers`). CONTRIBUTING.md lists all files ("Add a store tier").
@@ -68,7 +68,7 @@ class BlockRead(Struct, frozen=True):
 class BackendHealth(Struct, frozen=True):
     """Counts of a backend that detects bad blocks itself; all are 0 for other backends."""
 
-    corrupt: int = 0  # number of bad blocks that it has found
+    corrupt: int = 0  # number of bad blocks that the backend has found
     damaged: int = 0  # number of these blocks that were damaged in transit
     fenced: int = 0  # number of servers that are fenced now
 
@@ -77,8 +77,8 @@ class TierBackend(Protocol):
     """Port of the remote tier: reads and writes blocks on one kind of server, such as Redis.
 
     The tier calls the methods from several threads. Methods that take keys or blocks get at least one. A method with a
-    deadline ends by this deadline. It may raise `TierFailed` at any time; the answers that it has entered until then
-    are used.
+    deadline ends by this deadline. It may raise `TierFailed` at any time. The tier then uses the answers that `put` or
+    `get` has entered before.
     """
 
     def takes(self, key: BlockKey, block_bytes: int | None = None) -> bool:
@@ -105,7 +105,7 @@ class TierBackend(Protocol):
         ...
 
     def examine(self, key: BlockKey, block_bytes: int, deadline: Nanos) -> ReadingVerdict:
-        """Read a bad block again, by new connections, and return whether the stored value is damaged."""
+        """Read a bad block again, over new connections; return the verdict (`kvstore.tiers.second_reading.judge`)."""
         ...
 
     def remove(self, keys: Sequence[BlockKey], deadline: Nanos) -> None:
@@ -117,7 +117,7 @@ class TierBackend(Protocol):
         ...
 
     def close(self) -> None:
-        """Close the backend; this may be done more than once. Calls in progress do not keep the process from ending."""
+        """Close the backend; a second call does nothing. Calls in progress do not keep the process from ending."""
         ...
 
 
@@ -125,12 +125,12 @@ S = TypeVar("S", bound=TierBackend)
 
 
 class RemoteTier(Generic[S]):
-    """Backing tier on another server, which a `TierBackend` reaches, by the rules of this module."""
+    """Backing tier on another server; uses a `TierBackend` by the rules of this module."""
 
     finds_in_memory = False
 
     def __init__(self, backend: S, statistics: TierStatistics, clock: Clock):
-        """Make a tier that owns the backend; the backend counts bytes and refusals in the same statistics."""
+        """Make a tier that owns `backend`, which must count its bytes and refusals in the same `statistics`."""
         self.backend = backend
         self._statistics = statistics
         self._clock = clock
@@ -294,7 +294,7 @@ class RemoteTier(Generic[S]):
             log.warning("tier fenced, answers damaged in transit", extra={"tier": self.name})
 
     def _allow_partial(self, act: Callable[[], None], got: Sized) -> None:
-        """Call `act`. If it fails after it has entered answers, ignore the failure (rule 1)."""
+        """Call `act`. If it fails after it has entered answers into `got`, ignore the failure (rule 1)."""
         try:
             self._counted(act)
         except TierFailed:

@@ -208,7 +208,7 @@ class RecordFramer:
     def proof(self, key: BlockKey, block_bytes: int, length: int, read: Read) -> bytes | None:
         """Return a proof that a value is corrupt: a digest of its length and of the bytes that show the damage.
 
-        Return None if it is not corrupt, or if the namespace of the block is not open on this node.
+        Return None if the value is not corrupt, or if the namespace of the block is not open on this node.
 
         `length` is the value's length. Errors of `read`, which fetches parts of the value, are passed on.
         """

@@ -1,13 +1,14 @@
-"""Second reading: finds out whether a bad value is damaged where it is stored, or was damaged in transit.
+"""Second reading: finds out whether a bad value is damaged on the server, or was damaged on its way to this node.
 
 Rules:
 
 1. A block is removed only if its stored value is damaged, because other nodes use the same server. Two readings decide
-   that. Each has a new connection.
-2. The readings have to agree on the length and on every byte that proves the damage. If an answer is for another request
-   than the one that was sent, the readings do not agree. A reading that fails or is incomplete proves nothing.
-3. The second reading fetches each range in two halves, the later half first. A fault that damages every answer at the
-   same offset therefore damages the value at different offsets in the two readings.
+   whether this is so. Each uses a new connection.
+2. The readings have to agree on the length and on every byte that proves the damage. If the server answers another
+   request than the one that was sent, the readings count as different. A reading that fails or is incomplete proves
+   nothing.
+3. The second reading fetches each range in two halves, the later half first. If a fault damages every answer at the
+   same offset, the damaged bytes of the value are therefore not the same in the two readings.
 """
 
 from collections.abc import Callable
@@ -16,11 +17,12 @@ from enum import Enum, auto
 from typing import Protocol
 
 Read = Callable[[int, int], bytes]
-"""A function that returns the bytes of a value from one offset up to another, which is exclusive."""
+"""A function that returns the bytes of a value from the first argument up to the second argument (exclusive), as
+offsets."""
 
 
 class Reading(Protocol):
-    """Port that reads one value, by a connection that is used for nothing else."""
+    """Port that reads one value over a connection of its own."""
 
     @property
     def length(self) -> int: ...
@@ -29,17 +31,17 @@ class Reading(Protocol):
         """Fetch all bytes from offset `start` up to `stop`.
 
         Raises:
-            OSError: The bytes did not arrive, or the answer is for something else.
+            OSError: The bytes did not arrive, or the server answered another request.
         """
         ...
 
 
 class ReadingVerdict(Enum):
-    """Outcome of the readings of one value."""
+    """Result of reading one value once or twice."""
 
     SOUND = auto()  # the value is correct
     CORRUPT = auto()  # the stored value is damaged
-    UNSURE = auto()  # the readings do not agree
+    UNSURE = auto()  # the readings do not agree, so the damage may have happened in transit
     UNREAD = auto()  # a reading failed
     GONE = auto()  # the value no longer exists
 
@@ -49,24 +51,25 @@ class ReadingVerdict(Enum):
 
 
 Proof = Callable[[int, Read], bytes | None]
-"""A function that returns the proof that a value is corrupt, from its length and bytes; None if it is not corrupt."""
+"""A function that returns the proof that a value is corrupt, or None if it is sound. Its arguments are the value's
+length and a function that fetches the value's bytes."""
 
 Open = Callable[[], AbstractContextManager[Reading | None]]
 """A function that opens a connection for one reading; the context yields None if there is no value."""
 
 
 class ReadingsDiffer(OSError):
-    """The server's answer is for another request than the one that was sent."""
+    """The server has answered another request than the one that was sent."""
 
 
 def judge(open_reading: Open, proof: Proof) -> ReadingVerdict:
-    """Read a value, and a second time if it is bad; return the verdict. Each reading has a new connection.
+    """Read a value, and if it is bad, read it once more; return the verdict. Each reading uses a new connection.
 
-    The verdict is never UNREAD. It is UNSURE also if a reading raises `ReadingsDiffer` or `ValueError`.
+    The verdict is UNSURE if the readings differ, or if one raises `ReadingsDiffer` or `ValueError`. It is never UNREAD.
 
     Raises:
-        OSError: A reading failed. Other exceptions of `open_reading` and of the readings are passed on too, and mean the
-            same.
+        OSError: A reading failed. Any other exception of `open_reading` or of a reading is passed on too, and also
+            means that a reading failed.
     """
     with open_reading() as reading:
         if reading is None:

@@ -2,14 +2,14 @@
 
 Rules:
 
-1. The memory of the pool is a file without a name; the node gives its descriptor to other processes. It is therefore
-   freed when the last process that maps it ends, in whatever way, and nothing appears in /dev/shm.
+1. The memory of the pool is a file without a name; the node gives its descriptor to other processes. The memory is
+   therefore freed when the last process that maps it ends, even if it is killed, and nothing appears in /dev/shm.
 2. All pages are allocated at the start (`kvstore.tiers.file_mapping`). If there is too little memory, this is an error at
    the start, and not a SIGBUS later. No request waits for page faults, which are thirty times slower than copies.
 3. The file contains the blocks, then one 64-bit stamp for each page: the slot generation of the block that begins in the
-   page, or 0. Readers and writers in other processes compare the stamp with their slot's generation, and so notice if
-   the place belongs to another block now. If a checksum is wrong, the stamp shows whether the block is corrupt or has
-   gone.
+   page, or 0. Readers and writers in other processes compare the stamp with their slot's generation. If the two differ,
+   the place belongs to another block now. When a checksum is wrong, an equal stamp means that the block is corrupt, and
+   another stamp that it has gone.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ class Mapping:
     """Maps the file of a pool into this process: first the bytes of the blocks, then the stamps (rule 3)."""
 
     def __init__(self, memory: int | FileMapping, capacity_bytes: int):
-        """Use a mapping, or map a file descriptor, which the caller may close afterwards.
+        """Use `memory`, or map its file if it is a descriptor, which the caller may close afterwards.
 
         Raises:
             OSError: The file cannot be mapped.
@@ -51,7 +51,7 @@ class Mapping:
         self.stamps: NDArray[np.uint64] = whole[_stamps_at(capacity_bytes) : size].view(np.uint64)
 
     def populate(self, limit_bytes: int) -> None:
-        """Enter the first `limit_bytes` into the page tables, so that copies cause no page faults. This is optional."""
+        """Enter the first `limit_bytes` into the page tables, so that copies cause no page faults. Ignore failures."""
         with contextlib.suppress(OSError):  # raised by an older kernel, which maps pages at the first access
             self._memory.populate(limit_bytes)
 
@@ -79,7 +79,7 @@ class SharedMemoryTier:
         Args:
             capacity_bytes: Rounded down to whole pages.
             huge_pages: The kind of pages to use.
-            clock: Measures the duration; the system's clock by default.
+            clock: Measures for the log how long the allocation takes; the system's clock by default.
             cancelled: Another thread sets this event to cancel the allocation.
 
         Raises:

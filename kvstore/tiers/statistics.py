@@ -7,8 +7,8 @@ from kvstore.buffers import ByteArray
 from kvstore.messages import BlockKey, BlockOutcome, FetchResult, TierStatus
 
 GONE_KEYS = 1 << 18
-"""Maximum number of lost blocks that wait to be reported. If there are more, the oldest ones are not reported, so routers
-go on believing that these blocks are stored."""
+"""Maximum number of lost blocks that wait to be reported. If there are more, the oldest ones are never reported, so
+routers keep believing that the tier has these blocks."""
 
 
 class TierStatistics:
@@ -21,7 +21,7 @@ class TierStatistics:
         self._gone: dict[BlockKey, None] = {}
 
     def count(self, **more: int) -> None:
-        """Add numbers to the counters of `TierStatus` with these names."""
+        """Add each number to the counter of this name; the names are those of fields of `TierStatus`."""
         with self._lock:
             for name, number in more.items():
                 self._counts[name] = self._counts.get(name, 0) + number

@@ -1,7 +1,7 @@
 """HTTP session for a trace collector: limits the size and the duration of the collector's answers.
 
-OpenTelemetry's exporter reads each answer completely. An endpoint that never ends its answer, such as one for live
-events, would otherwise take all memory of every process that sends traces.
+OpenTelemetry's exporter reads each answer completely. Without the limits, an endpoint that never ends its answer, such
+as one for live events, would use up the memory of every process that sends traces.
 """
 
 from io import BytesIO
@@ -13,7 +13,7 @@ from requests.adapters import HTTPAdapter
 from kvstore.clock import nanos
 from kvstore.system_clock import MonotonicClock
 
-MOST_ANSWER_BYTES = 64 << 10  # an answer is empty, or states in some hundred bytes what was refused
+MOST_ANSWER_BYTES = 64 << 10  # usual answers are empty, or say in a few hundred bytes what was refused
 PIECE_BYTES = 8 << 10
 
 

@@ -1,12 +1,12 @@
-"""Trace context: reads from W3C's headers to which trace a request or a call belongs.
+"""Trace context: reads the W3C headers that say to which trace a request belongs.
 
 Rules (https://www.w3.org/TR/trace-context/, https://www.w3.org/TR/baggage/):
 
-1. An invalid `traceparent` makes the whole context invalid, and the request begins a trace of its own.
-2. An invalid `tracestate`, or one beyond the specification's limits, is dropped, and the rest of the context is used.
-   A valid `tracestate` is passed on unchanged.
-3. Only those keys of `baggage` are read that the caller names. A member that cannot be read is left out.
-4. The length of a header is checked before anything else, so that a hostile long header costs no time.
+1. An invalid `traceparent` makes the whole context invalid. The request then begins a trace of its own.
+2. A `tracestate` that is invalid or exceeds the specification's limits is dropped. The rest of the context is used. A
+   valid `tracestate` is passed on unchanged.
+3. Only the keys of `baggage` that the caller names are read. A member that cannot be parsed is left out.
+4. The length of a header is checked before anything else, so that a very long header of an attacker costs no time.
 """
 
 import re
@@ -38,7 +38,7 @@ class TraceContext(Struct, frozen=True, kw_only=True):
 
     trace_id: bytes  # 16 bytes, not all zero
     parent_id: bytes = b""  # the 8 bytes of the calling span's id; empty if the trace begins with this request
-    # True: the request is traced. False: its spans are exported only if it fails or is slow (tail sampling).
+    # True: the request is traced. False: its spans are exported only if the request fails or is slow (tail sampling).
     sampled: bool = False
     state: str = ""  # `tracestate` of the client, unchanged
     baggage: tuple[tuple[str, str], ...] = ()  # those members of `baggage` that the caller has named
@@ -95,7 +95,8 @@ def read_baggage(text: str, keys: Collection[str]) -> tuple[tuple[str, str], ...
 def call_trace(context: TraceContext | None) -> bytes:
     """Return the value of the field `trace` in an attempt's calls to store nodes; empty if the request is not sampled.
 
-    It makes the node's spans children of the router's span, and not of the worker's, which is lost if the worker dies.
+    Through this field, the node's spans become children of the router's span. If they were children of the worker's
+    span, they would have no parent after the worker's death.
     """
     if context is None or not context.sampled:
         return b""

@@ -2,12 +2,13 @@
 
 Rules:
 
-1. Nothing waits for the collector. Spans that the collector does not take in time are dropped and counted. Until the
-   export they wait in a queue. Each entry of the queue is a function that makes the spans of one request, attempt or
-   call (`EndedSpans`). Entries that arrive while the queue is full are dropped and counted too.
+1. No request or call waits for the collector. Ended spans wait in a queue until the next export. Spans that the
+   collector does not take in time are dropped and counted. Each entry of the queue is a function that makes the spans
+   of one request, attempt or call (`EndedSpans`). Entries that arrive while the queue is full are dropped and counted
+   too.
 2. Memory is bounded by `most_waiting` entries, one batch, and a bounded part of the collector's answer.
-3. Spans are made in the exporter's thread, from facts that do not change any more. So a thread that serves requests only
-   has to note these facts.
+3. Spans are made in the exporter's thread, from data that does not change any more. A thread that serves requests only
+   has to put this data into an entry.
 4. OpenTelemetry is imported when an exporter opens, and only then.
 """
 
@@ -33,8 +34,8 @@ log = logging.getLogger(__name__)
 BATCH_SPANS = 512  # spans of one export: about 500 KB, an eighth of what gRPC servers accept by default
 CLOSE_SECONDS = 2.0  # time limit to send the waiting spans when the process ends
 LONGEST_CAUSE = 500  # maximum number of characters of a collector's message that are logged
-# Minimum number of characters of those words of headers' values that are masked in messages. Shorter words are not
-# secret, and masking them would also change other words that contain them.
+# Words of headers' values with at least this number of characters are masked in messages. Shorter words are not secret,
+# and masking them would also change other words that contain them.
 SHORTEST_SECRET = 4
 
 SendSpans = Callable[[Sequence[SpanRecord]], bool]
@@ -47,7 +48,7 @@ class TraceExporter:
     def __init__(
         self, send: SendSpans, most_waiting: int, export_seconds: float, cause: Callable[[], str] = str
     ) -> None:
-        """Start the thread, which alone calls `send` and `cause`.
+        """Start the thread. Only this thread calls `send` and `cause`.
 
         `cause` returns why the collector has not taken the latest spans; empty if that is not known.
         """
@@ -84,7 +85,7 @@ class TraceExporter:
         return len(self._waiting)
 
     def close(self) -> None:
-        """Send the waiting entries, but wait for this at most `CLOSE_SECONDS`."""
+        """Send the waiting entries; wait at most `CLOSE_SECONDS` until this is done."""
         self._stop.set()
         self._thread.join(CLOSE_SECONDS)
 
@@ -132,7 +133,7 @@ class TraceExporter:
 
 
 class _LastMessages(logging.Handler):
-    """Keeps the last message of OpenTelemetry's loggers for each thread, and writes no log.
+    """A log handler that keeps the last message of OpenTelemetry's loggers for each thread, and writes no log.
 
     A process may have several exporters: a worker and its embedded store have one each. All of them use the same loggers,
     each from its own thread. Collectors may repeat the values of headers, which can be secret. The values of all
@@ -148,7 +149,8 @@ class _LastMessages(logging.Handler):
     def collect(self, headers: Iterable[str]) -> None:
         """Begin to keep the messages of OpenTelemetry's loggers.
 
-        `headers` are the values of an exporter's headers. They are masked in the messages, as are those of earlier calls.
+        `headers` are the values of an exporter's headers. These values, and those of earlier calls, are masked in the
+        messages.
         """
         words = {word for value in headers for word in (value, *value.split()) if len(word) >= SHORTEST_SECRET}
         self.acquire()
@@ -160,8 +162,8 @@ class _LastMessages(logging.Handler):
         library.setLevel(logging.WARNING)
         library.propagate = False
         library.addHandler(self)
-        # This logger has a filter that drops a message equal to its latest one. The latest one may come from another
-        # exporter, so the filter is removed.
+        # This logger has a filter that drops a message that equals the message before it. The message before may come
+        # from another exporter, so the filter is removed.
         logging.getLogger("opentelemetry.exporter.otlp.proto.grpc.exporter").filters.clear()
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -199,7 +201,8 @@ def open_trace_exporter(
     except ModuleNotFoundError as error:
         message = f"tracing.endpoint: needs the package {error.name}: pip install 'fleet-serving[tracing]'"
         raise StoreNotStarted(message) from error
-    # The library would log a line for each batch that the collector does not take. Our own line has its last message.
+    # The library would log a line for each batch that the collector does not take. Our own log line contains the
+    # library's last message.
     _last_messages.collect(headers.values())
     send = _sender(exporter, service, instance, version)
     queue = TraceExporter(send, settings.most_waiting, settings.export_seconds, _last_messages.of_this_thread)
@@ -242,7 +245,9 @@ def _otlp_exporter(settings: TracingSettings, headers: Mapping[str, str]) -> "Sp
 
 
 def _headers_of_file(path: str, others: Iterable[str]) -> dict[str, str]:
-    """Read the headers in `tracing.headers_file`; none if the path is empty. An error names a line, and not its secret content.
+    """Read the headers in `tracing.headers_file`; none if the path is empty.
+
+    An error names a line, but does not show its content, which is secret.
 
     Args:
         path: The file.

@@ -1,4 +1,4 @@
-"""Metrics of a process's trace exporter: what the collector took, and what was dropped.
+"""Metrics of a process's trace exporter: how many spans the collector took, and how many were dropped.
 
 All processes export these metrics under the same names.
 """

@@ -36,26 +36,27 @@ class TracingSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     the authorities that the machine trusts are used."""
 
     sample_ratio: Annotated[float, Meta(ge=0, le=1)] = 0.01
-    """Share of the requests without a `traceparent` that are traced. The trace id decides which requests are traced, so
-    that all routers decide alike."""
+    """Share of the requests without a `traceparent` that are traced. The trace id decides whether a request is traced,
+    so that all routers decide alike."""
 
     follow_clients: bool = True
     """True if the `traceparent` of a client says whether its request is sampled. If false, `sample_ratio` decides, and the
     client's trace id is kept."""
 
     keep_errors: bool = True
-    """True if requests that fail are traced, sampled or not. A cancellation by the client does not count as a failure.
-    A request that was rejected by a rule before its answer began does not count either: its reason is `draining`, or it
-    got HTTP 4xx for another reason than `kv_mismatch`. Requests whose deadline passed before their first token are
-    traced if they were slow, or if fewer than half of `most_waiting` requests wait for the collector."""
+    """True if requests that fail are traced even if they are not sampled. A cancellation by the client does not count
+    as a failure. A request that was rejected before its answer began does not count either, if its reason is
+    `draining`, or if it got HTTP 4xx for another reason than `kv_mismatch`. Requests whose deadline passed before their
+    first token are traced only if they were slow, or if fewer than half of `most_waiting` requests wait for the
+    collector."""
 
     slow_first_token_seconds: Seconds = 10.0
-    """Requests whose first token takes longer than this are traced, sampled or not; 0: no request is traced for this
-    reason. The default is the longest latency target for a first token in common use."""
+    """Requests whose first token takes longer than this are traced even if they are not sampled. 0: no request is
+    traced for this reason. The default is the longest latency target for a first token in common use."""
 
     slow_seconds: Seconds = 60.0
-    """Requests that take longer than this altogether are traced, sampled or not; 0: no request is traced for this
-    reason. Common answers of 500 tokens take up to half of the default."""
+    """Requests that take longer than this in total are traced even if they are not sampled. 0: no request is traced for
+    this reason. Common answers of 500 tokens take up to half of the default."""
 
     baggage: tuple[Annotated[str, Meta(min_length=1, max_length=128)], ...] = ()
     """Keys of the header `baggage` that become attributes of the request's span, such as ``session.id``. Other keys are
@@ -69,8 +70,8 @@ class TracingSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     counted."""
 
     most_waiting: Annotated[int, Meta(ge=1, le=1 << 20)] = 2048
-    """Maximum number of ended requests (on workers: of ended attempts) whose spans wait for the collector. Each takes a few
-    KB. The spans of further requests are dropped and counted."""
+    """Maximum number of ended requests (on workers: ended attempts; on store nodes: ended calls) whose spans wait for
+    the collector. Each takes a few KB. The spans of further requests are dropped and counted."""
 
     def __post_init__(self) -> None:
         if not self.endpoint:

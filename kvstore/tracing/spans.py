@@ -1,4 +1,4 @@
-"""Spans: plain values that describe ended spans, independent of the types of the library OpenTelemetry."""
+"""Spans: values that describe ended spans, without types of the library OpenTelemetry."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
@@ -13,7 +13,7 @@ Attributes = Mapping[str, AttributeValue]
 
 
 class SpanSide(StrEnum):
-    """The side of a call that a span shows. The values are OpenTelemetry's span kinds."""
+    """The side of a call at which a span was made. The values are OpenTelemetry's span kinds."""
 
     INTERNAL = "INTERNAL"
     SERVER = "SERVER"

@@ -5,15 +5,17 @@ Rules:
 1. A block that was read is MOVED if its checksum is right and the stamp of its place is still the slot's generation
    (stamps: `kvstore.tiers.shared_memory`, rule 3). The stamp is read after the bytes. Generations are never reused, so
    the place belonged to the block during the whole read.
-   A wrong checksum with the right stamp is CORRUPT; everything else is GONE.
+   A block with a wrong checksum and the right stamp is CORRUPT; any other block is GONE.
 2. A block is written only if the stamp of its place is the slot's generation before the write. It is MOVED if the stamp
    is still the same after the write. If the writer's reservation ends during the write, the place may get another
    block, which the write damages. The readers of that block then find a wrong checksum.
-3. NIXL has no deadlines, and a late transfer may write to its destination at any time. After the first failure or missed
-   deadline, the agent is therefore closed before the call returns, which ends all its transfers. The caller can then
-   reuse its buffers. Calls stop waiting `CLOSING` before their deadline, because closing the agent takes time.
-4. A new agent is opened in the background, when a circuit breaker allows it; until then every block is GONE at once.
-   The client then requests the node's offer again, because the node may have a new agent.
+3. NIXL has no deadlines, and a late transfer may write to its destination at any time. After the first failure or
+   missed deadline, the agent is therefore closed before the call returns. This ends all its transfers, so the caller
+   can reuse its buffers. Because closing takes time, calls stop waiting for transfers when only the time `CLOSING` is
+   left until their deadline.
+4. When a circuit breaker allows it, the next call begins to open a new agent in the background. The client first
+   requests the node's offer again, because the node may have a new agent. Until the agent is open, every block is GONE
+   at once.
 5. UCX has no authentication: every program that reaches its ports and knows an agent's metadata can read and write the
    pool. The control plane gives the metadata only to authenticated clients; the network has to protect the ports.
 """
@@ -46,7 +48,7 @@ BATCH = 1024  # maximum number of blocks whose stamps are read by one transfer
 STAMP_BYTES = 8
 
 CLOSING = Nanos(300 * MILLISECOND)
-SHORTEST = Nanos(50 * MILLISECOND)  # minimum wait of a call, unless its deadline is nearer
+SHORTEST = Nanos(50 * MILLISECOND)  # minimum time that a call waits for transfers, unless its deadline is nearer
 
 REOPENING = Nanos(10 * SECOND)
 
@@ -54,15 +56,15 @@ SPINS = 200  # number of polls of a transfer before the first pause; small trans
 PAUSE_SECONDS = 50e-6
 PAUSE = threading.Event()  # never set; waiting for it with a timeout is a pause
 HAND_OVER_SECONDS = 0.002
-"""Time limit for the wait until the checksum thread has begun. NIXL holds Python's interpreter lock (GIL) while it
-copies, so without this wait the checksum thread would begin only after the next copy."""
+"""Maximum time for which the copying thread waits until the checksum thread has begun. NIXL holds Python's interpreter
+lock (GIL) while it copies, so without this wait the checksum thread would begin only after the next copy."""
 
 NUDGE_AFTER = Nanos(2 * MILLISECOND)
 NUDGE_EVERY = Nanos(500 * MILLISECOND)
 
 
 class NixlOffer(Struct, frozen=True):
-    """The data about a node's agent that a client gets in the handshake."""
+    """The data that a client needs to reach a node's agent. The client gets them in the handshake."""
 
     metadata: bytes
     blocks: int  # address of the pool's first byte in the agent's process
@@ -70,7 +72,7 @@ class NixlOffer(Struct, frozen=True):
 
 
 class NixlTransport:
-    """Moves blocks between a client and the pool of a node by RDMA. Only one thread at a time moves bytes."""
+    """The `Transport` by RDMA between a client and the pool of a node. Only one thread at a time moves bytes."""
 
     def __init__(
         self,
@@ -85,7 +87,7 @@ class NixlTransport:
 
         Args:
             offer: The node's offer.
-            block_bytes: Block size of the namespace, which the node has opened.
+            block_bytes: Block size of the namespace in bytes. The node has opened the namespace already.
             clock: The clock of deadlines.
             deadline: Ends the connection attempt.
             renew: Function that asks the node for its current offer, by a deadline, and returns None if the node has no
@@ -158,9 +160,9 @@ class NixlTransport:
                 self._drop()
 
     def _current(self, now: Nanos) -> "_NixlConnection | None":
-        """Return the connection; None if there is none now.
+        """Return the connection to the node's agent; None if no connection is open.
 
-        If there is none and the circuit breaker allows it, begin to open one in a new thread.
+        If no connection is open and the circuit breaker allows it, begin to open one in a new thread.
         """
         if self._connection is None and not self._closed and not self._opening and self._breaker.allows(now):
             self._opening = True
@@ -275,9 +277,9 @@ class _NixlConnection:
         return self._agent.start(direction, work.local[parts], remote, self._peer)
 
     def holds(self, slots: AnySlots, until: Nanos) -> list[bool]:
-        """Read from the node which slots are still valid.
+        """Read the stamps from the node, and return for each slot whether it is still valid.
 
-        A slot is valid if its place in the pool has the slot's generation, so that the place was not given to another block.
+        A slot is valid if the stamp of its place is the slot's generation, so the place was not given to another block.
 
         Raises:
             NixlAgentFailed: The read failed, or has not ended at `until`.
@@ -313,7 +315,7 @@ class _NixlConnection:
 def _get(connection: _NixlConnection, work: _NixlTransfer, until: Nanos) -> None:
     registered = connection.register(work)
     # A second thread computes the checksums. If the node is on this host, the calling thread copies the bytes itself,
-    # and would otherwise have to do both in turn.
+    # and with a second thread both run at the same time.
     with ThreadPoolExecutor(1, "kvstore-checksums") as checksum_thread:
         for arrived in _moved(connection, TransferDirection.READ, work, until):
             if arrived.stop < len(work):

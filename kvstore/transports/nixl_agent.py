@@ -49,7 +49,7 @@ def spans(rows: Sequence[tuple[int, int]], device: int = 0) -> Spans:
 
 
 def joined(table: Spans) -> Spans:
-    """Merge memory ranges of one device into as few as possible that do not overlap."""
+    """Merge memory ranges of one device that touch or overlap."""
     table = table[np.argsort(table[:, 0])]
     begins, ends = table[:, 0], np.maximum.accumulate(table[:, 0] + table[:, 1])
     first = np.flatnonzero(np.concatenate(([True], begins[1:] > ends[:-1])))
@@ -66,7 +66,7 @@ class NixlAgent:
     """
 
     def __init__(self, name: str):
-        """Open the agent, which takes half a second, because UCX examines all devices of the machine."""
+        """Open the agent. This takes half a second, because UCX examines all devices of the machine."""
         try:
             api = importlib.import_module("nixl._api")
             bindings = importlib.import_module("nixl._bindings")
@@ -120,8 +120,8 @@ class NixlAgent:
     ) -> int:
         """Begin a transfer between pairs of spans of equal length, and return its number.
 
-        The peer's spans are in its DRAM. If both processes are on one host, the bytes may have been moved when this
-        method returns.
+        The peer's spans are in its DRAM. If both processes are on one host, all bytes may have been moved already when
+        this method returns.
         """
         number = next(self._numbers)
         with self._translated():
@@ -136,7 +136,10 @@ class NixlAgent:
         return number
 
     def is_done(self, transfer: int) -> bool:
-        """Return whether all bytes of the transfer have been moved. If so, its number is no longer valid."""
+        """Return whether all bytes of the transfer have been moved.
+
+        After True, the number of the transfer is no longer valid.
+        """
         with self._translated():
             state = self._agent.check_xfer_state(self._transfers[transfer])
             if state == "PROC":
@@ -147,23 +150,23 @@ class NixlAgent:
         return True
 
     def nudge(self, peer: str) -> None:
-        """Ask the peer to make progress with those transfers whose bytes the peer's processor has to move."""
+        """Ask the peer to continue the transfers whose bytes the peer's processor has to move."""
         with self._translated():
             self._agent.send_notif(peer, b"nudge")
 
     def attend(self) -> bool:
-        """Serve peers that connect, and make progress with transfers; return whether a peer has called `nudge`."""
+        """Serve peers that connect, and continue transfers; return whether a peer has called `nudge`."""
         with self._translated():
             return bool(self._agent.get_new_notifs())
 
     def close(self) -> None:
-        """End all transfers, which takes 0.2 s. After that, no transfer writes to this process's memory."""
+        """End all transfers. This takes 0.2 s; afterwards no transfer writes to this process's memory."""
         for transfer in self._transfers.values():
             with contextlib.suppress(*self._failures):  # if a transfer cannot be cancelled, it ends with the agent
                 transfer.release()
         self._transfers.clear()
         self._registered.clear()
-        self._agent = None  # drops the last reference to the agent, which ends it
+        self._agent = None  # drops the last reference to the agent, so that the agent ends
 
     def _translated(self) -> "_Translated":
         return _Translated(self._failures)

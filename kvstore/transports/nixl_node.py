@@ -1,7 +1,7 @@
 """NIXL node: starts the process with a node's NIXL agent, and replaces it when it dies.
 
-The agent runs in a separate process, because UCX may end the process that it is in when a peer disappears, and the node
-must go on.
+The agent runs in a separate process. When a peer disappears, UCX may end the process that uses it, and this must not
+end the node.
 """
 
 import asyncio
@@ -50,12 +50,12 @@ class NixlNode:
 
     @property
     def offer(self) -> NixlOffer | None:
-        """The data that a client gets in the handshake to read this node's memory by NIXL; None while there is no agent."""
+        """The offer that a client gets in the handshake, to use the pool by NIXL; None while no agent runs."""
         return self._offer
 
     @property
     def pid(self) -> int | None:
-        """The id of the agent process; None while there is none."""
+        """The id of the agent process; None while no such process runs."""
         return None if self.process is None else self.process.pid
 
     async def start(self) -> None:
@@ -97,8 +97,8 @@ class NixlNode:
     async def run(self) -> None:
         """Replace the process whenever it dies, until cancelled.
 
-        The pause before a restart doubles each time, up to `LONGEST_PAUSE_SECONDS`. After a process that lived at least
-        that long, the pause is `FIRST_PAUSE_SECONDS` again.
+        The pause before a restart doubles each time, up to `LONGEST_PAUSE_SECONDS`. If the last process lived for at
+        least `LONGEST_PAUSE_SECONDS`, the pause is `FIRST_PAUSE_SECONDS` again.
         """
         now = asyncio.get_running_loop().time
         pause = FIRST_PAUSE_SECONDS

@@ -1,8 +1,8 @@
 """NIXL process: holds a node's NIXL agent (``python -m kvstore.transports.nixl_process POOL CAPACITY_BYTES``).
 
 The process maps the pool behind the file descriptor POOL and registers it with the agent. Then it writes a `NixlOffer`
-as msgpack to its standard output, and closes this output. It serves peers until its standard input ends. It has no
-state besides the pool, so the node can replace it at any time.
+as msgpack to its standard output, and closes this output. It serves peers until its standard input ends. The process
+has no state besides the pool, so the node can replace it at any time.
 """
 
 import os
@@ -19,8 +19,8 @@ from kvstore.transports.nixl import NixlOffer
 from kvstore.transports.nixl_agent import NixlAgent, spans
 
 IDLE_SECONDS = 0.01
-"""Pause between two polls while no peer needs help with its transfers; this costs 1 % of a core. A client that connects,
-or that calls `nudge`, waits up to this time."""
+"""Pause between two polls while no peer needs help with its transfers. Such polling costs 1 % of a core. A client that
+connects, or that calls `nudge`, waits up to this time."""
 
 BUSY_SECONDS = 0.0001
 BUSY_AFTER_A_NUDGE = Nanos(1 * SECOND)

@@ -1,7 +1,7 @@
 """Implementation of `put_summing` for transports that need checksums before they write.
 
-`kvstore.native.checksums` computes the checksums. Readers compare them; the entry "checksum" in docs/glossary.md lists
-where.
+`kvstore.native.checksums` computes the checksums. The entry "checksum" in docs/glossary.md lists the places where
+readers compare them.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,12 +1,13 @@
 """Shared-memory transport: a client on the node's host maps the pool, and copies blocks itself.
 
 The node sends the pool's descriptor over a Unix socket (SCM_RIGHTS) to every client that names an open namespace. Each
-connection has one exchange. The client sends ``magic ‖ digest (16)``; the node answers ``magic ‖ status (1) ‖ 3 unused ‖
-capacity in bytes (8)`` with the descriptor. Integers are big-endian. A connection that begins with the magic `CALLS`
-instead carries the calls of `kvstore.protocol.calls`.
+connection is used for one request and its answer. The client sends ``magic ‖ digest (16)``; the node answers ``magic ‖
+status (1) ‖ 3 unused ‖ capacity in bytes (8)`` with the descriptor. Integers are big-endian. A connection that begins
+with the magic `CALLS` instead carries the calls of `kvstore.protocol.calls`.
 
-A reader compares the CRC-32C of each whole block while it copies it (`kvstore.native.checksums`), and reports a wrong block
-as corrupt or gone. The entry "checksum" in docs/glossary.md names the other places where checksums are compared.
+A reader computes the CRC-32C of each whole block while it copies the block (`kvstore.native.checksums`). It reports a
+block with a wrong checksum as corrupt, or as gone if the place belongs to another block now. The entry "checksum" in
+docs/glossary.md names the other places where checksums are compared.
 """
 
 import asyncio
@@ -45,8 +46,8 @@ BATCH_BYTES = 16 << 20  # bytes that are copied between two checks of the deadli
 OUTCOMES = (BlockOutcome.MOVED, BlockOutcome.GONE, BlockOutcome.CORRUPT)
 
 HANDOUT_SECONDS = 2.0  # time limit for a client to send its request
-HANDOUTS = 32  # maximum number of connections that have sent no request yet; one more replaces the oldest of them
-QUEUE_SECONDS = 1.0  # maximum wait for a connection to a busy node; the client then uses another data path
+HANDOUTS = 32  # maximum number of connections that have sent no request yet; a further one replaces the oldest one
+QUEUE_SECONDS = 1.0  # maximum wait of a client for a connection to a busy node; it then uses another data path
 OUT_OF_FILES_SECONDS = 0.1  # pause before the next `accept` if the process has no free file descriptor
 
 
@@ -95,7 +96,7 @@ class SharedMemoryTransport:
     def get_shard(
         self, slots: AnySlots, shard: RankShard, into: Sequence[MutableBlock], deadline: Nanos
     ) -> list[BlockOutcome]:
-        """Fetch one rank's shard of each block, like `get`; the whole block is verified."""
+        """Copy one rank's shard of each block as `get` does; the checksum of the whole block is verified."""
         assert len(slots) == len(into), (len(slots), len(into))
         return [
             self._get_one_shard(slot, shard, pieces(each), deadline) for slot, each in zip(slots, into, strict=True)
@@ -104,7 +105,7 @@ class SharedMemoryTransport:
     def put_shard(
         self, slots: AnySlots, shard: RankShard, blocks: Sequence[Block], deadline: Nanos
     ) -> list[int | None]:
-        """Write one rank's shard of each block into reserved slots; return what each shard adds to its block's checksum.
+        """Write one rank's shard of each block into reserved slots; return the shard's part of each checksum.
 
         The result is None for a block that was not written: its place is outside the pool or belongs to another block, or
         the deadline has passed.
@@ -115,7 +116,10 @@ class SharedMemoryTransport:
         ]
 
     def close(self) -> None:
-        """Do nothing, because another thread may still be copying. The mapping ends when nobody uses it any more."""
+        """Do nothing, because another thread may still be copying.
+
+        Python ends the mapping when no thread uses it any more.
+        """
 
     def _get_one_shard(self, slot: Slot, shard: RankShard, parts: list[ByteArray], deadline: Nanos) -> BlockOutcome:
         place = self._place(slot, deadline)
@@ -188,7 +192,7 @@ def _fetch_pool(path: str, digest: bytes, clock: Clock, deadline: Nanos) -> Mapp
 
 
 class MemoryHandout:
-    """Serves the node's socket by which processes of its host get the pool's memory: the memory handout."""
+    """The memory handout: serves the socket at which processes of the node's host get the pool's memory."""
 
     def __init__(
         self,
@@ -255,7 +259,7 @@ class MemoryHandout:
 
 
 async def _read_request(connection: socket.socket) -> bytes:
-    """Read a client's request; return fewer bytes if the client leaves."""
+    """Read a client's request; return an incomplete request if the client closes the connection."""
     loop = asyncio.get_running_loop()
     request = b""
     async with asyncio.timeout(HANDOUT_SECONDS):

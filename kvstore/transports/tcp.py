@@ -1,8 +1,8 @@
 """TCP transport: the client's end of the TCP data plane, with at most four connections.
 
 A read blocks in the kernel, without Python's interpreter lock (GIL), until all requested bytes have arrived or the
-kernel's timer ends the wait. One system call therefore moves megabytes. If the client polled before each read instead,
-one call would move only the bytes of one socket buffer.
+kernel's timer ends the wait. One system call therefore moves megabytes. If the client polled before each read, one call
+would only move the bytes of one socket buffer.
 """
 
 import contextlib
@@ -70,9 +70,9 @@ class TcpTransport:
             digest: The namespace's digest.
             block_bytes: The namespace's block size.
             clock: The clock of deadlines.
-            deadline: Ends the connection attempt.
-            key: The key that client and node prove to each other (`Purpose.DATA`). None: the client proves nothing, and
-                cannot use a node that demands a proof.
+            deadline: Time limit of the connection attempt.
+            key: The key by which client and node prove to each other that they know the secret (`Purpose.DATA`). None:
+                the client sends no proof, and cannot use a node that demands one.
 
         Raises:
             StoreUnreachable: The node does not answer in time, or client and node do not have the same key.
@@ -100,7 +100,10 @@ class TcpTransport:
         return put_with_checksums(self.put, slots, blocks, deadline)
 
     def close(self) -> None:
-        """Close all connections; in running calls of other threads, the remaining blocks count as GONE."""
+        """Close all connections.
+
+        In running calls of other threads, the blocks that have not been moved yet are GONE.
+        """
         with self._guard:
             self._closed = True
             for connection in self.busy:
@@ -125,9 +128,10 @@ class TcpTransport:
 
     @contextlib.contextmanager
     def _connection(self, deadline: Nanos) -> Iterator[socket.socket | None]:
-        """Yield a connection that no other thread uses; yield None if no connection can be had in time.
+        """Yield a connection that no other thread uses; yield None if no connection can be opened in time.
 
-        A failure closes the connection, and counts as a failure for the circuit breaker.
+        An OSError or ValueError of the context is not passed on: it closes the connection, and counts as a failure for
+        the circuit breaker.
         """
         started = self._clock.now()
         connection = self._take(started, deadline)
@@ -150,7 +154,7 @@ class TcpTransport:
                 if in_step and not self._closed:
                     self._breaker.succeeded()
                     self._idle.append(connection)
-                else:  # unread replies on this connection would be taken for replies to the next requests
+                else:  # on this connection, unread replies would be taken for replies to later requests
                     connection.close()
 
     def _take(self, now: Nanos, deadline: Nanos) -> socket.socket | None:
@@ -166,7 +170,7 @@ class TcpTransport:
         try:
             connection = self._open(deadline)
         except (StoreUnreachable, NamespaceUnknown):
-            # The cause is not handled here: the next call of the control plane finds it, and renews the session.
+            # The cause is not handled here: the next call of the control plane finds the cause, and renews the session.
             with self._guard:
                 self._breaker.failed(now, self._clock.now())
             return None
@@ -179,7 +183,7 @@ class TcpTransport:
             with contextlib.ExitStack() as undo:
                 timeout_seconds = max(seconds(deadline - self._clock.now()), 0.001)
                 connection = undo.enter_context(socket.create_connection((self._host, self._port), timeout_seconds))
-                connection.settimeout(None)  # Python's timeout is off; later calls are limited by timers of the kernel
+                connection.settimeout(None)  # Python's timeout is off, because `_limit` sets timers of the kernel
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 self._shake_hands(_DataPlaneSocket(connection, self._clock, deadline))
                 undo.pop_all()

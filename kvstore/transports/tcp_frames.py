@@ -9,9 +9,10 @@ Rules:
    A reply is a REPLY and one status byte for each block. In a reply to GET, the bytes of the DONE blocks follow in order,
    and then a second status byte for each block: whether the slot still belonged to the block after its last byte was read.
 3. Replies come in the order of the requests. A client may send a second request before it reads the reply to the first
-   one. Then it has to read, because the node reads nothing while a reply waits to be sent.
-4. The side that receives a block verifies its CRC-32C. The node takes the checksum from the ENTRY of a PUT. The client has
-   it from the match in which it found the block.
+   one. Before a third request it has to read the first reply, because the node reads nothing while a reply waits to be
+   sent.
+4. The side that receives a block verifies its CRC-32C. The node takes the checksum of a PUT from its ENTRY. The client
+   takes the checksum of a GET from the match in which it found the block.
 5. A violation of these rules ends the connection at once.
 """
 
@@ -28,7 +29,7 @@ ENTRY = struct.Struct(">QQI")  # offset, generation, crc32c
 REPLY = struct.Struct(">4sI")  # magic, number of blocks
 
 WINDOW = 64
-"""Maximum number of blocks of a request: enough to hide the time of a round trip, and few enough for one vectored
+"""Maximum number of blocks of a request. So many blocks hide the time of a round trip, and still fit into one vectored
 write."""
 
 

@@ -4,15 +4,17 @@ Rules:
 
 1. Everything runs on one event loop, and bytes move between sockets and the pool directly. For a PUT, a connection asks
    the pool machine for the addresses of the blocks right before it receives their bytes. It asks again after every wait,
-   because a block may have lost its place meanwhile. For a GET, it asks before it sends the bytes, and again after that.
+   because a block may have lost its place meanwhile. For a GET, it asks before it sends the bytes, and again after it
+   has sent them.
 2. A connection is a generator that follows the protocol step by step (`kvstore.transports.tcp_frames`). It makes
-   non-blocking system calls, and yields the readiness that it needs before the next one.
+   non-blocking system calls, and yields the socket state (readable or writable) that it needs before it can continue.
 3. After a connection has moved `TURN_BYTES`, other connections are served first.
 4. For a slow client, the node stores only one request; the blocks that the client has not taken stay in the pool.
 5. A connection is unproven until it has proven the secret, or if the node has no secret, until it has named an open
-   namespace. There are `MAX_UNPROVEN` places for unproven connections only. If all are taken, a new connection replaces
-   the oldest one (`kvstore.net.unproven_connections`). Unproven connections never take one of the `CONNECTIONS` places
-   of proven connections, and each has `STALLED` from its start to become a proven one, however many bytes it moves.
+   namespace. At most `MAX_UNPROVEN` unproven connections are open. A further one replaces an older one
+   (`kvstore.net.unproven_connections`). They do not count towards `CONNECTIONS`, the limit of proven connections. An
+   unproven connection is closed if it is not proven within `STALLED` after its start, even if it moves bytes all the
+   time.
 """
 
 import asyncio
@@ -45,15 +47,15 @@ from kvstore.transports.tcp_frames import (
 )
 
 STALLED = Nanos(10 * SECOND)
-"""A connection is closed if it has moved no byte for this long in the middle of an exchange. It is also closed if it is
-unproven for this long."""
+"""A connection is closed if it has moved no byte for this long in the middle of an exchange. An unproven connection is
+also closed this long after its start."""
 
 CONNECTIONS = 512
 """Maximum number of proven connections at a time. A client keeps at most four."""
 
 MAX_UNPROVEN = 64
-"""Maximum number of connections in their handshake. A handshake takes two round trips, so this limit still admits
-thousands of clients each second."""
+"""Maximum number of unproven connections, which are in their handshake. A handshake takes two round trips, so this
+limit still admits thousands of clients each second."""
 
 BACKLOG = 128
 TURN_BYTES = 2 << 20
@@ -83,14 +85,15 @@ class DataPlaneServer:
             machine: Decides which places may be read and written.
             tier: The pool with the bytes.
             clock: The clock by which stalled connections are found.
-            key: The key that clients and the node prove to each other. None: every client is served.
+            key: The key by which clients and the node prove to each other that they know the secret. None: every client
+                is served.
         """
         self.machine = machine
         self.tier = tier
         self.clock = clock
         self.key = key
         self.connections: set[DataPlaneConnection] = set()
-        self.refused = 0  # number of clients that could not prove the key
+        self.refused = 0  # number of clients whose proof was wrong
         self.crowded_out = 0  # number of unproven connections that were closed for a new one
         self._unproven: UnprovenConnections[DataPlaneConnection] = UnprovenConnections(MAX_UNPROVEN)
         self._listener: socket.socket | None = None
@@ -114,7 +117,7 @@ class DataPlaneServer:
         return f"[{bound[0]}]:{bound[1]}" if ":" in bound[0] else f"{bound[0]}:{bound[1]}"
 
     def cut_stalled(self, now: Nanos) -> None:
-        """Close connections that have stalled in the middle of an exchange or are unproven for too long (rule 5).
+        """Close connections that have stalled in the middle of an exchange, or were unproven for too long (rule 5).
 
         Accept connections again if accepting was stopped.
 
@@ -151,7 +154,7 @@ class DataPlaneServer:
             accepted, address = self._listener.accept()
         except OSError as error:  # raised mostly if a client has left before its connection was accepted
             if error.errno in OUT_OF_FILES:
-                self._stop_accepting()  # until the next call of `cut_stalled`, which begins to accept again
+                self._stop_accepting()  # the next call of `cut_stalled` begins to accept again
             return
         accepted.setblocking(False)
         accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -189,10 +192,10 @@ class DataPlaneConnection:
         self._scratch: bytearray | None = None
         self._low_water = 1
         self.busy = True  # True in the middle of an exchange
-        self.began_at = self.moved_at = plane.clock.now()  # `moved_at`: when it moved its latest byte
+        self.began_at = self.moved_at = plane.clock.now()  # `moved_at`: instant of its latest moved byte
 
     def proceed(self) -> None:
-        """Run as far as possible without waiting. An error ends only this connection."""
+        """Serve the connection until it has to wait for its socket. An error ends only this connection."""
         self._turn = 0
         try:
             ready = next(self._conversation)

@@ -12,8 +12,8 @@ Rules:
    whose blocks are often damaged in transit (`kvstore.tiers.fence`).
 4. Peers are queried only for blocks in their memory (max wait 0), so that two nodes never wait for each other's tiers.
 5. The checksum that was published with a block is verified on the bytes that arrive. Bad blocks are reported to the peer,
-   which removes a block if it finds the block bad too. The function `connect`, which the node passes in, opens the
-   connections with the node's credentials.
+   which removes a block if it finds the block bad too. The node passes in the function `connect`, which opens
+   connections to peers with the node's credentials.
 """
 
 import threading
@@ -40,7 +40,7 @@ from kvstore.tiers.statistics import TierStatistics
 HINTS = 1 << 16  # maximum number of blocks in `PeerHints`, which remembers the peer that had each block
 SUSPECTS = 4096  # maximum number of blocks that are remembered because they were found bad
 SUSPECT_FOR = Nanos(60 * SECOND)
-"""Time for which no peer is asked for a block that was found bad. During this time a worker can write the block again."""
+"""Time for which no peer is asked for a block that was found bad. A worker can meanwhile write the block again."""
 
 Which = TypeVar("Which")
 
@@ -62,7 +62,7 @@ def open_peers(
 
 
 class PeerBackend:
-    """Reads blocks from peer nodes, and writes them if rule 1 allows it, as a `TierBackend`; made by `open_peers`."""
+    """The `TierBackend` for peer nodes, made by `open_peers`; it writes blocks only if `push` is set."""
 
     def __init__(
         self,
@@ -117,8 +117,9 @@ class PeerBackend:
     def holds(self, keys: Sequence[BlockKey], deadline: Nanos) -> list[bool]:
         """Return which blocks the peers have now.
 
-        For each block, only the peer that was last found to have it is asked. Each peer gets at most `connections.RUNS`
-        look-ups per namespace. Blocks that these look-ups do not reach count as missing.
+        For each block, only the peer that was last found to have it is asked; without such a peer, the block counts as
+        missing. Each peer gets at most `connections.RUNS` look-ups per namespace. Blocks that these look-ups do not
+        reach count as missing.
         """
         there: set[BlockKey] = set()
         asked: dict[tuple[str, bytes], list[BlockKey]] = {}
@@ -156,7 +157,7 @@ class PeerBackend:
             raise failure
 
     def remove(self, keys: Sequence[BlockKey], deadline: Nanos) -> None:  # noqa: ARG002 - no peer is asked
-        """Remove nothing, because the peers own the blocks; only stop requesting these blocks for a while."""
+        """Stop requesting these blocks for `SUSPECT_FOR`. Remove nothing, because the peers own the blocks."""
         self._suspects.note(keys, self._clock.now())
         self._hints.drop(keys)
 
@@ -173,11 +174,11 @@ class PeerBackend:
         )
 
     def leave(self) -> None:
-        """Push all demoted blocks to the other peers from now on, because this node is leaving.
+        """From now on, push all demoted blocks to the other peers, because this node will end soon.
 
-        The blocks of a call go to the first other peer in their rendezvous order that answers (rule 2). A look-up by
-        another node that begins with the same block has the same order, and skips peers that do not answer, such as
-        this node after its end. It therefore asks the peer that has the blocks.
+        The blocks of a call go to the first other peer in their rendezvous order that answers (rule 2). If another node
+        looks up blocks from the same first block on, it has the same order. It skips peers that do not answer, such as
+        this node after its end, and therefore asks the peer that has the blocks.
         """
         others = tuple(address for address in self._settings.peers if address != self._settings.own_address)
         self._settings = replace(self._settings, peers=others, own_address="", push=True)
@@ -192,7 +193,7 @@ class PeerBackend:
     def _give(
         self, namespace: KvNamespace, work: Mapping[BlockKey, BlockWrite], there: dict[BlockKey, bool], deadline: Nanos
     ) -> None:
-        """Write blocks of one namespace to the owner of the first one; write nothing if this node is the owner."""
+        """Write blocks of one namespace to the owner of the first block; write nothing if this node is the owner."""
         owners = self._owners(next(iter(work)))
         if owners[0] == self._settings.own_address:
             there.update(dict.fromkeys(work, False))
@@ -218,7 +219,7 @@ class PeerBackend:
         answers: dict[int, FetchResult],
         deadline: Nanos,
     ) -> None:
-        """Fetch these blocks from one peer after the other, until all arrived or `look_ups` peers have answered."""
+        """Ask one peer after the other for the missing blocks, until all arrived or `look_ups` peers answered."""
         missing = dict(work)
         asked, failure = 0, None
         for address in self._candidates(next(iter(work.values())).key):
@@ -242,7 +243,7 @@ class PeerBackend:
         self._judge(failure, asked)
 
     def _judge(self, failure: TierFailed | None, asked: int) -> None:
-        """Raise the failure of a peer if no other peer has answered; otherwise only count the failure."""
+        """Raise `failure`, the last failure of a peer, if no peer has answered. Otherwise only count it."""
         if failure is None:
             return
         if not asked:

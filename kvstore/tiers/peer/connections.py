@@ -18,7 +18,7 @@ from kvstore.tiers.fence import Fence
 from kvstore.tiers.remote import BackendHealth
 
 RUNS = 8  # maximum number of runs of consecutive blocks that one call fetches from, or looks up at, one peer
-LEASE_AFTER_SECONDS = 1.0  # a lease lasts this much longer than the deadline of its call, if it is not released
+LEASE_AFTER_SECONDS = 1.0  # a lease that is not released ends this long after the deadline of its call
 
 log = logging.getLogger(__name__)
 
@@ -52,14 +52,15 @@ class PeerStore(Protocol):
 
 
 Connect = Callable[[str, KvNamespace, float], PeerStore]
-"""A function that connects to the node at an address, within a number of seconds; it raises `StoreError` if it
-cannot."""
+"""A function that connects to the node at an address, for one namespace, within a number of seconds. It raises
+`StoreError` if the node cannot be reached."""
 
 
 class PeerNodeConnection:
     """Reads and writes blocks of one namespace at one peer. Thread-safe.
 
-    The connection is opened when a call needs it. If it cannot be opened, calls fail at once until a pause has passed.
+    The connection is opened when a call needs it. If the connection cannot be opened, calls fail at once until a pause
+    has passed.
     """
 
     def __init__(self, address: str, namespace: KvNamespace, connect: Connect, connect_within: Nanos, clock: Clock):
@@ -78,7 +79,7 @@ class PeerNodeConnection:
 
     @property
     def health(self) -> BackendHealth:
-        """Counts of blocks that failed their checksum, and whether the peer is fenced."""
+        """Counts of blocks that failed their checksum, and 1 if the peer is fenced; all 0 without a connection."""
         store = self._store
         if store is None:
             return BackendHealth()
@@ -99,7 +100,8 @@ class PeerNodeConnection:
         A run ends at a block that the peer does not have, and the next run begins after this block.
 
         Raises:
-            TierFailed: No block arrived: the peer is fenced, did not answer, or did not deliver the announced blocks.
+            TierFailed: No block arrived, because the peer is fenced, did not answer, or did not deliver blocks that it
+                had announced.
         """
         store = self._open(deadline)
         answers = [GONE] * len(names)
@@ -207,7 +209,7 @@ class PeerNodeConnection:
             raise TierFailed(f"{self._address}: {error}") from error
         finally:
             if self._clock.now() < deadline:
-                # After the deadline, the lease is not released by a call, because it ends soon by itself.
+                # After the deadline no call is made, because the lease ends soon by itself (`LEASE_AFTER_SECONDS`).
                 store.release(match.lease_id, deadline=deadline)
         self._report_to_fence(store, good)
         for index, (is_there, slot) in enumerate(zip(good, match.slots, strict=True), start):
@@ -249,7 +251,7 @@ class PeerNodeConnection:
 
 
 def probe(address: str, within_seconds: float) -> None:
-    """Check that a process listens at the address, because a handshake would take longer to find out that none does.
+    """Check that a process listens at the address. A handshake would take longer to notice that nothing listens.
 
     Raises:
         StoreUnreachable: No process listens at the address.

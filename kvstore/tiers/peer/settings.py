@@ -16,8 +16,8 @@ class PeerSettings(TierSettings, frozen=True, kw_only=True, tag="peer"):
     because nodes rank their peers by these strings."""
 
     own_address: str = ""
-    """This node's own entry in `peers`; empty if `peers` does not contain this node. The node ranks its own address like
-    the others, so that all nodes agree on the owner of a block, but never sends a request to itself."""
+    """This node's own entry in `peers`; empty if `peers` does not contain this node. The node also ranks its own
+    address, so that all nodes agree on the owner of a block. It never sends a request to itself."""
 
     look_ups: Annotated[int, Meta(ge=1, le=16)] = 2
     """Maximum number of peers that answer one look-up. The default of 2 covers the likely holder and one more

@@ -1,11 +1,11 @@
-"""Redis backend: keeps blocks in a Redis or Valkey server, each as a value under the key ``prefix:namespace:name``.
+"""Redis backend: keeps blocks in a Redis or Valkey server, under keys ``prefix:namespace digest:block hash``.
 
 Rules:
 
 1. Any number of nodes may use one server. A value is written as a whole or not at all, and two writers of one block write
    the same bytes. `kvstore.tiers.remote_records` verifies each value. A bad value is read again over new connections.
 2. The server decides what to evict (`maxmemory-policy` and `ttl_seconds`). A full server that may not evict refuses
-   blocks, which is no failure.
+   blocks; this counts as a refusal and not as a failure.
 """
 
 from collections import deque
@@ -51,7 +51,7 @@ def open_redis(
 
 
 class RedisBackend:
-    """Reads and writes blocks on a Redis server, as a `TierBackend`; made by `open_redis`."""
+    """The `TierBackend` for a Redis server. Made by `open_redis`."""
 
     def __init__(
         self, settings: RedisSettings, connections: RedisConnections, records: RecordFramer, statistics: TierStatistics
@@ -115,7 +115,7 @@ class RedisBackend:
         return [self._records.key_state(key, head) is RemoteKeyState.HELD for key, head in heads]
 
     def _heads(self, pipe: RedisPipeline, keys: Sequence[BlockKey]) -> list[bytes]:
-        """Return the first bytes of the values under these keys; empty where there is no value."""
+        """Return the first bytes of each key's value; empty if there is no value, or if it is not a string."""
         last = b"%d" % (HEAD_BYTES - 1)
         pipe.send([b"".join(request(b"GETRANGE", self._name(key), b"0", last) for key in keys)])
         heads = []
@@ -173,7 +173,7 @@ class RedisBackend:
         pipe.send([before + framed.head, framed.payload.data, after])
 
     def _read_put_reply(self, pipe: RedisPipeline, key: BlockKey, nbytes: int, there: dict[BlockKey, bool]) -> bool:
-        """Read the reply to a write; return False if the server is full."""
+        """Read the reply to a write, and enter it into `there`. Return False if the server is full, otherwise True."""
         try:
             pipe.status()
         except RedisErrorReply as error:
@@ -225,7 +225,7 @@ class RedisBackend:
 
 
 def _require_only_wrong_type(error: RedisErrorReply) -> None:
-    """Raise the error again, unless it means that the key has a value that is not a string."""
+    """Raise the error again, unless its meaning is that the value of the key is not a string."""
     if error.code != "WRONGTYPE":
         raise error
 

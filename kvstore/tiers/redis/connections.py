@@ -1,4 +1,4 @@
-"""Redis connections: a few connections are kept open, and replaced when the server has been down.
+"""Redis connections: a pool of open connections, which are replaced after the server was down.
 
 The client library opens a connection (address, TLS, credentials, database). All traffic after that goes through
 `kvstore.tiers.redis.resp`.
@@ -33,7 +33,7 @@ class RedisConnections:
         self._closed = False
 
     def turn(self, act: Callable[[RedisPipeline], Answer], deadline: Nanos) -> Answer:
-        """Call `act` with a connection that no other thread uses; `act` sends requests and reads their replies.
+        """Return the result of `act`, which sends requests and reads replies on a connection that no other thread uses.
 
         Raises:
             TierFailed: No connection was available, or `act` failed or did not end by the deadline.
@@ -66,12 +66,13 @@ class RedisConnections:
                 return self._run_turn(kept, act, deadline)
             except TierFailed:
                 if kept.answered or self._clock.now() >= deadline:
-                    # A call is repeated only if no reply has arrived, for example because the server has restarted.
+                    # The call is repeated on a new connection only if no reply has arrived, for example after a restart
+                    # of the server.
                     raise
         return self._run_turn(self._connect(deadline), act, deadline)
 
     def _take_idle(self) -> RedisPipeline | None:
-        """Take a usable idle connection, and close unusable ones."""
+        """Take a usable idle connection; return None if there is none. Close unusable connections."""
         while True:
             with self._lock:
                 if not self._idle:
@@ -99,7 +100,7 @@ class RedisConnections:
         return answer
 
     def close(self) -> None:
-        """Close idle connections now, and the connections in use after their current call."""
+        """Close idle connections now. Connections in use are closed after their current call."""
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []

@@ -3,7 +3,7 @@
 Rules:
 
 1. Payloads are sent from the caller's memory and received into it; only heads and short replies are copied. The usual
-   client libraries copy each value two or three times, and so take longer than the server itself.
+   client libraries copy each value two or three times, which takes more time than the server's own work.
 2. A turn is a sequence of requests and their replies. It has one deadline, at which all its operations end. After an
    `OSError` or `ValueError` the boundary between two replies is unknown, so the owner closes the connection. After a
    `RedisErrorReply` the connection can be used further.
@@ -51,7 +51,7 @@ class RedisPipeline:
         self.answered = False
 
     def is_quiet(self) -> bool:
-        """Return whether the connection is open without unread bytes, so that a new turn can begin on it."""
+        """Return whether the connection is open and has no unread bytes, so that a new turn can begin (rule 3)."""
         if self._start != self._end:
             return False
         try:
@@ -86,7 +86,7 @@ class RedisPipeline:
         return line[1:]
 
     def value(self) -> "RedisValue | None":
-        """Begin to read a value; return None if there is none.
+        """Begin to read a value; return None if the key has no value.
 
         The caller has to call `skip` of the value before it reads the next reply.
 
@@ -106,7 +106,7 @@ class RedisPipeline:
         self._start += at_hand
         into = into[at_hand:]
         while len(into):
-            # Bytes that follow the value, usually a short line, are received into the buffer by the same system call.
+            # The same system call receives bytes that follow the value, usually a short line, into the buffer.
             count = self._receive([into, self._view])
             self._start, self._end = 0, max(count - len(into), 0)
             into = into[count:]
@@ -149,7 +149,7 @@ class RedisPipeline:
 
 
 class RedisValue:
-    """Reads a value while it is received, as a `RecordSource`."""
+    """The `RecordSource` of a value that is being received from Redis."""
 
     def __init__(self, pipe: RedisPipeline, length: int):
         self._pipe = pipe

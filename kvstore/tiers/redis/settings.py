@@ -19,19 +19,19 @@ URL_OPTIONS = frozenset(
         "ssl_cert_reqs",
         "ssl_check_hostname",
     }
-)  # fmt: skip - other options are refused, because they would change deadlines and replies
+)  # fmt: skip - other options of the client library are refused, because some change deadlines or replies
 
 
 class RedisSettings(TierSettings, frozen=True, kw_only=True, tag="redis"):
     """Settings of a tier in Redis or Valkey. A wrong field raises a `ValueError` that names it and never shows the URL."""
 
     url: str
-    """``redis://[user[:password]@]host[:port][/db]``, ``rediss://…`` with TLS, or ``unix:///path[?db=N]``. The query may
-    hold db and client_name, and for TLS ssl_ca_certs, ssl_certfile, ssl_keyfile and similar options."""
+    """``redis://[user[:password]@]host[:port][/db]``, ``rediss://…`` with TLS, or ``unix:///path[?db=N]``. The query
+    may contain `URL_OPTIONS`: db, client_name, and for TLS ssl_ca_certs, ssl_certfile, ssl_keyfile and others."""
 
     password_file: str = ""
-    """File with the password, such as a mounted Kubernetes Secret, if `url` contains none. The node reads the file for
-    each new connection. Empty: no file."""
+    """File with the password, such as a mounted Kubernetes Secret; only for a `url` without a password. The node reads
+    the file for each new connection. Empty: no file."""
 
     key_prefix: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$")] = "fleet"
     """Prefix of all keys, so that several deployments can share a server."""

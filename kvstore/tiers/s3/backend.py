@@ -7,15 +7,15 @@ Rules:
 1. Each request is about one block, and several requests run at a time. A request is repeated only once, and only if it
    was sent on an idle connection that the server had closed. There are no multipart uploads, because blocks are too small
    to gain from them.
-2. An object is written as a whole or not at all, and only where none exists, if the server supports that
-   (``If-None-Match: *``). An object that this node cannot use is replaced, unless it has a newer format.
-   `kvstore.tiers.remote_records` verifies each object. A bad object is read again by new connections, and removed only if
-   its stored bytes are bad.
+2. An object is written as a whole or not at all. If the server supports ``If-None-Match: *``, an object is written only
+   if its key has none yet. An object that this node cannot use is replaced, unless it has a newer format.
+   `kvstore.tiers.remote_records` verifies each object. A bad object is read again over new connections, and removed
+   only if its stored bytes are bad.
 3. `find` assumes that no block after a missing one is stored, because chains are written from their start. It therefore
    searches for the length of the stored prefix: each round sends `parallel` HEAD requests and divides the range of
    possible lengths by that number. Three rounds are enough for thousands of blocks, and one for a complete chain. A
    missing block in the middle is noticed when the blocks are fetched. No request is sent for a block that was found or
-   missing a short time ago (`kvstore.tiers.s3.sightings`). `holds` does not rely on this memory.
+   missing a short time ago (`kvstore.tiers.s3.sightings`). `holds` does not use these results.
 4. The bucket's lifecycle rules decide what is evicted.
 """
 
@@ -43,7 +43,7 @@ THERE_ALREADY = frozenset({"412", "PreconditionFailed"})
 BEING_WRITTEN = frozenset({"409", "ConditionalRequestConflict"})
 UNCONDITIONAL_ONLY = frozenset({"501", "NotImplemented"})
 FULL = frozenset({"507", "EntityTooLarge", "QuotaExceeded", "InsufficientStorage", "XMinioStorageFull"})
-"""Codes of an object store's errors, or HTTP statuses, by which it refuses an object: the store is full, or the object is
+"""Error codes or HTTP statuses with which an object store refuses an object, because the store is full or the object is
 too large."""
 
 Name = TypeVar("Name")
@@ -52,7 +52,7 @@ Answer = TypeVar("Answer")
 
 
 def open_s3(settings: S3Settings, *, codecs: Callable[[bytes], Codec], clock: Clock) -> "RemoteTier[S3Backend]":
-    """Make a tier in a bucket. An object store that does not answer yet is used as soon as it does.
+    """Make a tier in a bucket. The object store need not answer yet; the tier uses it from its first answer on.
 
     Raises:
         StoreNotStarted: The client library is not installed, or a setting is wrong, such as the bucket, the region or the
@@ -77,7 +77,7 @@ def tier_with(
 
 
 class S3Backend:
-    """Reads and writes blocks in a bucket, as a `TierBackend`; made by `open_s3`."""
+    """The `TierBackend` for a bucket. Made by `open_s3`."""
 
     def __init__(
         self, settings: S3Settings, clients: S3Clients, records: RecordFramer, statistics: TierStatistics, clock: Clock
@@ -100,7 +100,7 @@ class S3Backend:
         )
 
     def holds(self, keys: Sequence[BlockKey], deadline: Nanos) -> list[bool]:
-        """Return which blocks are stored. Those that may have to be replaced count as missing; look up all others."""
+        """Return which blocks are stored. Blocks of suspect objects (`S3Sightings.suspect`) count as missing."""
         there = {key: False for key in keys if self.sightings.is_suspect(key)}
         self._each({key: key for key in keys if key not in there}, self._exists, there, deadline)
         return [there[key] for key in keys]
@@ -202,13 +202,13 @@ class S3Backend:
         if fetched.outcome is BlockOutcome.MOVED:
             self._note_sighting(key, is_there=True)
         elif fetched.outcome is BlockOutcome.CORRUPT:
-            self.sightings.forget(key)  # the block was perhaps only damaged in transit
+            self.sightings.forget(key)  # the stored object may be undamaged: the damage can have happened in transit
         else:
             self.sightings.suspect(key)
         return fetched
 
     def _head(self, client: Any, key: BlockKey, deadline: Nanos) -> bytes:
-        """Return the first `HEAD_BYTES` bytes of an object, or all if it is shorter; empty if the object is missing."""
+        """Return the first `HEAD_BYTES` bytes of an object, or all bytes of a shorter one; empty if it is missing."""
         where = f"bytes=0-{HEAD_BYTES - 1}"
         try:
             answer = client.get_object(Bucket=self._settings.bucket, Key=self._name(key), Range=where)
@@ -277,7 +277,7 @@ class S3Backend:
         answers: dict[Name, Answer],
         deadline: Nanos,
     ) -> BaseException | None:
-        """Do the work of `_each`, and return its error, or None, instead of raising it."""
+        """Do the work of `_each`. Return the last failure instead of raising it; None if no request failed."""
         attempts: dict[Name, Future[Answer]] = {}
         failure: BaseException | None = None
         for name, item in items.items():

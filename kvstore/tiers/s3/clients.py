@@ -16,7 +16,7 @@ FIELDS = {"ParamValidationError": "bucket", "InvalidRegionError": "region", "Pro
 WAITS_SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 """Timeouts of the clients in seconds. The timeout of a client limits the time to connect, and separately the wait until
 the answer begins. The library cannot change it later, so there is one client for each timeout. A request uses the
-client with the longest timeout that is at most half of the time left."""
+client with the longest timeout that is at most half of the time left until its deadline."""
 
 CHUNK_BYTES = 1 << 20  # maximum number of bytes that are received between two checks of the deadline
 
@@ -61,7 +61,7 @@ class S3Clients:
         self._clients: dict[float, Any] = {}
 
     def check_bucket(self) -> None:
-        """Check that the bucket can be used. If the object store does not answer, only log it.
+        """Check that the bucket can be used. If the object store does not answer, log this and raise nothing.
 
         Raises:
             StoreNotStarted: A setting is wrong, such as the bucket, the region or the credentials. The message begins
@@ -143,9 +143,9 @@ class S3Clients:
 
 
 class S3Body:
-    """Reads an object while it is received, as a `RecordSource`.
+    """The `RecordSource` of an object that is being received.
 
-    If the whole object was read, the library uses the connection again.
+    The library uses the connection again only if the whole object was read.
     """
 
     def __init__(self, answer: Any, clock: Clock, deadline: Nanos):

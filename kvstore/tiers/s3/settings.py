@@ -27,7 +27,8 @@ class S3Settings(TierSettings, frozen=True, kw_only=True, tag="s3"):
     """Profile in the AWS configuration files. Empty: the default profile."""
 
     addressing: Literal["auto", "path", "virtual"] = "auto"
-    """Position of the bucket's name in URLs: in the path or in the host name. Many object stores other than Amazon S3 need "path".
+    """Position of the bucket's name in URLs: in the path ("path") or in the host name ("virtual"). With "auto", boto3
+    decides. Many object stores other than Amazon S3 need "path".
     """
 
     ca_file: str = ""
@@ -41,11 +42,12 @@ class S3Settings(TierSettings, frozen=True, kw_only=True, tag="s3"):
     """Time limit for the check of the bucket at the start. An object store that answers later is used from then on."""
 
     known_seconds: Annotated[float, Meta(ge=0, le=86400)] = 60.0
-    """Time for which a block that was seen counts as stored. Objects rarely vanish; if an object has vanished, a read
-    of its block is a miss."""
+    """Time for which a block counts as stored after its object was seen. Objects rarely vanish; if one has vanished, a
+    read of its block is a miss."""
 
     missing_seconds: Annotated[float, Meta(ge=0, le=3600)] = 1.0
-    """Time for which a missing block counts as missing. It is short, because other nodes may write the block meanwhile.
+    """Time for which a block counts as missing after its object was not found. It is short, because other nodes may
+    write the block meanwhile.
     """
 
     def __post_init__(self) -> None:

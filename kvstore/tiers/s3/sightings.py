@@ -1,4 +1,4 @@
-"""S3 sightings: remember which objects were found or missing lately, and search for a stored prefix with few requests."""
+"""S3 sightings: which objects were found or missing lately. Also the search for a stored prefix with few requests."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -30,9 +30,9 @@ class S3Sightings:
             self._seen.note(key, (is_there, Nanos(now + (self._known if is_there else self._missing))))
 
     def suspect(self, key: BlockKey) -> None:
-        """Record that this node cannot use an object, or has asked to delete it.
+        """Record that an object is suspect: this node cannot use it, or has asked to delete it.
 
-        A later write of the block may have to replace this object.
+        A later write of the block may have to replace a suspect object.
         """
         with self._lock:
             self._seen.forget(key)
@@ -44,9 +44,9 @@ class S3Sightings:
             self._seen.forget(key)
 
     def recall(self, key: BlockKey, now: Nanos) -> bool | None:
-        """Return whether an object exists, as far as this node knows; None if the object store has to be queried.
+        """Return whether an object exists; None if this node does not know, so that the object store has to be queried.
 
-        An object that may have to be replaced (`suspect`) counts as missing.
+        A suspect object counts as missing.
         """
         with self._lock:
             is_there, until = self._seen.get(key) or (False, now)
@@ -68,7 +68,7 @@ def leading(count: int, width: int, are_there: Callable[[Sequence[int]], Sequenc
     Each round asks `are_there` about at most `width` indices. The first round includes the last item, so one round is
     enough if all items exist.
     """
-    low, high = 0, count  # all items before `low` exist, and none from `high` on
+    low, high = 0, count  # all items before `low` exist, and no item from `high` on exists
     while low < high:
         steps = min(width, high - low)
         asked = [low + (step * (high - low)) // steps - 1 for step in range(1, steps + 1)]

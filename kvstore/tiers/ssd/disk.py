@@ -1,8 +1,8 @@
 """Disk: reads and writes the large files of the SSD tier in one folder, in whole pages.
 
-Direct I/O is used if the folder's file system supports it, which a test write of one page finds out; otherwise the page
-cache is used. If the system reads or writes only a part of the bytes, this module continues with the remaining bytes. It
-does not repeat failed operations.
+A test write of one page finds out whether the folder's file system supports direct I/O. If it does not, or if the
+settings forbid direct I/O, the page cache is used. If the system reads or writes only a part of the bytes, this module
+continues with the remaining bytes. It does not repeat failed operations.
 """
 
 import contextlib
@@ -76,7 +76,7 @@ class DiskSpace(Struct, frozen=True, kw_only=True):
 
 
 class Disk(Protocol):
-    """Port of one folder with segment files. No other process uses the folder while the object is open."""
+    """Port of one folder with segment files. No other process uses the folder until `close`."""
 
     @property
     def folder(self) -> str: ...
@@ -94,7 +94,7 @@ class Disk(Protocol):
     def open(self, name: str) -> DiskFile: ...
 
     def create(self, name: str, size_bytes: int) -> DiskFile:
-        """Create a file with all its space allocated; an `OSError` leaves no file behind."""
+        """Create a file, and allocate all its space. If this raises an `OSError`, no file is left behind."""
         ...
 
     def remove(self, name: str) -> None: ...
@@ -250,7 +250,7 @@ def _is_ours(entry: "os.DirEntry[str]") -> bool:
 
 
 def _can_write(path: Path, flags: int) -> bool:
-    """Return whether a page can be written to a file opened with these flags; return True too if the disk is full.
+    """Return True if a page can be written to a file opened with these flags, or if the disk is full.
 
     Raises:
         OSError: The write failed, and the flags are not the cause.

@@ -2,11 +2,13 @@
 
 Rules:
 
-1. The calling thread runs operations too, and at most `threads` operations run at a time, including those of callers.
-   If a call has only one operation, no other thread runs it, because passing it on would take as long as a small read.
-2. A call of `DiskThreads.run` has a deadline. An operation that has not begun by then never begins. An operation that has
-   begun is waited for: a read that hangs in the system cannot be cancelled, and uses its buffers until it returns.
-3. Threads are daemons, so a disk that hangs does not keep the process from ending.
+1. The calling thread runs operations too. At most `threads` operations run at a time, including those in calling
+   threads. The only operation of a call runs in the calling thread, because passing it on would take as long as a small
+   read.
+2. A call of `DiskThreads.run` has a deadline. An operation that has not begun by then never begins. The call waits for
+   each operation that has begun, because a read that hangs in the system cannot be cancelled, and uses its buffers
+   until it returns.
+3. The threads are daemon threads, so the process can end while a disk hangs.
 """
 
 import queue
@@ -24,7 +26,7 @@ BATCH_RECORDS = 256
 the system allows 1,024 pieces."""
 
 LEAST_BATCH_BYTES = 256 << 10
-"""Smallest batch in bytes for which another thread is worth its cost."""
+"""Smallest batch, in bytes, that is given to another thread. For less, the handover costs more than it saves."""
 
 
 class Scratch:
@@ -36,7 +38,7 @@ class Scratch:
         self._payloads = aligned(PAGE_BYTES)
 
     def payloads(self, size_bytes: int) -> ByteArray:
-        """Return a buffer for payloads that are not aligned; the same buffer is used again and only grows."""
+        """Return a buffer for payloads that are not aligned. Each call returns the same memory, or larger memory."""
         if self._payloads.nbytes < size_bytes:
             self._payloads = aligned(size_bytes)
         return self._payloads[:size_bytes]
@@ -49,7 +51,8 @@ Job = Callable[[Scratch], None]
 def batches(sizes: Sequence[int], most_bytes: int, threads: int) -> list[slice]:
     """Divide the blocks of a call into disk operations, and return one slice of the blocks for each operation.
 
-    There are enough operations for all threads, unless the operations would become smaller than `LEAST_BATCH_BYTES`.
+    An operation has at most `most_bytes`, unless a single block is larger. There are enough operations for all threads,
+    unless they would be smaller than `LEAST_BATCH_BYTES`.
     """
     target = min(max(sum(sizes) // (2 * threads), LEAST_BATCH_BYTES), most_bytes)
     cuts, first, total = [], 0, 0
@@ -77,7 +80,7 @@ class DiskThreads:
             threading.Thread(target=self._help, name=f"{name}-{index}", daemon=True).start()
 
     def run(self, jobs: Sequence[Job], deadline: Nanos) -> None:
-        """Run disk operations in any order, several at a time; skip those that cannot begin by the deadline.
+        """Run disk operations in any order, several at a time; skip the operations that cannot begin by the deadline.
 
         Raises:
             Exception: An operation raised it; other operations may have been skipped.
@@ -132,7 +135,7 @@ class _JobGroup:
         failure: BaseException | None = None
         try:
             job(scratch)
-        except BaseException as error:  # noqa: BLE001 - supervisor: raised again in the thread that waits
+        except BaseException as error:  # noqa: BLE001 - `wait` raises it again in the calling thread
             failure = error
         with self._changed:
             self._running -= 1

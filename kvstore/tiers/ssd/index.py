@@ -1,4 +1,4 @@
-"""SSD index: which blocks the tier holds, and in which record each lies. A block takes about 200 bytes of memory.
+"""SSD index: which blocks the tier holds, and in which record each block lies. A block takes about 200 bytes of memory.
 
 One dictionary serves all namespaces. It maps the 32 bytes of a key to a number: the high bits are the segment's slot, and
 the low bits are the record's ordinal within the segment. The page and the length of a record are in the segment's
@@ -19,7 +19,7 @@ ORDINALS = (1 << ORDINAL_BITS) - 1
 
 
 class RecordLocation(Struct, frozen=True):
-    """Tells in which segment a block lies, and where in this segment.
+    """The location of a block's record: its segment, and its position in the segment.
 
     The object is created with positional arguments, because this is faster and one object is made for each block.
     """

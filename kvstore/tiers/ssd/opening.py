@@ -28,11 +28,11 @@ MakeVolume = Callable[[Disk], Volume]
 log = logging.getLogger(__name__)
 
 DAMAGED = frozenset({errno.EIO, errno.EUCLEAN, errno.EBADMSG})
-"""Errors by which file systems report a damaged disk. Of damaged metadata, ext4 and XFS report the last two."""
+"""Error numbers that mean a damaged disk. With the last two, ext4 and XFS report damaged metadata."""
 
 
 class OpenFolder(Struct, frozen=True):
-    """A directory with what its file system said at the start."""
+    """An opened directory, with its free space and its files as they were at the start."""
 
     volume: Volume
     space: DiskSpace
@@ -128,7 +128,7 @@ def _warn_of_little_room(settings: SsdSettings, opened: Sequence[OpenFolder]) ->
 
 
 def _open_directory(field: str, folder: str, disks: Disks, make_volume: MakeVolume) -> OpenFolder | None:
-    """Open a directory, and ask its file system for all that the start needs; return None if its disk has failed.
+    """Open a directory, and read its free space and the names of its files; return None if its disk has failed.
 
     Raises:
         StoreNotStarted: The setting `field`, which names the directory, is wrong. The directory is closed again.
@@ -157,7 +157,7 @@ def _open_directory(field: str, folder: str, disks: Disks, make_volume: MakeVolu
 
 
 def _has_failed(folder: str, error: OSError) -> bool:
-    """Return whether the disk is the cause of an error, and not the setting.
+    """Return whether an error was caused by the disk and not by a wrong setting.
 
     Linux makes a file system read-only after an error. A read-only directory that no store has used is a wrong setting.
     """
@@ -167,7 +167,7 @@ def _has_failed(folder: str, error: OSError) -> bool:
 def _recover(
     opened: Sequence[OpenFolder], threads: int, state: SsdState
 ) -> list[list[tuple[Segment, RecoveredSegment | UnreadableSegment]]]:
-    """Read the files of all directories, several at a time; return for each one its segments with their contents.
+    """Read the files of all directories, several at a time; return for each directory its segments with their contents.
 
     Files that cannot be opened are left out.
     """

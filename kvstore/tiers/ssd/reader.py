@@ -34,7 +34,7 @@ class SsdReader:
         self._batch_bytes = settings.batch_bytes
 
     def get(self, keys: Sequence[BlockKey], into: Sequence[ByteArray], deadline: Nanos) -> list[FetchResult]:
-        """Read blocks into the given buffers by the deadline, as `kvstore.ports.BackingTier.get` demands."""
+        """Read blocks into the given buffers by the deadline (see `kvstore.ports.BackingTier.get`)."""
         call = _ReadCall()
         found = self._pin(keys, into)
         try:
@@ -56,7 +56,7 @@ class SsdReader:
         return answers
 
     def discard(self, keys: Sequence[BlockKey]) -> None:
-        """Remove blocks whose bytes were found wrong, as `kvstore.ports.BackingTier.discard` demands."""
+        """Remove blocks whose bytes were found wrong (see `kvstore.ports.BackingTier.discard`)."""
         for key in keys:
             with self._state.lock:
                 place = self._state.index.find(flat(key))
@@ -93,7 +93,8 @@ class SsdReader:
             error = failure
             volume.read_failures.failed(failure)
             for each in run:
-                # Drop all blocks of the run. Otherwise each later read of them would fail too, and cost as much time.
+                # All blocks of the run are dropped. If they stayed, later reads of them would probably fail too, after
+                # as much time.
                 self._state.drop(each.place)
         else:
             volume.read_failures.worked()
@@ -122,7 +123,7 @@ class SsdReader:
                 self._condemn(place)
 
     def _report(self, place: RecordLocation) -> None:
-        """Log a bad block, but only the first one of each segment. A counter has the number of all bad blocks."""
+        """Log a bad block, but only the first one of each segment. `SsdCounters.corrupt` counts all bad blocks."""
         segment = place.segment
         with self._state.lock:
             is_first, segment.is_damaged = not segment.is_damaged, True

@@ -1,4 +1,4 @@
-"""Record reads: read records from a segment, directly into the callers' memory if possible, and verify them."""
+"""Record reads: read records from a segment, mostly directly into the callers' memory, and verify them."""
 
 from collections.abc import Sequence
 from enum import Enum, auto
@@ -37,7 +37,7 @@ class RecordFinding(Enum):
     """State of a record that was read."""
 
     GOOD = auto()
-    BAD = auto()  # the record is damaged, incomplete, of another block, or cannot be decoded
+    BAD = auto()  # the record is damaged or incomplete, belongs to another block, or cannot be decoded
     DISCARDED = auto()  # the header was overwritten, because the block was found bad earlier
     OTHER_CODEC = auto()  # the record is intact, but was written with another codec, under other settings
 
@@ -56,7 +56,7 @@ def read(file: DiskFile, nonce: bytes, run: Sequence[RecordRead], scratch: Scrat
     `run` has at most `disk_threads.BATCH_RECORDS` records.
 
     Raises:
-        OSError: No record could be read.
+        OSError: The operation failed, so no record was read.
     """
     copies = scratch.payloads(sum(_copied_bytes(wanted) for wanted in run))
     pending: list[_PendingRecord] = []
@@ -81,8 +81,8 @@ def read(file: DiskFile, nonce: bytes, run: Sequence[RecordRead], scratch: Scrat
 class _PendingRecord(Struct, frozen=True):
     """The buffers that receive one record.
 
-    If possible, the payload is read directly into the destination (`RecordRead.into`), and the other bytes into scratch
-    memory.
+    A plain payload is read directly into the destination (`RecordRead.into`), if that is aligned. All other bytes are
+    read into scratch memory.
     """
 
     wanted: RecordRead
@@ -101,7 +101,7 @@ class _PendingRecord(Struct, frozen=True):
         return pieces
 
     def verify(self, nonce: bytes) -> tuple[RecordFinding, FetchResult]:
-        """Verify the record, and copy its block into the destination."""
+        """Verify the record, and put its block into the destination. The result is GOOD only if all bytes are right."""
         wanted = self.wanted
         length = wanted.place.length
         record = read_record_header(self.header, nonce, wanted.place.page)

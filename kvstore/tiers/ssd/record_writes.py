@@ -1,4 +1,4 @@
-"""Record writes: compose the records of a segment from few pieces of memory, mostly without copying the blocks."""
+"""Record writes: compose the records of a segment from pieces of memory, mostly without copying the blocks."""
 
 from collections.abc import Sequence
 
@@ -27,7 +27,7 @@ class SsdWrite(Struct, frozen=True):
 def compose(
     payloads: Sequence[SsdWrite], first_page: int, first_sequence: int, nonce: bytes, scratch: Scratch
 ) -> list[ByteArray]:
-    """Return the pieces of memory that together are adjacent records, the first of which begins at `first_page`.
+    """Return the pieces of memory that form adjacent records in this order. The first record begins at `first_page`.
 
     `payloads` has at most `disk_threads.BATCH_RECORDS` blocks. If a payload begins at a page boundary in memory,
     only its partial last page is copied.

@@ -20,7 +20,10 @@ MIN_SEGMENTS = 2
 
 
 class Sync(StrEnum):
-    """When written bytes are synced to the device. Without a sync they survive a killed process, but not a power cut."""
+    """When written bytes are synced to the device.
+
+    Bytes that are not synced survive the death of the process, but not a power cut.
+    """
 
     NEVER = "never"
     SEGMENT = "segment"
@@ -39,17 +42,18 @@ class SsdSettings(TierSettings, frozen=True, kw_only=True, tag="ssd"):
     """Settings of the SSD tier. A wrong field raises a `ValueError` that names it."""
 
     directories: tuple[str, ...]
-    """One directory for each SSD; blocks are spread over them. Missing directories are made. One process at a time can use
-    a directory, which the file ``lock`` in it ensures: do not delete a directory while a node uses it, because a second node
-    could then use a new one of the same name. Files named ``segment-`` and six digits belong to the tier. Other files,
-    folders and links are left alone, and count towards `capacity_bytes`."""
+    """One directory for each SSD; blocks are spread over them. Missing directories are made. The file ``lock`` in a
+    directory ensures that only one process uses it. Do not delete a directory while a node uses it, because a second
+    node could then use a new directory of the same name. Files named ``segment-`` and six digits belong to the tier.
+    Other files, folders and links are left alone, and count towards `capacity_bytes`."""
 
     capacity_bytes: Annotated[int, Meta(ge=MIB)] = 8 * GIB
     """Maximum disk space of all directories together, as ``du`` reports it, divided equally among them."""
 
     segment_bytes: Annotated[int, Meta(ge=64 << 10, le=2 * GIB)] = 128 * MIB
-    """Size of one segment file, whose space is allocated at once. Eviction frees whole segments: with small segments, fewer
-    blocks are lost at a time; large segments need fewer open files. Use at least four times the largest block."""
+    """Size of one segment file, whose space is allocated at once. Eviction frees whole segments: with small segments,
+    fewer blocks are lost at a time. Large segments need fewer open files. A segment should have at least four times the
+    size of the largest block."""
 
     threads: Annotated[int, Meta(ge=1, le=64)] = 4
     """Maximum number of disk operations at a time. More operations gained nothing on the SSDs measured so far. Each
@@ -59,16 +63,17 @@ class SsdSettings(TierSettings, frozen=True, kw_only=True, tag="ssd"):
     """Maximum number of bytes that one system call reads or writes, unless a single block is larger."""
 
     max_calls: Annotated[int, Meta(ge=1, le=65_536)] = 64
-    """Maximum number of calls in the tier at a time. Further calls end at once without reading or writing a block, so that
-    they do not pile up on a hanging disk."""
+    """Maximum number of calls of `get` and `put` that run at a time. Further calls end at once without reading or
+    writing a block, so that calls do not pile up on a hanging disk."""
 
     direct: bool = True
     """Bypass the page cache (O_DIRECT) if the file system supports it. Often used blocks are in the node's pool already;
     a second copy in the page cache would only use memory."""
 
     sync: Sync = Sync.NEVER
-    """``never``: a power cut can lose blocks, which are then computed again; checksums detect damaged ones. ``segment``
-    syncs a segment when it is full, ``write`` syncs every write."""
+    """When written bytes are synced to the device. ``segment`` syncs a segment when it is full, ``write`` syncs every
+    write. With ``never``, a power cut can lose or damage blocks; checksums detect the damage, and the blocks are
+    computed again."""
 
     eviction: SegmentEviction = SegmentEviction.REUSE
     """Which segment is evicted first: with ``reuse``, a segment whose blocks were read seldom and long ago; with
@@ -107,8 +112,8 @@ class SsdSettings(TierSettings, frozen=True, kw_only=True, tag="ssd"):
 def footprint(file_bytes: int) -> int:
     """Return the maximum space that a file of that size occupies, including the file system's own blocks for it.
 
-    ext4 records the extents of a file in blocks of 4 KiB, and each of these blocks has room for 340 extents. A segment
-    that is written in a random order may need one extent for every two records. 1/128 of the file's size is enough for
-    this, even if all records have the smallest size of two pages.
+    ext4 lists the extents of a file in blocks of 4 KiB, each of which has room for 340 extents. A segment that is
+    written in a random order may need one extent for every two records. 1/128 of the file's size is enough for this,
+    even if all records have the smallest size of two pages.
     """
     return file_bytes + max(file_bytes // 128, 32 << 10)

@@ -15,14 +15,14 @@ from kvstore.tiers.ssd.segments.record_format import Key
 from kvstore.tiers.ssd.segments.segment import Segment, SegmentState
 
 GONE_KEYS = 1 << 20
-"""Maximum number of lost blocks that wait to be reported. If there are more, the oldest ones are not reported, so routers
-go on believing that these blocks are stored."""
+"""Maximum number of lost blocks that wait to be reported. If there are more, the oldest ones are never reported, so
+routers keep believing that the tier has these blocks."""
 
 log = logging.getLogger(__name__)
 
 
 class SsdCounters(Struct):
-    """Counters of the tier since it was opened; `kvstore.messages.TierStatus` explains all but `rescued`."""
+    """Counters of the tier since it was opened; `kvstore.messages.TierStatus` explains the fields without a comment."""
 
     hits: int = 0
     misses: int = 0
@@ -77,7 +77,7 @@ class SsdState:
                 self.lock.notify_all()
 
     def drop(self, place: RecordLocation) -> bool:
-        """Remove the block at a place; return False if the block was no longer there."""
+        """Remove the block whose record lies at `place`; return False if the index no longer has it there."""
         with self.lock:
             key = place.segment.keys[place.ordinal]
             dropped = self.index.drop_record(place)
@@ -105,7 +105,7 @@ class SsdState:
 class FailureLog:
     """Logs when operations of one kind begin to fail in a folder, and when they work again.
 
-    If two threads use it at the same time, a line may be logged twice.
+    If two threads use the same object at the same time, a line may be logged twice.
     """
 
     def __init__(self, what: str, folder: str) -> None:

@@ -4,17 +4,17 @@ Rules:
 
 1. A block enters the index only after its whole record is written. A record that a killed process left incomplete is
    detected when the tier is opened, or by its checksum when it is read, and is a miss.
-2. A block that fails its checksum or cannot be decoded is CORRUPT. It is dropped, and the header of its record is
-   overwritten, so that it is a plain miss if a later recovery lists it.
+2. A block that fails its checksum or cannot be decoded is CORRUPT. The block is dropped, and the header of its record
+   is overwritten. If a later recovery lists the block all the same, a read of it is a miss.
 3. While a call reads from a segment, its file is not reused (`kvstore.tiers.ssd.segments.segment`).
 4. No operation begins after its call's deadline. An operation that hangs in the system cannot be cancelled: its call
-   returns only when the operation does, and its buffers stay in use. A caller that cannot wait so long has to stop
-   waiting by itself. Calls that wait behind a hanging operation end at their deadline, and calls beyond `max_calls` end
-   at once.
-5. If an operation fails, only its own blocks are lost. A call raises `TierFailed` only if an operation failed and none
-   has a result, or if the tier is closed.
-6. Writes are synced only if the settings demand it. A killed process loses no written bytes, and after a power cut a
-   block is either complete or a miss.
+   returns only when the operation does, and its buffers stay in use. A caller that cannot wait so long has to make the
+   call in another thread. Calls that wait for a thread behind a hanging operation end at their deadline, and calls
+   beyond `max_calls` end at once.
+5. If an operation fails, only its own blocks are lost. A call raises `TierFailed` only if the tier is closed, or if an
+   operation failed and the call has no result for any block.
+6. Writes are synced only if the settings demand it. If the process is killed, no written bytes are lost. After a power
+   cut, a block is either complete or a miss.
 """
 
 import logging
@@ -50,7 +50,7 @@ def refuse_rewrites(size_bytes: int) -> bool:  # noqa: ARG001 - the signature of
 
 
 class SsdTier:
-    """Backing tier on SSDs, by the rules of this module; made by `SsdTier.open`."""
+    """Backing tier on SSDs; `open` makes one."""
 
     def __init__(self, settings: SsdSettings, state: SsdState, volumes: Sequence[Volume], clock: Clock) -> None:
         self._settings = settings
@@ -82,7 +82,8 @@ class SsdTier:
             clock: The clock of deadlines.
             disks: Opens a directory; by default `open_disk` does it.
             admit_rewrite: Decides whether blocks may be copied out of an evicted segment; called from any thread.
-            score: Computes the scores of segments for eviction; by default as `settings.eviction` says.
+            score: Computes the scores of segments for eviction; by default, the function that `settings.eviction`
+                names.
 
         Raises:
             StoreNotStarted: A setting cannot be used here; the message begins with its name. Nothing is left open.
@@ -179,7 +180,8 @@ class SsdTier:
     def close(self) -> None:
         """Wait at most `CLOSE_SECONDS` for running calls, then write the missing footers and close the directories.
 
-        If a call still runs after this time, no footer is written, and the files stay open until the process ends.
+        If a call still runs after this time, no footer is written, and the files and locks stay open until the process
+        ends.
         """
         with self.state.lock:
             if self._closed:
@@ -195,7 +197,7 @@ class SsdTier:
             volume.close()
 
     def check(self) -> None:
-        """Assert that the index, the segments and the counts agree. This is for tests, while no call runs."""
+        """Assert that the index, the segments and the counts agree. For tests; no call may be running."""
         with self.state.lock:
             segments = [segment for volume in self.volumes for segment in volume.segments]
             self.state.index.check(segments)
@@ -207,7 +209,7 @@ class SsdTier:
 
     @contextmanager
     def _running_call(self) -> Iterator[bool]:
-        """Count a running call while the context is open; yield False if there are too many."""
+        """Count a running call while the context is open; yield False if `max_calls` others run already."""
         with self.state.lock:
             if self._closed:
                 raise TierFailed("the SSD tier is closed")

@@ -7,8 +7,8 @@ Rules:
 2. When a segment is evicted, all its blocks are removed from the index, under `SsdState.lock`. Its file is reused when no
    call reads from it any more. Blocks that were read often are rescued if the write budget allows it: they are read from
    the file before they leave the index, and written to the next segment.
-3. The file system is used only while `SsdState.lock` is not held. One call that needs a segment makes room; other calls
-   wait for it until their deadline.
+3. The file system is used only while `SsdState.lock` is not held. One call at a time makes room for new records; other
+   calls that need room wait for this call until their deadline.
 4. A circuit breaker stops writes to a directory that cannot be written to.
 """
 
@@ -48,13 +48,14 @@ from kvstore.tiers.ssd.settings import FOLDER_BYTES, SsdSettings, Sync, footprin
 from kvstore.tiers.ssd.state import FailureLog, SsdState
 
 RESUME_SHARE = 8
-"""After a restart, records are appended to the newest segment if at least 1/RESUME_SHARE of it is free, and if it has the
-size that the settings want."""
+"""After a restart, records are appended to the newest segment if at least 1/RESUME_SHARE of it is free, and if its size
+is `SsdSettings.segment_bytes`."""
 
 log = logging.getLogger(__name__)
 
 AdmitRewrite = Callable[[int], bool]
-"""A function that decides whether a number of bytes may be copied out of an evicted segment (`SsdSettings.rescue_hits`)."""
+"""A function that returns whether a block of this many bytes may be copied out of an evicted segment
+(`SsdSettings.rescue_hits`)."""
 
 
 class RecordRun(Struct, frozen=True):
@@ -71,7 +72,7 @@ class VolumeFull(Exception):
 
 
 class Volume:
-    """Appends records to the segments of one directory and evicts segments, by the rules of this module."""
+    """The segments of one directory: appends records to them, and evicts them."""
 
     def __init__(
         self,
@@ -113,9 +114,10 @@ class Volume:
         return max(self._limit_bytes, 0) // footprint(self._settings.segment_bytes)
 
     def restore(self, found: Sequence[tuple[Segment, RecoveredSegment | UnreadableSegment]], now: Nanos) -> None:
-        """Take over the recovered segments, and make the newest one ACTIVE again if enough of it is free (`RESUME_SHARE`).
+        """Add the recovered segments, and make the newest one ACTIVE again if enough of it is free (`RESUME_SHARE`).
 
-        If the segments exceed the directory's limit, some are removed: the unreadable ones first, then the oldest ones.
+        If the segments exceed the directory's limit, segments are removed: the unreadable ones first, then the oldest
+        ones.
         """
         for segment, recovered in sorted(found, key=_age):
             self.segments.append(segment)
@@ -148,7 +150,7 @@ class Volume:
     # The methods below are for writing.
 
     def write(self, payloads: Sequence[SsdWrite], scratch: Scratch, deadline: Nanos) -> int:
-        """Append records and make them readable; return how many were written before room or time ran out.
+        """Append records and make them readable. Return how many were written; fewer than all if room or time ran out.
 
         Args:
             payloads: At most `BATCH_RECORDS`; each fits into a segment.
@@ -250,7 +252,10 @@ class Volume:
             self._active = segment
 
     def _begin(self, rescued: list[SsdWrite], needed_pages: int, deadline: Nanos) -> Segment:
-        """Prepare a segment for appending, and write rescued blocks to it; raise the same errors as `_rotate`."""
+        """Return a segment that is ready for appending, and write rescued blocks to it.
+
+        Raise the same errors as `_rotate`.
+        """
         segment = self._free_segment(rescued, needed_pages, deadline)
         segment.begin(secrets.token_bytes(NONCE_BYTES), self._state.take_sequences(), self._clock.now())
         try:
@@ -278,7 +283,7 @@ class Volume:
     def _seal(self, segment: Segment) -> None:
         """Write the footer of a segment, and make the segment SEALED.
 
-        If the footer cannot be written, the only harm is that opening the tier takes longer.
+        If the footer cannot be written, the next opening of the tier takes longer; there is no other harm.
         """
         try:
             self._write_footer(segment)
@@ -291,7 +296,7 @@ class Volume:
             self._state.lock.notify_all()
 
     def _free_segment(self, rescued: list[SsdWrite], needed_pages: int, deadline: Nanos) -> Segment:
-        """Find or make a free segment, or evict one; add the blocks rescued from an evicted one to `rescued`."""
+        """Return a free segment: new, unused, or evicted. Add the rescued blocks of an evicted one to `rescued`."""
         spare_bytes = self._settings.segment_bytes * 15 // 16 - needed_pages * PAGE_BYTES
         share_bytes = int(min(self._settings.rescue_share * self._settings.segment_bytes, spare_bytes))
         while True:
@@ -307,7 +312,7 @@ class Volume:
             if free is not None:
                 if free.size_bytes == self._settings.segment_bytes:
                     return free
-                self._remove(free)  # the file has another size than the settings want, and its space is needed
+                self._remove(free)  # the file has another size than `segment_bytes`, and its space is needed
             elif victim is not None:
                 try:
                     rescued += self._read_rescued(victim, hot, share_bytes, deadline)
@@ -329,7 +334,7 @@ class Volume:
             )
 
     def _grow(self) -> Segment | None:
-        """Make one more segment file; return None if the directory's limit allows none, or if making it failed.
+        """Make one more segment with its file; return None if the directory's limit forbids it, or if making it failed.
 
         Raises:
             OSError: Making the file failed, and the directory has no other segment.
@@ -356,7 +361,7 @@ class Volume:
     def _create(self, size_bytes: int) -> tuple[str, DiskFile]:
         """Create a segment's file under the first name that is free; return the name and the file.
 
-        Entries of others with such a name, for example folders or links, are left alone.
+        If another program has made an entry with such a name, for example a folder or a link, the next name is tried.
 
         Raises:
             OSError: The file could not be made.
@@ -407,7 +412,7 @@ class Volume:
     # The methods below are for blocks that are rescued from an evicted segment.
 
     def _hot(self, victim: Segment) -> list[RecordLocation]:
-        """Return the blocks that are worth rescuing, beginning with the ones that were read most often."""
+        """Return the blocks with at least `rescue_hits` reads; blocks that were read more often come first."""
         if not self._settings.rescue_hits:
             return []
         hits = victim.record_hits

@@ -1,6 +1,6 @@
 """SSD writer: divides new blocks into batches, which are encoded and written in parallel.
 
-What a write leaves behind after a crash or a power cut is described in `kvstore.tiers.ssd.tier`, rule 6.
+`kvstore.tiers.ssd.tier` says what remains of a write after a crash or a power cut (rules 1 and 6).
 """
 
 from collections.abc import Sequence

@@ -15,18 +15,18 @@ from kvstore.tiers.ssd.settings import SegmentEviction
 
 
 class SegmentUse(Struct, frozen=True, kw_only=True):
-    """Data about the use of a segment, from which scores are computed."""
+    """How much a segment is used; the input of a `Score`."""
 
     sequence: int  # sequence number of the segment; a segment that is begun later has a higher one
     blocks: int  # number of readable blocks
     live_share: float  # share of the segment's bytes that readable blocks occupy, from 0 to 1
-    hits: int  # number of reads of its blocks since it was begun, or since the tier was opened if that was later
-    used_at: Nanos  # instant of the last read or write of a block; if there was none, when `hits` began to count
+    hits: int  # number of reads of its blocks since it was begun, or since the tier was opened, whichever was later
+    used_at: Nanos  # instant of the last read or write of a block; without one, the instant since which `hits` counts
 
 
 Score = Callable[[SegmentUse, Nanos], float]
-"""A function that returns the value of keeping a segment, at a given instant. Of segments with equal scores, the older one
-is evicted first."""
+"""A function that returns how valuable it is to keep a segment, at a given instant. Among segments with equal scores,
+the oldest is evicted first."""
 
 
 def reuse(use: SegmentUse, now: Nanos) -> float:

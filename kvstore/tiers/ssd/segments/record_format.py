@@ -11,7 +11,8 @@ Rules:
    know the nonce.
 4. The footer is written when the segment is full or the tier is closed. It is a table of the segment's blocks, so that
    opening reads only a few pages. The last page is a trailer with the size and checksum of the table.
-5. All bytes except padding are covered by a CRC-32C and a version. A structure that fails the check is ignored.
+5. A CRC-32C covers all bytes except padding. Head, record headers and trailer also have a version. A structure with a
+   wrong checksum or another version is ignored.
 6. Each read of a block also reads the record's header and compares all fields. Even if a table is wrong, on disk or in
    memory, a read therefore never returns wrong bytes.
 7. The header of a bad block is overwritten. A footer's table may still list the block, but a read then finds no valid
@@ -146,7 +147,7 @@ def is_discarded(page: ByteArray) -> bool:
 
 
 def record_signs() -> tuple[bytes, slice]:
-    """Return the bytes with which every record header begins, and the slice of a header that contains the nonce.
+    """Return the bytes with which every record header begins, and the slice of the header in which the nonce lies.
 
     Recovery uses them to find record headers fast.
     """

@@ -1,9 +1,9 @@
 """Segment recovery: finds out which records a segment file contains when the tier is opened.
 
 An undamaged footer is trusted, because each read of a block compares its header anyway. If the process was killed, the
-footer is missing. If it is missing or damaged, the whole file is read, and each record with an undamaged header and payload
-is recovered. The writes of a killed process may have reached the file in any order, so the search continues page by page
-after a damaged record.
+footer is missing. If the footer is missing or damaged, the whole file is read, and each record with an undamaged header
+and payload is recovered. The writes of a killed process may have reached the file in any order, so the search continues
+page by page after a damaged record.
 """
 
 from array import array
@@ -40,8 +40,8 @@ class RecoveredSegment(Struct, frozen=True, kw_only=True):
 
     nonce: bytes
     sequence: int
-    next_page: int  # first page after the last record; records in damaged parts of the file do not count
-    last_sequence: int  # a number that no sequence number of the segment or of its records exceeds
+    next_page: int  # first page after the last record that was recovered
+    last_sequence: int  # at least as high as the sequence numbers of the segment and of all its records
     keys: list[Key]
     pages: "array[int]"
     lengths: "array[int]"
@@ -137,7 +137,7 @@ class _Window:
         self._count = 0
 
     def pages(self, first: int) -> ByteArray:
-        """Return one or more pages, beginning with the given one, in shape [pages, 4096]; none after the end of the file."""
+        """Return pages in shape [pages, 4096]: one or more from `first` on, or none after the end of the file."""
         if not self._first <= first < self._first + self._count:
             wanted = min(WINDOW_PAGES, self.size_pages - first)
             read = self._file.read([self._buffer[: wanted * PAGE_BYTES]], first * PAGE_BYTES) if wanted > 0 else 0

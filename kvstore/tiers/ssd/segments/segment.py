@@ -63,7 +63,7 @@ class Segment:
         self.nonce = nonce
         self.sequence = sequence
         self.next_page = FIRST_PAGE
-        # number of records that have got a place in the file, whether they are written already or not
+        # number of records that have been assigned a place in the file; some may not be written yet
         self.promised = 0
         self.keys: list[Key] = []
         self.pages = array("I")
@@ -87,7 +87,7 @@ class Segment:
         return self.size_bytes // PAGE_BYTES
 
     def take(self, records: Sequence[int]) -> tuple[int, int]:
-        """Assign adjacent places to the first records, as many as there is room for.
+        """Assign adjacent places to as many of the records as fit, from the first one on.
 
         Args:
             records: Number of pages of each record.

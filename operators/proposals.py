@@ -76,9 +76,9 @@ MOST_REPLICAS = 10_000
 """The maximum number of replicas that `operators.api.disagg_deployment.RoleSpec` allows."""
 
 LARGEST = 128 << 10
-"""Maximum size in bytes of the fields `podTemplate` and `modelConfig` of a request, each as JSON. A request with two
-roles contains at most four such texts, and Kubernetes adds `managedFields` of twice their size. So the object stays
-below 1.5 MiB."""
+"""Maximum size in bytes of the fields `podTemplate` and `modelConfig` of a request, each as JSON. A ServingRequest object
+whose proposal has two roles contains at most four texts of this size, and Kubernetes adds `managedFields` of twice their
+size. So the object stays below 1.5 MiB."""
 
 MINUTE = 60.0
 RESTS_ON = {

@@ -5,9 +5,9 @@ Rules:
 1. When an object changes, only the keys of the custom objects that it affects are enqueued. A reconcile reads the
    caches. From the API server it reads only the operator's Secret, an existing object that has taken the name of a new
    child object, and, if a worker group has to be placed, all nodes and pods. After a reconcile that has written
-   something, the key is reconciled again at once, or after many such reconciles in a row a second later, until nothing
-   is left to write.
-2. Every process fills all caches, also if it does not lead. So a new leader knows all objects, and it reconciles all
+   something, the key is reconciled again until nothing is left to write. The next reconcile starts at once; after many
+   reconciles with writes in a row, it starts a second later.
+2. Every process fills all caches, even if it does not lead. So a new leader knows all objects, and it reconciles all
    deployments at once.
 3. Only one reconcile of a deployment runs at a time. A failed reconcile is repeated after a pause that grows with each
    failure. It does not delay other deployments.

@@ -43,7 +43,7 @@ class MissingModule(Struct, frozen=True):
 
 
 def missing_modules(names: Iterable[str] = ALL_MODULES) -> list[MissingModule]:
-    """Try to load these modules, and return those that do not load."""
+    """Try to load these C modules, and return those that do not load."""
     missing = []
     for name in names:
         try:

@@ -1,7 +1,7 @@
 """Settings reference: describes the keys of all settings files, as the page docs/settings.md, as a list, and as JSON schemas.
 
-All three follow from the types that define the settings. `make docs` and `make chart` write the page, and a unit test
-compares it with the types. `fleet config` prints the list and the schemas.
+These three outputs are generated from the types that define the settings. `make docs` and `make chart` write the page, and
+a unit test compares it with the types. `fleet config` prints the list and the schemas.
 """
 
 import sys

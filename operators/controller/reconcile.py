@@ -4,7 +4,7 @@
 
 Rules:
 
-1. It is level-triggered: every action follows from the desired and the observed state. Nothing is remembered between
+1. `reconcile` is level-triggered: every action follows from the desired and the observed state. Nothing is remembered between
    calls, so an operator that is killed after any write continues where it was.
 2. A manifest is applied if its digest differs from the digest in the annotation of the observed object. If somebody else
    owns an object whose name a child object needs, this object stays unchanged, and the deployment is Degraded until the

@@ -203,9 +203,9 @@ def unanswered(subject: ProbeSubject, evidence: ProbeEvidence) -> tuple[ProbeTar
 
 
 def missing_only_routers(subject: ProbeSubject, evidence: ProbeEvidence) -> bool:
-    """Return whether at most answers through the present routers are missing.
+    """Return True if no answers to probes are missing, or only answers through the present routers.
 
-    In this case, all workers have answered through some router, and a worker of each role has answered since the
+    In both cases, all workers have answered through some router, and a worker of each role has answered since the
     prefill workers last changed.
     """
     before = {(role, pools) for role, _, pools in evidence.through}
@@ -271,7 +271,7 @@ def kept(subject: ProbeSubject, evidence: ProbeEvidence) -> ProbeEvidence:
 def evidence_from_status(subject: ProbeSubject, proved: str, handed: str) -> ProbeEvidence | None:
     """Return the evidence that an earlier leader has written into the status, or None if it is about other workers.
 
-    If only the routers have changed since, the evidence says so: a worker of each role still has to answer again.
+    If only the routers have changed since then, a worker of each role still has to answer again.
 
     Args:
         subject: The pods that are probed now.

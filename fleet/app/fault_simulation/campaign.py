@@ -18,10 +18,7 @@ BATCH = 25  # number of seeds that a process runs before it reports their result
 
 
 class FailingSeed(Struct, kw_only=True):
-    """Describes a seed that broke a promise.
-
-    It also has a selection of the seed's happenings: the smallest one that was found to break the same promise.
-    """
+    """Describes a seed that broke a promise, with the smallest found selection of its happenings that breaks the same promise."""
 
     seed: int
     promise: str

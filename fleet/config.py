@@ -5,9 +5,9 @@ Rules:
 1. A settings Struct is defined next to the code that uses it, and documents each field.
 2. A file is TOML (`.toml`) or JSON (any other suffix) of exactly one Struct. An unknown key, a wrong type or a value
    out of range raises `ConfigurationRefused` with the file, the path of the key and the cause, in one line.
-3. No setting comes from the environment. It only says where caches and the user's Kubernetes configuration are, which
-   authorities gRPC knows, and whether to use colours. It is passed on to child processes.
-4. Command-line options are in `fleet.cli`; those of `fleet up` override the file (`fleet.cli.up`).
+3. No setting comes from the environment. The environment only says where caches and the user's Kubernetes configuration
+   are, which authorities gRPC knows, and whether to use colours. Child processes get the whole environment.
+4. Command-line options are in `fleet.cli`; the options of `fleet up` override the file (`fleet.cli.up`).
 """
 
 import os
@@ -44,7 +44,7 @@ def load(path: Path, kind: type[Settings], changes: Mapping[str, Any] | None = N
         changes: Values that replace or complement the file's, by path (``router.policy``, ``pools.0.gpus``).
 
     Raises:
-        ConfigurationRefused: The file cannot be read, is not TOML or JSON, or does not fit `kind`.
+        ConfigurationRefused: The file cannot be read, is not TOML or JSON, or does not fit `kind`; or a change cannot be applied.
     """
     raw = _read(path)
     try:
@@ -176,7 +176,7 @@ def build_settings(kind: Callable[..., Settings], **fields: Any) -> Settings:
     """Build settings from values of the program, such as command-line options.
 
     Raises:
-        ConfigurationRefused: The values contradict each other.
+        ConfigurationRefused: A value is not allowed, or values contradict each other.
     """
     try:
         return kind(**fields)
@@ -207,13 +207,13 @@ def default_cache_dir() -> Path:
 
 
 def grpc_authorities() -> str:
-    """Return the file of the authorities that gRPC trusts unless it is given others."""
+    """Return the path of the file with the certificate authorities that gRPC trusts by default."""
     named = os.environ.get("GRPC_DEFAULT_SSL_ROOTS_FILE_PATH")  # noqa: TID251 - this is the loader
     return named or str(files("grpc") / "_cython" / "_credentials" / "roots.pem")
 
 
 def child_environment() -> dict[str, str]:
-    """Return environment variables for child processes: those of this process, and one that makes Python's output unbuffered."""
+    """Return the environment variables for child processes: those of this process, and one that makes Python's output unbuffered."""
     return {**os.environ, "PYTHONUNBUFFERED": "1"}  # noqa: TID251 - this is the loader
 
 

@@ -197,7 +197,7 @@ def _proposed(asked: ServingRequestSpec, sized: SizedModel, found: Sizing) -> Pr
 def _deployment(asked: ServingRequestSpec, sized: SizedModel, found: Sizing) -> DisaggDeploymentSpec:
     count, each = asked.hardware.count, found.placement.parallelism.gpus
     # If the unused GPUs suffice for one more replica of every role, a rollout creates new replicas before it removes old
-    # ones. Otherwise it removes old replicas first.
+    # replicas. If they do not suffice, it removes old replicas first.
     surge = count - found.gpus >= each * len(found.pools)
     rollout = Rollout() if surge else Rollout(max_surge=0, max_unavailable=1)
     seconds = found.ttft + asked.workload.answer_tokens * found.tpot

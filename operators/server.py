@@ -199,7 +199,7 @@ class Operator:
                 for task in others:
                     task.cancel()
                 acting.create_task(_end(workers))
-            # The election is cancelled before the Lease is given back. Otherwise it could take the Lease again.
+            # The election is cancelled before the Lease is given back, so that it cannot take the Lease again.
             for task in self._following:
                 task.cancel()
             await self.leader.give_back()
@@ -370,7 +370,7 @@ class Operator:
 
 
 async def _end(tasks: "Sequence[asyncio.Task[None]]") -> None:
-    """Wait until the tasks have finished, and cancel those that still run after `STOP_SECONDS`."""
+    """Wait until the tasks have finished, and cancel tasks that still run after `STOP_SECONDS`."""
     _, late = await asyncio.wait(tasks, timeout=STOP_SECONDS)
     for task in late:
         task.cancel()

@@ -48,7 +48,7 @@ class ModelFolder(Struct, frozen=True):
 
     folder: str
     named: str
-    """For a repository: its name and commit, which are equal on all hosts. For a folder: its path in the settings."""
+    """For a repository: its name and commit, which are equal on all hosts. For a folder: its path, as the settings name it."""
 
 
 async def fetch_worker_model(settings: WorkerSettings, clock: Clock) -> ModelFolder:
@@ -223,7 +223,7 @@ class _ModelDownload:
             log.info("the model is being fetched", extra=context)
 
     def _left(self) -> float:
-        """Return the seconds until the download is aborted, if nothing arrives in this time."""
+        """Return the seconds that are left until the download is given up, if no more bytes arrive."""
         until = Nanos(self._last_progress_at + int(self._hub.patience_seconds * SECOND))
         return (until - self._clock.now()) / SECOND
 

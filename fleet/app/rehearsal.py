@@ -48,8 +48,8 @@ HORIZON = 60.0
 BLOCK_TOKENS = 32
 NICE = 10
 LINK = 10e9
-"""Assumed bytes per second between two workers. Its size does not matter, because `_profile` computes the bytes of a token
-from it, so that a transfer takes the time in the settings of the engine."""
+"""Assumed bytes per second between two workers. Any value gives the same results: `_profile` computes the bytes of a token
+from it, so that a transfer takes the time that the settings of the engine state."""
 
 
 class RehearsedPool(Struct, frozen=True, kw_only=True):

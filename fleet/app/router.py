@@ -821,7 +821,7 @@ async def _endpoint_picker(settings: RouterSettings, parts: _Parts) -> AsyncIter
     """Open the endpoint picker for gateways. The `with` block gets None if the settings name no endpoint picker.
 
     Raises:
-        ConfigurationRefused: Its address is in use, or its Lease cannot be used.
+        ConfigurationRefused: The address of the endpoint picker is in use, or its Lease cannot be used.
     """
     if settings.endpoint_picker is None:
         yield None

@@ -127,7 +127,7 @@ def reference() -> str:
 
 
 def _sections(kind: type[Struct], path: str, seen: dict[type[Struct], str], command: str) -> Iterator[str]:
-    """Yield the lines of a type's table, then those of its sections, except for sections that the page has shown already."""
+    """Yield the lines of a type's table, then the lines of its sections, without sections that the page has shown already."""
     texts = documented_fields(kind)
     yield "| key | default | meaning |"
     yield "|---|---|---|"

@@ -59,7 +59,7 @@ class LocalPools:
 
     Args:
         topology: The topology of the cluster.
-        planned: The processes with which the cluster was started; its pools are the ones that are scaled.
+        planned: The processes with which the cluster was started; this object scales the pools of `planned`.
         processes: Runs the child processes; workers are added to it and removed from it.
         folder: The runtime folder.
         say: Shows one line to a person.
@@ -129,7 +129,7 @@ class LocalPools:
         for name, pool in self._pools.items():
             try:
                 self._grow(pool)
-            # the settings of the new worker are refused; `plan` checked them only for pools with workers at the start
+            # The settings of the new worker are refused. `fleet.local.topology.plan` checked them only for pools with workers at the start.
             except ConfigurationRefused as refused:
                 self._limited = {**self._limited, name: str(refused)}
                 pool.target = len(pool.staying)
@@ -218,7 +218,7 @@ class LocalPools:
 
 
 class _PoolWorkers:
-    """The workers of one pool: those that stay, and those that drain."""
+    """The workers of one pool: the workers that stay, and the workers that drain."""
 
     def __init__(self, kind: LocalPool) -> None:
         self.kind = kind

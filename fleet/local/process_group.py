@@ -1,7 +1,7 @@
 """Process groups: end a process together with all processes that it has started (Linux).
 
 An engine is several processes: vLLM's worker process starts an engine core, which starts more processes. If the worker
-process is killed, the others continue to run, with their memory and ports. All of them are in one process group, whose
+process is killed, the other processes continue to run, with their memory and ports. All of them are in one process group, whose
 leader is a direct child of the supervisor. So the supervisor can end the whole group.
 
 One kind of process is killed only after `TRACKERS_WITHIN`: the resource tracker of `multiprocessing`. It waits until

@@ -40,7 +40,7 @@ def plan_routers(settings: RouterSettings, count: int, folder: Path) -> RouterPr
     Args:
         settings: Settings of each process. The routers that its field `replicas` names are peers of all processes.
         count: Number of processes.
-        folder: Private folder for settings, some of which are secret, and for sockets.
+        folder: Private folder for sockets and for settings files, which may contain secrets.
 
     Raises:
         ConfigurationRefused: A public address is in use or invalid. Or the settings have `replicas_name` or `replicas_listen`,

@@ -64,13 +64,13 @@ class SupervisionSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     router_silence_seconds: Seconds = 5.0
     """Maximum time for which a router's event loop may stand still.
 
-    It normally turns within milliseconds, because long work runs in threads. With the default, a hung router is
-    replaced and serves again within 10 s.
+    An event loop normally makes a turn within milliseconds, because long work runs in threads. With the default, a hung
+    router is replaced and serves again within 10 s.
     """
 
     store_silence_seconds: Seconds = 10.0
-    """Maximum time for which the event loop of a store node may stand still. It normally has no long pauses, because
-    threads serve disks and networks. While it stands still, clients compute blocks instead of loading them.
+    """Maximum time for which the event loop of a store node may stand still. The loop normally has no long pauses, because
+    threads serve disks and networks. While the loop stands still, clients compute blocks instead of loading them.
     """
 
     worker_silence_seconds: Seconds = 30.0
@@ -91,8 +91,8 @@ class ClusterSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Settings that all processes of the cluster share, such as the model and the engine."""
 
     model: Annotated[str, Meta(min_length=1)] = TINY
-    """Hugging Face folder, relative to the topology file; or a repository of the hub, such as Qwen/Qwen3-0.6B, with @revision if
-    the newest one is not wanted; or "tiny", the model that the project builds itself.
+    """A Hugging Face folder, relative to the topology file. Or a repository of the hub, such as Qwen/Qwen3-0.6B, with @revision
+    for another revision than the newest one. Or "tiny", the model that the project builds itself.
     """
 
     served_name: str = ""
@@ -102,8 +102,8 @@ class ClusterSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """The engine of all workers: "vllm", "simulated", or another installed entry point of the group `workers.engines`."""
 
     task: ModelTask = ModelTask.AUTO
-    """The task of the model: generate, embed or classify; see `task` of the workers. auto: by the model's architecture. A
-    cluster whose model does not generate has only pools of role both, no KV paths and no store.
+    """The task of the model: generate, embed or classify; see `task` of the workers. auto: the model's architecture decides.
+    A cluster whose model does not generate has only pools of role both, no KV paths and no store.
     """
 
     chat_template: str = ""

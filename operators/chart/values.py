@@ -344,9 +344,9 @@ class OperatorValues(_Values, frozen=True):
     """Number of replicas. One replica leads (a Lease decides which one), and the other replicas wait."""
 
     scope: Scope = Scope.NAMESPACE
-    """Which DisaggDeployments the operator manages. `Namespace`: those in the release's namespace; the operator then has the
-    rights of a Role. `Cluster`: all of the cluster; the operator then has the rights of a ClusterRole. Only with a
-    ClusterRole can the operator list nodes, to choose domains for worker groups."""
+    """The DisaggDeployments that the operator manages. `Namespace`: only DisaggDeployments in the release's namespace; the
+    operator then has the rights of a Role. `Cluster`: all DisaggDeployments of the cluster; the operator then has the
+    rights of a ClusterRole. Only with a ClusterRole can the operator list nodes, to choose domains for worker groups."""
 
     create_roles: bool = True
     """Create the Roles of the operator. Off: its rights are granted separately."""
@@ -448,9 +448,9 @@ class NetworkPolicy(_Values, frozen=True):
     """Clients of the routers, as peers of a NetworkPolicy; empty: everybody."""
 
     monitoring: tuple[Open, ...] = ()
-    """Peers besides `clients` that may connect to the ports for metrics. Empty: everybody may connect to those of
-    the operator and the planner, and everybody who may send requests may connect to those of the routers.
-    `monitoring.access` says what these peers may read."""
+    """Peers besides `clients` that may connect to the ports for metrics. Empty: everybody may connect to the ports for
+    metrics of the operator and the planner, and everybody who may send requests may connect to the routers' ports for
+    metrics. `monitoring.access` says what these peers may read."""
 
     egress: Egress = Egress()
 

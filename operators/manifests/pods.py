@@ -196,7 +196,7 @@ def pod_template(
         labels[SPEAKS_TLS] = "true"
     template: Manifest = _with_users_limits(merged({"spec": pod}, role.pod_template), role)
     if isinstance(spec := template["spec"], Mapping) and spec.get("hostNetwork") and "dnsPolicy" not in spec:
-        # With `hostNetwork`, pods would otherwise use the node's DNS resolver, which knows no Services.
+        # With `hostNetwork` and without this setting, pods would use the node's DNS resolver, which knows no Services.
         template["spec"] = {**spec, "dnsPolicy": "ClusterFirstWithHostNet"}
     metadata = mapping(template.get("metadata"))
     # These labels come last, because the user must not change the labels by which Services and controllers select pods.
@@ -248,8 +248,8 @@ def _container(
         "volumeMounts": mounts,
     }
     scheme = {"scheme": "HTTPS"} if deployment.spec.routing.tls_secret else {}
-    # A command of the user perhaps does not answer these two probes, and the kubelet would then restart it. So it gets
-    # neither of them.
+    # A container with a command of the user gets no startup and liveness probes: the command may not answer them, and the
+    # kubelet would then restart the container.
     if not is_foreign(role):
         live = (
             # Clients cannot use up the connections of this port, so a healthy router always answers the probe.

@@ -56,7 +56,7 @@ def inference_pool(deployment: DesiredDeployment) -> Manifest:
 
 
 def pod_monitor(deployment: DesiredDeployment) -> Manifest:
-    """Return the PodMonitor of the routers, whose metrics include those of the workers."""
+    """Return the PodMonitor of the routers. The routers' metrics include the metrics of the workers."""
     endpoint: Manifest = {"port": "health", "path": "/metrics"}
     if deployment.spec.routing.tls_secret:
         # Prometheus reads pods by their addresses, which certificates do not contain.

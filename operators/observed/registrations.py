@@ -48,7 +48,7 @@ ReportedWorkers = Mapping[str, tuple[WorkerRegistration, ...]]
 
 
 class WorkerLease(Struct, frozen=True, kw_only=True):
-    """Holds those fields of a worker's Lease from which its registration is computed."""
+    """Holds the fields of a worker's Lease from which the worker's registration is computed."""
 
     holder: str
     renewed: datetime

@@ -150,8 +150,8 @@ class ProbeEvidence(Struct, frozen=True, kw_only=True):
     """Holds the results of the probes of one deployment."""
 
     through: frozenset[tuple[str, str, str]] = frozenset()
-    """One entry for each role of which a worker has answered: the name of the role, and the digests `ProbeSubject.around`
-    and `ProbeSubject.pools` at the last answer."""
+    """One entry for each role that has a worker which has answered: the name of the role, and the digests
+    `ProbeSubject.around` and `ProbeSubject.pools` at the last answer."""
 
     answered: frozenset[ProbeTarget] = frozenset()
     unhanded: frozenset[ProbeTarget] = frozenset()

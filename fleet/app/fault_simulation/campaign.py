@@ -123,7 +123,7 @@ def _run_batch(seeds: range) -> list[SeedOutcome]:
 
 
 def replay(seed: int, keep: Sequence[int] | None) -> SeedOutcome:
-    """Run one seed again with all its happenings, or only with those whose indices are in `keep`.
+    """Run one seed again with all its happenings, or only with the happenings whose indices are in `keep`.
 
     Raises:
         ConfigurationRefused: The schedule has no happening with an index that is in `keep`.

@@ -59,8 +59,8 @@ ORDINARY = {Reason.QUEUE_FULL, Reason.NO_WORKER, Reason.DEADLINE_PASSED}
 """Reasons for which the router may reject a request even if none of its attempts has failed."""
 
 NO_EXCUSE = {"", RejectionCause.PASSED_ON}
-"""Causes that do not justify a rejection while the router could still try the request on another worker: an empty
-cause, and a cause that only requests to external servers can have."""
+"""Causes that do not justify a rejection while the router could still try the request on another worker. The empty cause is
+one of them. The other one can occur only for requests to external servers, which this simulation does not have."""
 
 CANCEL_POINTS = {
     RequestStage.QUEUED: FaultPoint.CANCELLED_IN_QUEUE,

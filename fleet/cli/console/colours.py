@@ -22,7 +22,7 @@ class Colour(StrEnum):
 
 
 def coloured(text: str, colour: Colour, file: TextIO | None = None) -> str:
-    """Return a text in a colour if `file` shows colours, otherwise unchanged.
+    """Return a text in a colour if `file` shows colours; if it does not, return the text unchanged.
 
     The default of `file` is standard output.
     """

@@ -1,4 +1,4 @@
-"""`fleet up --check`: compares the tokens of each KV path with those of one engine, and proves that blocks moved.
+"""`fleet up --check`: compares the tokens of each KV path with the tokens of one engine, and proves that blocks moved.
 
 Rules:
 
@@ -45,9 +45,9 @@ WITHIN = {  # time limit of one prompt, while seven other prompts run at the sam
     KvPath.STORE: Nanos(180 * SECOND),
     KvPath.DIRECT: Nanos(600 * SECOND),  # long, because a NIXL transfer can stall for half a minute on CPUs
 }
-# long, because the busy threads of two engines with NIXL can take all CPU time of a small machine
+# heartbeat timeout of the router; it is long, because the busy threads of two engines with NIXL can take all CPU time of a small machine
 SILENCE_SECONDS = 60.0
-QUEUE_SECONDS = 600.0  # long, because one stalled transfer makes a router predict a long wait and reject requests
+QUEUE_SECONDS = 600.0  # for `max_queue_seconds`; long, because a router predicts long waits after a stalled transfer
 MOVED_BY = {KvPath.STORE: Source.STORE, KvPath.DIRECT: Source.DIRECT}
 
 
@@ -338,7 +338,7 @@ def reference_prompts(model_dir: Path, *, max_tokens: int) -> list[TokenBytes]:
 def _cut(text: TokenBytes, max_tokens: int) -> Iterator[TokenBytes]:
     """Yield prompts made of consecutive pieces of the text.
 
-    The last `_SHARING` prompts begin with the same piece. Apart from it, no two prompts contain the same part of the text.
+    The last `_SHARING` prompts begin with the same piece. Apart from this piece, no part of the text is in two prompts.
     """
     position = 0
 

@@ -81,7 +81,7 @@ def _read(path: Path) -> Any:
     except UnicodeDecodeError as error:
         kind = "TOML" if path.suffix == ".toml" else "JSON"
         raise ConfigurationRefused(f"{path}: is not a text in UTF-8, and so no {kind} file") from error
-    except (ValueError, msgspec.DecodeError, RecursionError) as error:  # RecursionError: thousands of brackets
+    except (ValueError, msgspec.DecodeError, RecursionError) as error:  # RecursionError: nested too deeply
         raise ConfigurationRefused(f"{path}: {_one_line(str(error))}") from error
 
 
@@ -144,7 +144,7 @@ def parse_value(text: str) -> Any:
     """Parse a value as written in TOML; anything else is a string."""
     try:
         read = tomllib.loads(f"value = {text}")
-    except (ValueError, RecursionError):  # thousands of digits or brackets
+    except (ValueError, RecursionError):  # no TOML value, or one with thousands of digits or brackets
         return text
     return read["value"] if len(read) == 1 else text
 

@@ -5,8 +5,8 @@ Pure. `fleet.hardware.sizing` computes the numbers of replicas and GPUs.
 Rules:
 
 1. A proposal is complete: if it is applied without changes, its pods serve the described requests. Engine options for
-   which a role has no field (the longest request, the batch size, the prompt tokens of a step) are arguments in its
-   podTemplates, followed by the arguments of the request.
+   which a role has no field (the longest request, the batch size, the prompt tokens of a step) are arguments in the
+   podTemplates of the proposal. The arguments of the request follow these arguments.
 2. Each predicted latency is given together with its goal and the median error of such predictions. A text (`basis`)
    says on which measurements the predictions are based.
 3. If no deployment keeps the goals, the reply names the goal that fails, the best possible value, and what would have to
@@ -162,7 +162,7 @@ def _goals(objective: ServingObjective) -> LatencyGoals:
     )
 
 
-# Feasible requests.
+# Proposals for feasible requests.
 
 
 def _proposed(asked: ServingRequestSpec, sized: SizedModel, found: Sizing) -> Proposal:
@@ -303,7 +303,7 @@ def _basis(estimate: StepModelEstimate) -> str:
     return f"{estimate.rows} {RESTS_ON[estimate.basis]}; errors are medians of such predictions"
 
 
-# Infeasible requests.
+# Replies to requests that no deployment can fulfil.
 
 
 def _infeasible(asked: ServingRequestSpec, sized: SizedModel, supply: GpuSupply, why: Shortfall) -> Infeasible:

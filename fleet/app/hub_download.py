@@ -290,7 +290,7 @@ def _tell_progress(storage: Path, whole: int, tell: ReportEvent, ended: threadin
     """
     while not ended.wait(TELL_SECONDS):
         there = 0
-        with suppress(OSError):  # the folder does not exist before the first file
+        with suppress(OSError):  # the folder does not exist before the first file has arrived
             there = sum(_size(file) for file in (storage / "blobs").iterdir())
         tell(DownloadProgress(there, whole))
 

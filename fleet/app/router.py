@@ -611,7 +611,7 @@ async def _serve(settings: RouterSettings, parts: _Parts, announce: Announce) ->
     """Open the ports and serve until a stop signal.
 
     A process that does not share its ports opens them first. So if another process has these ports already,
-    this process ends before it contacts workers. Its health port can also report from the beginning whether it is ready.
+    this process ends before it contacts workers. Its health port can also report from the beginning whether the process is ready.
     Processes that share ports (`share_ports`) open them last. If they listened earlier, they would get connections that
     another process of the router, which is ready, could serve at once.
     """

@@ -64,7 +64,7 @@ class SettingsKey(Struct, frozen=True, kw_only=True):
     """Path in the file. `NAME` stands for any key of a table, and `[]` for any element of an array."""
 
     unit: str
-    """Unit of a number; empty: none."""
+    """Unit of the value. Empty: the value is no number, or the name of the key states no unit."""
 
     default: str
     """Default value as JSON, or "required", "none" or "see the section"."""

@@ -106,7 +106,7 @@ class LocalPools:
                         self._worth = await self._ask_worth()
                     self.step()
                     trouble = ""
-                except (ConnectorUnreachable, OSError) as error:  # for example a full disk
+                except (ConnectorUnreachable, OSError) as error:  # OSError: for example, the disk is full
                     if str(error) != trouble:
                         trouble = str(error)
                         self._say(trouble)

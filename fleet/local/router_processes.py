@@ -29,7 +29,7 @@ class RouterProcesses(Struct, frozen=True, kw_only=True):
     control: str
     # each process's own control socket; empty: all processes share the port of `control`
     control_sockets: tuple[str, ...]
-    health: str  # address of the health port; empty: none
+    health: str  # address of the health port; empty: there is none
     kserve: str  # address of the port for the Open Inference Protocol; empty: not served
     picker: str  # address of the endpoint picker; empty: not served
 

@@ -275,7 +275,7 @@ class LocalPlannerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """File for the records of plans; empty: a file in the runtime folder, which is removed with the cluster."""
 
     record: str = ""
-    """File for a recording of all decisions, for `fleet plan decide`; empty: none."""
+    """File for a recording of all decisions, for `fleet plan decide`; empty: no recording is made."""
 
     def __post_init__(self) -> None:
         check_listen_address("metrics_listen", self.metrics_listen, optional=True)

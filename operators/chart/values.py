@@ -420,9 +420,9 @@ class Egress(_Values, frozen=True):
     """Allow the pods of the release to connect only to what they need according to the values: DNS, the API server,
     each other, the pods of DisaggDeployments, and the ports in `routers.settings` and `etcd`. Off by default, as
     usual in charts, because other needs depend on the cluster, and a connection that is not allowed just gets no
-    answer. Before you set it, add to `extra` what exists of these: the control plane of a service mesh, the hub from
-    which routers fetch models (443), a Redis whose URL is in a Secret, and workers and gateways that the values do
-    not name. Pods of DisaggDeployments may always connect outwards, because they fetch models from anywhere."""
+    answer. Before you set it, add to `extra` whatever your cluster has of this list: the control plane of a service
+    mesh, the hub from which routers fetch models (443), a Redis whose URL is in a Secret, and workers and gateways that
+    the values do not name. Pods of DisaggDeployments may always connect outwards, because they fetch models from anywhere."""
 
     dns: tuple[Open, ...] = ()
     """The DNS servers, as peers of a NetworkPolicy; empty: any address on the ports for DNS, 53 and OpenShift's 5353."""

@@ -5,7 +5,7 @@ Pure.
 Rules:
 
 1. Every worker that generates answers has to answer one probe that names this worker. If the deployment has prefill
-   workers, one prefill worker has to compute the prompt of the probe, and the answering worker has to report that it
+   workers, one prefill worker has to compute the prompt of the probe. The answering worker then has to report that it
    loaded the prompt's blocks from the prefill worker.
 2. A pod whose container has restarted counts as another pod. So does a pod that a StatefulSet has created again with
    the same name. If the routers or the prefill workers have changed since the last answer, one worker of each role that

@@ -75,7 +75,7 @@ class SeedOutcome(Struct, kw_only=True):
 
     seed: int
     requests: int = 0
-    ends: dict[str, int] = {}  # number of requests for each way to end
+    ends: dict[str, int] = {}  # number of requests by the way in which they ended, such as `complete`
     tokens: int = 0  # number of tokens that the clients have at the end; each was compared with the expected one
     events: int = 0
     # Virtual time from `WELL_FROM` until rule 2 was fulfilled or a promise was broken; negative: a promise was broken

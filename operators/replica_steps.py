@@ -17,10 +17,10 @@ Rules:
    the other role.
 4. Growth never takes a role above its target plus `surge`, and shrinking never takes its serving replicas below its
    target minus `unavailable`. Replicas that cannot serve may always be removed.
-5. A prefill replica serves only together with a decode replica of its own revision, and the other way round. So the last
-   pair of an old revision stays until a pair of the new revision is ready. If this rule allows no step, and no
-   earlier step is still under way, replicas may lose their partners. Even then, at least one replica of each role that
-   must serve stays able to serve.
+5. A prefill replica serves only together with a decode replica of its own revision, and a decode replica only together
+   with a prefill replica of its own revision. So the last pair of an old revision stays until a pair of the new revision
+   is ready. If this rule allows no step, and no earlier step is still under way, replicas may lose their partners. Even
+   then, at least one replica of each role that must serve stays able to serve.
 6. The ratio of prefill to decode replicas stays within its bounds while roles are scaled. During a rollout, the
    replicas of a role may differ from its target by at most `surge` (above) or `unavailable` (below). Within these limits,
    the ratio is computed with the target of the role, and not with its replicas. If the ratio allows no step of a single

@@ -213,7 +213,7 @@ class Operator:
         return loops
 
     async def _discover(self, tasks: asyncio.TaskGroup) -> None:
-        """Start an informer for every kind that the API server has, also for kinds that are installed later.
+        """Start an informer for every kind that the API server has, including kinds that are installed later.
 
         If a kind is removed from the API server, all objects of this kind are removed from the cache, even if no watch has
         reported that they were deleted.

@@ -62,7 +62,7 @@ async def fetch_worker_model(settings: WorkerSettings, clock: Clock) -> ModelFol
 
 
 async def fetch_router_models(settings: RouterSettings, clock: Clock) -> RouterSettings:
-    """Return router settings with a folder in place of every repository.
+    """Download the models of a router, and return its settings with the local folder instead of each repository.
 
     Raises:
         ConfigurationRefused: A model cannot be downloaded.
@@ -85,9 +85,10 @@ async def fetch_router_models(settings: RouterSettings, clock: Clock) -> RouterS
 
 
 async def fetch_topology_model(topology: Topology, relative_to: Path, clock: Clock) -> Topology:
-    """Return a topology with a folder in place of a repository; a topology that names a folder stays unchanged.
+    """Download the model of a topology, and return the topology with the local folder instead of the repository.
 
-    The model is served under `served_name`, or else under the repository's name.
+    The model is served under `served_name`, or else under the repository's name. A topology that names a folder stays
+    unchanged.
 
     Raises:
         ConfigurationRefused: The model cannot be downloaded.

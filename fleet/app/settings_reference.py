@@ -81,7 +81,7 @@ def settings_keys(kind: type[Struct], path: str = "", outer: tuple[type[Struct],
     """Yield all keys of a settings file; the keys of a section follow the key of the section.
 
     `outer` are the sections around `kind`. They are not listed again inside `kind`, because a section that contains itself
-    would be listed without end.
+    would be listed endlessly.
     """
     texts = documented_fields(kind)
     for field in structs.fields(kind):
@@ -164,7 +164,7 @@ def _step(of: Any) -> str:
 
 
 def _unit(field: structs.FieldInfo) -> str:
-    """Return the unit of a field by the ending of its name. Return an empty text if the field is no number or has no known ending."""
+    """Return the unit of a field by the ending of its name. Return an empty text if the field is not a number or has no known ending."""
     if not any(each in NUMBERS for each in _leaves(field.type)):
         return ""
     return next((unit for end, unit in UNITS if f"_{field.encode_name}".endswith(end)), "")

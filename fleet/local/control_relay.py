@@ -107,7 +107,7 @@ class _ControlRelay:
             writer.transport.abort()
 
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
-        """Connect to the next process that accepts a connection; return None if none does."""
+        """Connect to the next process that accepts a connection; return None if no process accepts one."""
         first = next(self._turns)
         for number in range(len(self._targets)):
             target = self._targets[(first + number) % len(self._targets)]

@@ -9,7 +9,7 @@ Rules:
    of a cache is the time to compute again those of its blocks that no other worker has; the router reports it. If the
    router does not answer, the workers with the highest numbers in their names are removed. Removed workers drain: they
    take no new requests, finish the running ones, and end.
-3. Draining workers keep their devices. New workers for which there is no room wait until draining ones have ended.
+3. Draining workers keep their devices. New workers for which there is no room wait until draining workers have ended.
 4. A worker whose start fails is started again as long as it is wanted. The rest of the cluster goes on meanwhile.
 5. A plan is carried out even if the program that wrote it does not wait for it any more.
 """
@@ -50,8 +50,8 @@ GRACE_SECONDS = 10.0  # seconds after the time limit of a drain within which the
 WORTH_SECONDS = 1.0
 
 AskWorth = Callable[[], Awaitable[Mapping[WorkerId, float]]]
-"""Function that returns the worth of each worker's cache in seconds (rule 2). Workers that the router does not know are
-left out."""
+"""Function that returns the worth of each worker's cache: the seconds that computing its blocks again would take, as rule 2
+says. Workers that the router does not know are left out."""
 
 
 class LocalPools:

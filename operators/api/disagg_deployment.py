@@ -275,8 +275,8 @@ class Routing(Resource, frozen=True):
 class RatioBounds(Resource, frozen=True):
     """Bounds of the ratio of prefill to decode replicas.
 
-    The operator keeps them also between the steps of a change; in a rollout, a difference of at most `maxSurge` or
-    `maxUnavailable` does not count.
+    The operator keeps these bounds between the steps of a change, too. In a rollout, a role counts with its target if its
+    number of replicas differs from the target by at most `maxSurge` or `maxUnavailable`.
     """
 
     least: Ratio = "1:999"

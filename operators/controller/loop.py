@@ -232,7 +232,7 @@ class Controller:
     def _avoid_nodes(self, key: ReconcileKey, observed: ObservedState) -> None:
         """Remember the nodes on which only a part of a group found room, so that the next group of the role avoids them.
 
-        Remember also the domain that was chosen for the group. If no pod of the group found a node, the avoided nodes may
+        Also remember the domain that was chosen for the group. If no pod of the group found a node, the avoided nodes may
         be the obstacle, so forget the nodes that the role has avoided so far.
         """
         for child in observed.children:

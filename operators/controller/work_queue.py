@@ -108,7 +108,7 @@ class WorkQueue(Generic[Key]):
         self._put(key, at)
 
     def forget(self, key: Key) -> None:
-        """Forget a key whose object was deleted, and its failures; a reconcile of the key that runs now goes on."""
+        """Forget a key whose object was deleted, and the failures of the key. A running reconcile of the key goes on."""
         self._due.pop(key, None)
         self._failures.pop(key, None)
         self._not_before.pop(key, None)

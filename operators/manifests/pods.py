@@ -309,7 +309,7 @@ def _mounted(
         kept: Manifest = {"persistentVolumeClaim": {"claimName": model.cache_claim}}
         yield "hub", kept if model.cache_claim else {"emptyDir": {}}, {"mountPath": HUB_CACHE}
         if model.token_secret:
-            # Only the token is mounted. A pod also starts without it, and its process reports that it is missing.
+            # Only the token is mounted. A pod starts even if the token is missing, and its process then reports this.
             only = {"items": [{"key": "token", "path": "token"}], "optional": True}
             secret = {"secretName": model.token_secret} | only
             yield "hub-token", {"secret": secret}, {"mountPath": HUB_SECRET, "readOnly": True}

@@ -87,7 +87,7 @@ def serve(plan: RunPlan, traffic: Traffic, machine: RouterMachine) -> list[Ended
         kernel.run(until=Nanos(-1))
         kernel.skip(Nanos(0))
         _drive(kernel, world, plan, traffic, ended.append, over=world.close)
-    except BaseException:  # also after Ctrl-C, because no task may outlive the run
+    except BaseException:  # any exception, even Ctrl-C: no task may outlive the run
         world.abandon()
         raise
     return ended

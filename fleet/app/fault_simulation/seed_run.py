@@ -105,7 +105,7 @@ class _Client:
 
 
 class SeedRun:
-    """Runs one seed: starts the cluster, performs the schedule, and checks the answers. Implements `RouterClients`."""
+    """Runs one seed: starts the cluster, performs the schedule, and checks the answers. Implements the port `RouterClients`."""
 
     def __init__(self, seed: int, happenings: Sequence[Happening]):
         self.points = FaultPoints()

@@ -1,6 +1,6 @@
 """Colours: puts text for a terminal in colours.
 
-The text stays without colours if the output is no terminal, or if NO_COLOR is set (https://no-color.org).
+The text stays without colours if the output is not a terminal, or if NO_COLOR is set (https://no-color.org).
 """
 
 import sys

@@ -136,7 +136,7 @@ async def _check_path(
 ) -> CheckVerdict:
     """Check one KV path in a cluster of its own.
 
-    If the cluster fails, return a bad verdict, so that the check goes on.
+    If the cluster fails, return a verdict with `ok` false, so that the caller can check the next path.
     """
     got: list[CheckedCompletion | None] = []
 

@@ -258,13 +258,13 @@ def _with_path(error: msgspec.ValidationError, kind: Any) -> str:
 
 
 def _in_sections(key: str, kind: Any, sections: Sequence[str]) -> str:
-    """Return a question that proposes the key in each section that has it; empty if none has."""
+    """Return a question that proposes the sections which have this key; empty if no section has it."""
     found = [repr(f"{section}.{key}") for section in sections if key in known_fields(kind, f".{section}")]
     return f"; did you mean {' or '.join(found)}?" if found else ""
 
 
 def _place_in(path: str, cause: str, kind: Any) -> str:
-    """Put a path before a cause. If the cause begins with the last name of the path and a field, do not repeat this name."""
+    """Put the path of a section before a cause. If the cause begins with the section's name and a field, do not repeat the name."""
     section, _, field = cause.partition(": ")[0].partition(".")
     if section == path.rpartition(".")[2] and field in known_fields(kind, f".{path}"):
         return path.removesuffix(section) + cause

@@ -274,7 +274,7 @@ class KubernetesConnector:
     async def _scalers(self) -> dict[PoolName, _Scaler]:
         """Return the RoleScalers of the deployment by role.
 
-        If a role has several RoleScalers, return the one that the operator uses.
+        If a role has several RoleScalers, return only the RoleScaler that the operator uses.
         """
         target = self._target
         found: dict[PoolName, _Scaler] = {}
@@ -327,7 +327,7 @@ class KubernetesConnector:
 
 
 def _serving(role: _RoleStatus, status: _Status) -> int:
-    """Return the number of replicas that serve: the smaller one of the numbers of ready and of registered replicas.
+    """Return the number of replicas that serve: the number of ready or of registered replicas, whichever is smaller.
 
     If it is unknown which workers are registered, count all ready replicas.
     """

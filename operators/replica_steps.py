@@ -302,7 +302,7 @@ def _ratio_kept(now: dict[str, ScaledRole], state: dict[str, ScaledRole], bounds
 
 
 def _sides(pools: Sequence[ScaledRole], count: dict[str, int]) -> tuple[int, int]:
-    """Return the number of prefill replicas and that of decode replicas."""
+    """Return the number of prefill replicas and the number of decode replicas."""
     prefill = sum(count[pool.name] for pool in pools if pool.side is PairSide.PREFILL)
     return prefill, sum(count[pool.name] for pool in pools if pool.side is PairSide.DECODE)
 

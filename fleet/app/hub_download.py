@@ -104,7 +104,7 @@ class _NoSpace(Exception):
 
 
 def wanted(files: Iterable[str], *, weights: bool) -> list[str]:
-    """Return the files to download: files at the top of the repository that the model needs; weights only as safetensors."""
+    """Return the names of the files to download: only files at the repository's top level, and only weights in safetensors format."""
     top = sorted(name for name in files if "/" not in name)
     texts = [name for name in top if name.endswith(TEXTS)]
     if not weights:

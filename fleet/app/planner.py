@@ -127,7 +127,7 @@ def priced_settings(settings: PlannerSettings) -> PlannerSettings:
 
 
 def _recorder(settings: PlannerSettings, held: AsyncExitStack) -> PlannerRecorder | None:
-    """Begin the recording that the settings demand, or return None. The recording ends when the exit stack `held` closes.
+    """Begin the recording that the settings demand, and end it when the exit stack `held` closes. None: they demand none.
 
     Raises:
         ConfigurationRefused: The file cannot be written.

@@ -17,7 +17,7 @@ class ServiceDefinition(Struct, frozen=True):
 
     settings: type[Struct]
     run: Callable[[Any, Announce], Coroutine[Any, Any, None]]
-    """Function that runs the process until a stop signal, with the settings and the function to announce readiness."""
+    """Function that runs the process until a stop signal. It gets the settings, and the function that announces readiness."""
 
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)

@@ -43,7 +43,7 @@ from kvstore.eviction.trace_replay import TraceRequest
 
 LEAST_REQUESTS = 20
 MOST_REQUESTS = 3000
-# Least duration of a rehearsal in simulated seconds (rule 1). A rehearsal is shorter if `MOST_REQUESTS` arrive in less time.
+# Minimum duration of a rehearsal in simulated seconds (rule 1). A rehearsal is shorter if `MOST_REQUESTS` arrive in less time.
 HORIZON = 60.0
 BLOCK_TOKENS = 32
 NICE = 10

@@ -546,7 +546,7 @@ def _shared_limits(settings: RouterSettings, shared: _Shared) -> "RedisRateLimit
     """Build the rate limits that routers share through Redis. Return None if the settings name no Redis.
 
     Raises:
-        ConfigurationRefused: The URL is not one of Redis, or the client library is not installed.
+        ConfigurationRefused: The URL is not a Redis URL, or the client library is not installed.
     """
     if not settings.tenants_redis:
         if settings.counts_limits_without_redis:
@@ -796,7 +796,7 @@ async def _kserve(settings: RouterSettings, parts: _Parts) -> AsyncIterator["Kse
     """Open the frontend of the Open Inference Protocol. The `with` block gets None if the settings name no address for it.
 
     Raises:
-        ConfigurationRefused: Its address is in use.
+        ConfigurationRefused: The address is in use.
     """
     if not settings.kserve_listen:
         yield None

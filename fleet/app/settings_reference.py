@@ -154,7 +154,7 @@ def _struct_types(of: Any) -> list[type[Struct]]:
 
 
 def _step(of: Any) -> str:
-    """Return the text between the path of a section and its keys: `[]` for an array, `.NAME` for a table of sections, or nothing."""
+    """Return the text between the path of a section and its keys: `[]` for an array, `.NAME` for a table of sections, else nothing."""
     inner = getattr(of, "__args__", ())
     if getattr(of, "__origin__", None) is dict:
         return ".NAME"

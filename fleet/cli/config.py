@@ -81,7 +81,7 @@ def _check_content(file: Path, kind: type[Struct]) -> None:
 
 
 def _most_likely_part(file: Path) -> str:
-    """Return the kind of settings file whose schema has more of the file's keys than the other schemas.
+    """Return the part (`KINDS`) whose settings file may contain the largest number of this file's keys.
 
     A file without keys counts as a topology.
     """

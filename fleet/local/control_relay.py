@@ -1,7 +1,7 @@
 """Control relay: listens at one Unix socket for several router processes, and passes each connection on to one of them.
 
-Processes can share a TCP port, but no Unix socket. So each router process has a control socket of its own, and their
-supervisor listens at the socket whose address others know. Rules:
+Processes can share a TCP port, but no Unix socket. So each router process has a control socket of its own. The supervisor
+listens at the socket whose address workers and commands know. Rules:
 
 1. The relay gives new connections to the processes in turn. It skips a process that does not accept connections, so the
    address works while any process lives. If no process accepts, the connection is closed.

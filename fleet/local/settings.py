@@ -124,7 +124,7 @@ class ClusterSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Tokens per KV block; vLLM on CPUs needs a multiple of 32."""
 
     max_model_len: Positive = 4096
-    """Maximum number of tokens of prompt plus answer; the model's own limit also holds."""
+    """Maximum number of tokens of prompt plus answer. If the model's own limit is lower, that limit applies."""
 
     adapters: dict[ModelName, str] = {}
     """LoRA adapters that every worker may load: the name under which clients ask for each, and its folder, relative to
@@ -139,8 +139,8 @@ class ClusterSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     the cluster. For certificates of your own, set `router.tls`."""
 
     most_workers: Positive = 64
-    """Maximum number of workers that the machine has room for, such as its number of GPUs. `fleet scale` starts no more; draining
-    workers count.
+    """Maximum number of workers that the machine has room for, such as its number of GPUs. `fleet scale` starts no
+    worker beyond this number. Draining workers count too.
     """
 
 
@@ -373,7 +373,7 @@ def model_folder(cluster: ClusterSection, tiny: Path, relative_to: Path) -> Path
 
 
 def for_task(topology: Topology, model_dir: Path) -> Topology:
-    """Return the topology for the task of its model.
+    """Return the topology, adapted to the task of its model.
 
     A model that does not generate has only workers of role both, and no KV paths.
 
@@ -401,7 +401,7 @@ def for_task(topology: Topology, model_dir: Path) -> Topology:
 def with_chat_template(folder: Path, template: str, relative_to: Path, runtime: Path) -> Path:
     """Return a folder of the model that has the chat template in the file `template`.
 
-    It is a new folder in `runtime` with links to the model's files. If `template` is empty, it is `folder` itself.
+    If `template` is empty, return `folder` itself. If it names a file, make a folder in `runtime` with links to the model's files.
 
     Raises:
         ConfigurationRefused: The template cannot be read.

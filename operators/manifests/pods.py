@@ -68,7 +68,7 @@ may pause for seconds, and a restart costs minutes.
 """
 
 ROUTER_START = {"periodSeconds": 1, "timeoutSeconds": 5, "failureThreshold": 120}
-"""Startup probe of routers. Two minutes are enough, because a router listens before it has fetched a tokenizer."""
+"""Startup probe of routers. Two minutes are enough, because a router fetches only a small tokenizer before it listens."""
 
 WORKER_START = {"periodSeconds": 2, "timeoutSeconds": 5, "failureThreshold": 43_200}
 """Startup probe of workers, which listen only when their engine runs. The limit is a day, because a worker may have to

@@ -181,7 +181,7 @@ def observe(
 
 
 def conditions_of(custom: CustomObject) -> tuple[Condition, ...]:
-    """Return the conditions in the status of an object; empty if somebody else has written invalid ones."""
+    """Return the conditions in the status of an object; empty if somebody else has written invalid conditions."""
     try:
         return msgspec.convert(custom.status.get("conditions", []), tuple[Condition, ...])
     except msgspec.ValidationError:
@@ -374,7 +374,7 @@ def _is_unscheduled(pods: Sequence[Pod], before: datetime) -> bool:
 
 
 def _placement(controller: WorkloadResource) -> GroupPlacement:
-    """Return the domain and the nodes on which the pods of a StatefulSet may run, according to its annotations."""
+    """Return where the annotations of a StatefulSet let its pods run: the domain, the avoided nodes, and the gate."""
     annotations = controller.metadata.annotations
     avoided = annotations.get(AVOIDED, "")
     return GroupPlacement(

@@ -170,7 +170,7 @@ class ObservedState(Struct, frozen=True, kw_only=True):
 
     avoided: Mapping[str, tuple[str, ...]] = {}
     """Nodes, by role, on which groups of the role found room for only a part of their pods. New groups avoid these
-    nodes if the operator has no right to list nodes; otherwise this field is not used."""
+    nodes if the operator has no right to list nodes. If it has this right, the field is not used."""
 
     failed_domains: Mapping[str, tuple[str, ...]] = {}
     """Domains, by role, in which pods of a group of the role found no nodes lately (`operators.controller.group_placer.FAILED`);

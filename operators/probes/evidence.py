@@ -79,17 +79,17 @@ class ProbeSubject(Struct, frozen=True, kw_only=True):
 
     @property
     def around(self) -> str:
-        """Digest of the routers and the prefill workers. It does not cover the answering workers."""
+        """Digest of the model's name, the routers and the prefill workers. It does not cover the answering workers."""
         return _digest([self.model, self.routers, self.prefills])
 
     @property
     def pools(self) -> str:
-        """Digest of the prefill workers alone, without the routers."""
+        """Digest of the model's name and the prefill workers, without the routers."""
         return _digest([self.model, self.prefills])
 
     @property
     def behind(self) -> str:
-        """Digest of all prefill and answering workers, which is the first half of `digest`."""
+        """Digest of the model's name and all prefill and answering workers. It is the first half of `digest`."""
         return _digest([self.model, self.prefills, self.targets])[:HALF]
 
     @property

@@ -1,10 +1,10 @@
 """Handoff states: tries every order of the steps of a few handoffs with a few faults, and checks the leases after each step.
 
 The lender (`BlockLender` over `HandoffLeases` and `KvBlocks`) and the borrowers (`BlockBorrower`) run the same code as in the
-simulated engine (`workers.engines.simulated.direct_transfer`). `BOUNDS` limits the numbers of handoffs and of faults. The prompts of the handoffs share a block. A fault is the death of the
-lender (which may start again), the death or cancellation of a borrower, the loss of a connection, or a damaged answer.
-Other requests of the lender may overwrite every block that is not leased. Time is not measured: a lease or a deadline may
-end between any two steps.
+simulated engine (`workers.engines.simulated.direct_transfer`). `BOUNDS` limits the numbers of handoffs and of faults. The
+prompts of the handoffs share a block. A fault is the death of the lender (which may start again), the death or cancellation
+of a borrower, the loss of a connection, or a damaged answer. Other requests of the lender may overwrite every block that is
+not leased. Time is not measured: a lease or a deadline may end between any two steps.
 
 Rules:
 

@@ -527,7 +527,7 @@ class SeedRun:
         self._kernel.at(min(self._kernel.instant + fault.lasting, WELL_FROM), end)
 
     def _end_faults(self) -> None:
-        """End the faults that do not end by `_later`, so that the liveness phase can begin (rule 2)."""
+        """End the faults that `_later` does not end, so that the liveness phase can begin (rule 2)."""
         disk = self._disk
         disk.corrupts = 0
         for twin in self._twins.values():

@@ -2,7 +2,8 @@
 
 This module runs the same parts as `fleet serve worker`: the batch, the sequences with their bytes, the block memory, the
 lender and the borrower of handoffs, the watchdog, the cache view and the sessions of routers. This module replaces
-`workers.server`, `workers.engines.simulated.engine` and `workers.registration`: it steps the batch, moves blocks, and keeps the worker registered.
+`workers.server`, `workers.engines.simulated.engine` and `workers.registration`: it steps the batch, moves blocks, and
+keeps the worker registered.
 """
 
 from collections.abc import Callable, Sequence

@@ -83,7 +83,7 @@ class CheckVerdict(Struct, frozen=True, kw_only=True):
 async def check(
     topology: Topology, surroundings: LocalClusterOptions, paths: Sequence[KvPath], api_key: str = ""
 ) -> bool:
-    """Check each KV path and print a line of JSON for each; return True if all are good.
+    """Check each KV path and print a line of JSON for each; return True if all paths are good.
 
     Args:
         topology: The model, the engine and its settings; the check sets pools and KV paths itself.

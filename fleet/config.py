@@ -5,9 +5,9 @@ Rules:
 1. A settings Struct is defined next to the code that uses it, and documents each field.
 2. A file is TOML (`.toml`) or JSON (any other suffix) of exactly one Struct. An unknown key, a wrong type or a value
    out of range raises `ConfigurationRefused` with the file, the path of the key and the cause, in one line.
-3. No setting comes from the environment. It only says where caches and the user's Kubernetes configuration are, which
-   authorities gRPC knows, and whether to use colours. It is passed on to child processes.
-4. Command-line options are in `fleet.cli`; those of `fleet up` override the file (`fleet.cli.up`).
+3. No setting comes from the environment. The environment only says where caches and the user's Kubernetes configuration
+   are, which authorities gRPC knows, and whether to use colours. Child processes get the whole environment.
+4. Command-line options are in `fleet.cli`; the options of `fleet up` override the file (`fleet.cli.up`).
 """
 
 import os
@@ -44,7 +44,7 @@ def load(path: Path, kind: type[Settings], changes: Mapping[str, Any] | None = N
         changes: Values that replace or complement the file's, by path (``router.policy``, ``pools.0.gpus``).
 
     Raises:
-        ConfigurationRefused: The file cannot be read, is not TOML or JSON, or does not fit `kind`.
+        ConfigurationRefused: The file cannot be read, is not TOML or JSON, or does not fit `kind`; or a change cannot be applied.
     """
     raw = _read(path)
     try:
@@ -81,7 +81,7 @@ def _read(path: Path) -> Any:
     except UnicodeDecodeError as error:
         kind = "TOML" if path.suffix == ".toml" else "JSON"
         raise ConfigurationRefused(f"{path}: is not a text in UTF-8, and so no {kind} file") from error
-    except (ValueError, msgspec.DecodeError, RecursionError) as error:  # RecursionError: thousands of brackets
+    except (ValueError, msgspec.DecodeError, RecursionError) as error:  # RecursionError: nested too deeply
         raise ConfigurationRefused(f"{path}: {_one_line(str(error))}") from error
 
 
@@ -144,7 +144,7 @@ def parse_value(text: str) -> Any:
     """Parse a value as written in TOML; anything else is a string."""
     try:
         read = tomllib.loads(f"value = {text}")
-    except (ValueError, RecursionError):  # thousands of digits or brackets
+    except (ValueError, RecursionError):  # no TOML value, or one with thousands of digits or brackets
         return text
     return read["value"] if len(read) == 1 else text
 
@@ -176,7 +176,7 @@ def build_settings(kind: Callable[..., Settings], **fields: Any) -> Settings:
     """Build settings from values of the program, such as command-line options.
 
     Raises:
-        ConfigurationRefused: The values contradict each other.
+        ConfigurationRefused: A value is not allowed, or values contradict each other.
     """
     try:
         return kind(**fields)
@@ -207,13 +207,13 @@ def default_cache_dir() -> Path:
 
 
 def grpc_authorities() -> str:
-    """Return the file of the authorities that gRPC trusts unless it is given others."""
+    """Return the path of the file with the certificate authorities that gRPC trusts by default."""
     named = os.environ.get("GRPC_DEFAULT_SSL_ROOTS_FILE_PATH")  # noqa: TID251 - this is the loader
     return named or str(files("grpc") / "_cython" / "_credentials" / "roots.pem")
 
 
 def child_environment() -> dict[str, str]:
-    """Return environment variables for child processes: those of this process, and one that makes Python's output unbuffered."""
+    """Return the environment variables for child processes: those of this process, and one that makes Python's output unbuffered."""
     return {**os.environ, "PYTHONUNBUFFERED": "1"}  # noqa: TID251 - this is the loader
 
 
@@ -258,13 +258,13 @@ def _with_path(error: msgspec.ValidationError, kind: Any) -> str:
 
 
 def _in_sections(key: str, kind: Any, sections: Sequence[str]) -> str:
-    """Return a question that proposes the key in each section that has it; empty if none has."""
+    """Return a question that proposes the sections which have this key; empty if no section has it."""
     found = [repr(f"{section}.{key}") for section in sections if key in known_fields(kind, f".{section}")]
     return f"; did you mean {' or '.join(found)}?" if found else ""
 
 
 def _place_in(path: str, cause: str, kind: Any) -> str:
-    """Put a path before a cause. If the cause begins with the last name of the path and a field, do not repeat this name."""
+    """Put the path of a section before a cause. If the cause begins with the section's name and a field, do not repeat the name."""
     section, _, field = cause.partition(": ")[0].partition(".")
     if section == path.rpartition(".")[2] and field in known_fields(kind, f".{path}"):
         return path.removesuffix(section) + cause

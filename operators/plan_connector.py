@@ -11,8 +11,8 @@ Rules:
 3. A write of the same number does not remove the other owners, so it cannot end the pinning. Instead, a pool is given
    back to the planner by an annotation with the present generation of the RoleScaler. While the RoleScaler has this
    generation, the pool is not pinned.
-4. `scaling.mode` has precedence over the rules 2 and 3: only the specification sets the number of a Static role, and a
-   planner must not set the number of an External role.
+4. `scaling.mode` has precedence over rules 2 and 3. Only the specification sets the number of replicas of a Static role.
+   A planner must not set the number of replicas of an External role.
 5. The connector reads the state of the pools from the statuses that the operator writes. It does not read pods or ask
    routers itself, because the operator does this.
 """
@@ -137,7 +137,7 @@ class _RoleStatus(Struct, frozen=True):
 
 
 class _Status(Struct, frozen=True, rename="camel"):
-    """Reads those fields of a DisaggDeployment's status that the connector needs, and ignores all others."""
+    """Reads the fields of a DisaggDeployment's status that the connector needs, and ignores all other fields."""
 
     observed_generation: int = 0
     roles: tuple[_RoleStatus, ...] = ()
@@ -274,7 +274,7 @@ class KubernetesConnector:
     async def _scalers(self) -> dict[PoolName, _Scaler]:
         """Return the RoleScalers of the deployment by role.
 
-        If a role has several RoleScalers, return the one that the operator uses.
+        If a role has several RoleScalers, return only the RoleScaler that the operator uses.
         """
         target = self._target
         found: dict[PoolName, _Scaler] = {}
@@ -327,7 +327,7 @@ class KubernetesConnector:
 
 
 def _serving(role: _RoleStatus, status: _Status) -> int:
-    """Return the number of replicas that serve: the smaller one of the numbers of ready and of registered replicas.
+    """Return the number of replicas that serve: the number of ready or of registered replicas, whichever is smaller.
 
     If it is unknown which workers are registered, count all ready replicas.
     """

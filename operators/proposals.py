@@ -5,8 +5,8 @@ Pure. `fleet.hardware.sizing` computes the numbers of replicas and GPUs.
 Rules:
 
 1. A proposal is complete: if it is applied without changes, its pods serve the described requests. Engine options for
-   which a role has no field (the longest request, the batch size, the prompt tokens of a step) are arguments in its
-   podTemplates, followed by the arguments of the request.
+   which a role has no field (the longest request, the batch size, the prompt tokens of a step) are arguments in the
+   podTemplates of the proposal. The arguments of the request follow these arguments.
 2. Each predicted latency is given together with its goal and the median error of such predictions. A text (`basis`)
    says on which measurements the predictions are based.
 3. If no deployment keeps the goals, the reply names the goal that fails, the best possible value, and what would have to
@@ -76,9 +76,9 @@ MOST_REPLICAS = 10_000
 """The maximum number of replicas that `operators.api.disagg_deployment.RoleSpec` allows."""
 
 LARGEST = 128 << 10
-"""Maximum size in bytes of the fields `podTemplate` and `modelConfig` of a request, each as JSON. A request with two
-roles contains at most four such texts, and Kubernetes adds `managedFields` of twice their size. So the object stays
-below 1.5 MiB."""
+"""Maximum size in bytes of the fields `podTemplate` and `modelConfig` of a request, each as JSON. A ServingRequest object
+whose proposal has two roles contains at most four texts of this size, and Kubernetes adds `managedFields` of twice their
+size. So the object stays below 1.5 MiB."""
 
 MINUTE = 60.0
 RESTS_ON = {
@@ -162,7 +162,7 @@ def _goals(objective: ServingObjective) -> LatencyGoals:
     )
 
 
-# Feasible requests.
+# Proposals for feasible requests.
 
 
 def _proposed(asked: ServingRequestSpec, sized: SizedModel, found: Sizing) -> Proposal:
@@ -197,7 +197,7 @@ def _proposed(asked: ServingRequestSpec, sized: SizedModel, found: Sizing) -> Pr
 def _deployment(asked: ServingRequestSpec, sized: SizedModel, found: Sizing) -> DisaggDeploymentSpec:
     count, each = asked.hardware.count, found.placement.parallelism.gpus
     # If the unused GPUs suffice for one more replica of every role, a rollout creates new replicas before it removes old
-    # ones. Otherwise it removes old replicas first.
+    # replicas. If they do not suffice, it removes old replicas first.
     surge = count - found.gpus >= each * len(found.pools)
     rollout = Rollout() if surge else Rollout(max_surge=0, max_unavailable=1)
     seconds = found.ttft + asked.workload.answer_tokens * found.tpot
@@ -303,7 +303,7 @@ def _basis(estimate: StepModelEstimate) -> str:
     return f"{estimate.rows} {RESTS_ON[estimate.basis]}; errors are medians of such predictions"
 
 
-# Infeasible requests.
+# Replies to requests that no deployment can fulfil.
 
 
 def _infeasible(asked: ServingRequestSpec, sized: SizedModel, supply: GpuSupply, why: Shortfall) -> Infeasible:

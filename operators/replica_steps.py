@@ -12,20 +12,21 @@ Rules:
 2. Each call takes as many steps as these rules allow, and the caller then waits until the pods have changed. The limits
    below count the replicas that exist now and those that the steps request. A replica *exists* until its pod has gone:
    a draining replica still holds its GPUs.
-3. No step takes the GPUs of all existing or requested replicas above the budget, or further above it. So if the budget
-   is used up, a rebalance first shrinks one role, waits for its drain, and then grows the other role.
+3. No step lets the GPUs of all existing and requested replicas exceed the budget. If they exceed the budget already, no
+   step adds GPUs. So if the budget is used up, a rebalance first shrinks one role, waits for its drain, and then grows
+   the other role.
 4. Growth never takes a role above its target plus `surge`, and shrinking never takes its serving replicas below its
    target minus `unavailable`. Replicas that cannot serve may always be removed.
-5. A prefill replica serves only together with a decode replica of its own revision, and the other way round. So the last
-   pair of an old revision stays until a pair of the new revision is ready. If no step is possible with this rule, and
-   no earlier step is still under way, replicas may lose their partners, as long as at least one replica of each role
-   can still serve.
+5. A prefill replica serves only together with a decode replica of its own revision, and a decode replica only together
+   with a prefill replica of its own revision. So the last pair of an old revision stays until a pair of the new revision
+   is ready. If this rule allows no step, and no earlier step is still under way, replicas may lose their partners. Even
+   then, at least one replica of each role that must serve stays able to serve.
 6. The ratio of prefill to decode replicas stays within its bounds while roles are scaled. During a rollout, the
-   replicas of a role differ from its target by at most `surge` (above) or `unavailable` (below). With such a
-   difference, the target counts in the ratio and not the replicas. If the ratio allows no step of a single role,
-   prefill and decode roles change together. If there are no prefill replicas or no decode replicas, the ratio is not
-   checked. If the present ratio or the ratio of the targets is out of its bounds, a step may take the ratio as far out
-   as the farther one of these two is.
+   replicas of a role may differ from its target by at most `surge` (above) or `unavailable` (below). Within these limits,
+   the ratio is computed with the target of the role, and not with its replicas. If the ratio allows no step of a single
+   role, prefill and decode roles change together. If there are no prefill replicas or no decode replicas, the ratio is
+   not checked. If the present ratio or the ratio of the targets is out of its bounds, a step may take the ratio as far
+   out of its bounds as the worse one of these two ratios.
 7. In one call, the number of a role's replicas in one revision changes by at most `max_step`. A change of prefill and
    decode roles together (rule 6) may be larger, if the ratio allows no smaller one.
 """
@@ -180,9 +181,9 @@ def _one_move(
 ) -> dict[str, ScaledRole] | None:
     """Return the roles after one more allowed step or joint change (rule 6), or None if neither is allowed.
 
-    `before` holds the roles before the first of the steps that one call of `next_changes` makes, because `max_step` limits
-    the sum of these steps. If
-    `orphans` is true, the step may leave replicas of another role without a partner of their revision (rule 5).
+    `before` holds the roles before the first of the steps that one call of `next_changes` makes, because `max_step`
+    limits the sum of these steps. If `orphans` is true, the step may leave replicas of another role without a partner of
+    their revision (rule 5).
     """
     held_by_ratio = False
     for direction in (-1, 1):
@@ -243,7 +244,7 @@ def _least_serving(state: dict[str, ScaledRole], pool: ScaledRole) -> int:
     """Return the minimum number of replicas of a role that must serve.
 
     For a prefill role, the number is 0 if no decode replica has to serve, because prefill replicas serve only together
-    with decode replicas. For a decode role it is the other way round.
+    with decode replicas. For a decode role, it is 0 if no prefill replica has to serve.
     """
     alone = pool.side is PairSide.ALONE
     needed = alone or any(each.least_serving for each in state.values() if each.side not in (PairSide.ALONE, pool.side))
@@ -253,8 +254,8 @@ def _least_serving(state: dict[str, ScaledRole], pool: ScaledRole) -> int:
 def _serving(state: dict[str, ScaledRole], pool: ScaledRole) -> int:
     """Return the number of replicas of a role that can serve.
 
-    For a prefill role, these are the ready replicas whose revision also has ready decode replicas, and the other way
-    round.
+    For a prefill role, these are the ready replicas whose revision also has ready decode replicas. For a decode role,
+    these are the ready replicas whose revision also has ready prefill replicas.
     """
     if pool.side is PairSide.ALONE:
         return sum(each.staying for each in pool.replicas)
@@ -301,7 +302,7 @@ def _ratio_kept(now: dict[str, ScaledRole], state: dict[str, ScaledRole], bounds
 
 
 def _sides(pools: Sequence[ScaledRole], count: dict[str, int]) -> tuple[int, int]:
-    """Return the number of prefill replicas and that of decode replicas."""
+    """Return the number of prefill replicas and the number of decode replicas."""
     prefill = sum(count[pool.name] for pool in pools if pool.side is PairSide.PREFILL)
     return prefill, sum(count[pool.name] for pool in pools if pool.side is PairSide.DECODE)
 

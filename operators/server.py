@@ -5,9 +5,9 @@ Rules:
 1. When an object changes, only the keys of the custom objects that it affects are enqueued. A reconcile reads the
    caches. From the API server it reads only the operator's Secret, an existing object that has taken the name of a new
    child object, and, if a worker group has to be placed, all nodes and pods. After a reconcile that has written
-   something, the key is reconciled again at once, or after many such reconciles in a row a second later, until nothing
-   is left to write.
-2. Every process fills all caches, also if it does not lead. So a new leader knows all objects, and it reconciles all
+   something, the key is reconciled again until nothing is left to write. The next reconcile starts at once; after many
+   reconciles with writes in a row, it starts a second later.
+2. Every process fills all caches, even if it does not lead. So a new leader knows all objects, and it reconciles all
    deployments at once.
 3. Only one reconcile of a deployment runs at a time. A failed reconcile is repeated after a pause that grows with each
    failure. It does not delay other deployments.
@@ -199,7 +199,7 @@ class Operator:
                 for task in others:
                     task.cancel()
                 acting.create_task(_end(workers))
-            # The election is cancelled before the Lease is given back. Otherwise it could take the Lease again.
+            # The election is cancelled before the Lease is given back, so that it cannot take the Lease again.
             for task in self._following:
                 task.cancel()
             await self.leader.give_back()
@@ -213,7 +213,7 @@ class Operator:
         return loops
 
     async def _discover(self, tasks: asyncio.TaskGroup) -> None:
-        """Start an informer for every kind that the API server has, also for kinds that are installed later.
+        """Start an informer for every kind that the API server has, including kinds that are installed later.
 
         If a kind is removed from the API server, all objects of this kind are removed from the cache, even if no watch has
         reported that they were deleted.
@@ -370,7 +370,7 @@ class Operator:
 
 
 async def _end(tasks: "Sequence[asyncio.Task[None]]") -> None:
-    """Wait until the tasks have finished, and cancel those that still run after `STOP_SECONDS`."""
+    """Wait until the tasks have finished, and cancel tasks that still run after `STOP_SECONDS`."""
     _, late = await asyncio.wait(tasks, timeout=STOP_SECONDS)
     for task in late:
         task.cancel()

@@ -48,7 +48,7 @@ class ModelFolder(Struct, frozen=True):
 
     folder: str
     named: str
-    """For a repository: its name and commit, which are equal on all hosts. For a folder: its path in the settings."""
+    """For a repository: its name and commit, which are equal on all hosts. For a folder: its path, as the settings name it."""
 
 
 async def fetch_worker_model(settings: WorkerSettings, clock: Clock) -> ModelFolder:
@@ -62,7 +62,7 @@ async def fetch_worker_model(settings: WorkerSettings, clock: Clock) -> ModelFol
 
 
 async def fetch_router_models(settings: RouterSettings, clock: Clock) -> RouterSettings:
-    """Return router settings with a folder in place of every repository.
+    """Download the models of a router, and return its settings with the local folder instead of each repository.
 
     Raises:
         ConfigurationRefused: A model cannot be downloaded.
@@ -85,9 +85,10 @@ async def fetch_router_models(settings: RouterSettings, clock: Clock) -> RouterS
 
 
 async def fetch_topology_model(topology: Topology, relative_to: Path, clock: Clock) -> Topology:
-    """Return a topology with a folder in place of a repository; a topology that names a folder stays unchanged.
+    """Download the model of a topology, and return the topology with the local folder instead of the repository.
 
-    The model is served under `served_name`, or else under the repository's name.
+    The model is served under `served_name`, or else under the repository's name. A topology that names a folder stays
+    unchanged.
 
     Raises:
         ConfigurationRefused: The model cannot be downloaded.
@@ -223,7 +224,7 @@ class _ModelDownload:
             log.info("the model is being fetched", extra=context)
 
     def _left(self) -> float:
-        """Return the seconds until the download is aborted, if nothing arrives in this time."""
+        """Return the seconds that are left until the download is given up, if no more bytes arrive."""
         until = Nanos(self._last_progress_at + int(self._hub.patience_seconds * SECOND))
         return (until - self._clock.now()) / SECOND
 

@@ -41,8 +41,8 @@ OF_TOKENIZERS = ("tokenizer", "special_tokens", "added_tokens", "chat_template",
 OF_MODELS = ("config.json", "generation_config.json")
 WEIGHTS = ".safetensors"
 MISTRAL_WEIGHTS = "consolidated"
-"""Prefix of the names of weight files in Mistral's format. If a repository also has other weight files, those contain the
-same weights, and the files in Mistral's format are not downloaded."""
+"""Prefix of the names of weight files in Mistral's format. If a repository also has weight files of other names, these files
+contain the same weights, and the files in Mistral's format are not downloaded."""
 
 
 class DownloadRequest(Struct, frozen=True, kw_only=True):
@@ -104,7 +104,7 @@ class _NoSpace(Exception):
 
 
 def wanted(files: Iterable[str], *, weights: bool) -> list[str]:
-    """Return the files to download: files at the top of the repository that the model needs; weights only as safetensors."""
+    """Return the names of the files to download: only files at the repository's top level, and only weights in safetensors format."""
     top = sorted(name for name in files if "/" not in name)
     texts = [name for name in top if name.endswith(TEXTS)]
     if not weights:
@@ -115,7 +115,7 @@ def wanted(files: Iterable[str], *, weights: bool) -> list[str]:
 
 
 def lacking(names: Sequence[str], *, weights: bool) -> str:
-    """Return the name of a file that the model needs and that is not among these files. If none is missing, return an empty text."""
+    """Return the name of a file that the model needs and that is not in `names`, or an empty text if no such file is missing."""
     if "config.json" not in names:
         return "config.json"
     if weights and not any(name.endswith(WEIGHTS) for name in names):
@@ -263,7 +263,7 @@ def _remove_unfinished(request: DownloadRequest) -> None:
 
 
 def _check_space(storage: Path, files: Iterable[Any]) -> None:
-    """Check that the disk has space for the files, because the download would otherwise fail only after a long time.
+    """Check that the disk has space for the files. Without this check, the download would fail only after a long time.
 
     The bytes of unfinished downloads are on the disk already, so they count as free space.
 
@@ -290,7 +290,7 @@ def _tell_progress(storage: Path, whole: int, tell: ReportEvent, ended: threadin
     """
     while not ended.wait(TELL_SECONDS):
         there = 0
-        with suppress(OSError):  # the folder does not exist before the first file
+        with suppress(OSError):  # the folder does not exist before the first file has arrived
             there = sum(_size(file) for file in (storage / "blobs").iterdir())
         tell(DownloadProgress(there, whole))
 

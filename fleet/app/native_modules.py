@@ -1,4 +1,4 @@
-"""C modules: finds those that do not load in this installation, and warns that more CPU time is needed without them.
+"""C modules: finds C modules that do not load in this installation, and warns that more CPU time is needed without them.
 
 Each C module has a twin in Python with the same results, and the code that uses the module falls back to the twin. So
 nothing fails without the C modules, but more CPU time is needed.
@@ -43,7 +43,7 @@ class MissingModule(Struct, frozen=True):
 
 
 def missing_modules(names: Iterable[str] = ALL_MODULES) -> list[MissingModule]:
-    """Try to load these modules, and return those that do not load."""
+    """Try to load these C modules, and return those that do not load."""
     missing = []
     for name in names:
         try:

@@ -114,7 +114,7 @@ def priced_settings(settings: PlannerSettings) -> PlannerSettings:
     """Return the settings with the GPU prices from the price book that they name.
 
     Raises:
-        ConfigurationRefused: The price book cannot be read, or lacks the region or the price of a GPU; or the budget is
+        ConfigurationRefused: The price book cannot be read, or it lacks the region or the price of a GPU. Or the budget is
             too small for the smallest allowed number of replicas of every pool.
     """
     if not settings.prices:
@@ -127,7 +127,7 @@ def priced_settings(settings: PlannerSettings) -> PlannerSettings:
 
 
 def _recorder(settings: PlannerSettings, held: AsyncExitStack) -> PlannerRecorder | None:
-    """Begin the recording that the settings demand, or return None. The recording ends when the exit stack `held` closes.
+    """Begin the recording that the settings demand, and end it when the exit stack `held` closes. None: they demand none.
 
     Raises:
         ConfigurationRefused: The file cannot be written.

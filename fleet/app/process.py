@@ -17,7 +17,7 @@ class ServiceDefinition(Struct, frozen=True):
 
     settings: type[Struct]
     run: Callable[[Any, Announce], Coroutine[Any, Any, None]]
-    """Function that runs the process until a stop signal, with the settings and the function to announce readiness."""
+    """Function that runs the process until a stop signal. It gets the settings, and the function that announces readiness."""
 
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -56,8 +56,8 @@ async def cancelled_by_signals() -> AsyncIterator[None]:
 async def stop_signal() -> AsyncIterator[asyncio.Event]:
     """Yield an event that is set by SIGTERM or SIGINT.
 
-    A second signal ends the process at once, because no handler is left. But process 1 of a container ignores a second
-    SIGTERM for the same reason.
+    A second signal ends the process at once, because no handler is left. As process 1 of a container, however, it ignores
+    a second SIGTERM, because process 1 ignores signals for which it has no handler.
     """
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()

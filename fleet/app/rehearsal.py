@@ -43,13 +43,13 @@ from kvstore.eviction.trace_replay import TraceRequest
 
 LEAST_REQUESTS = 20
 MOST_REQUESTS = 3000
-# Least duration of a rehearsal in simulated seconds (rule 1). A rehearsal is shorter if `MOST_REQUESTS` arrive in less time.
+# Minimum duration of a rehearsal in simulated seconds (rule 1). A rehearsal is shorter if `MOST_REQUESTS` arrive in less time.
 HORIZON = 60.0
 BLOCK_TOKENS = 32
 NICE = 10
 LINK = 10e9
-"""Assumed bytes per second between two workers. Its size does not matter, because `_profile` computes the bytes of a token
-from it, so that a transfer takes the time in the settings of the engine."""
+"""Assumed bytes per second between two workers. Any value gives the same results: `_profile` computes the bytes of a token
+from it, so that a transfer takes the time that the settings of the engine state."""
 
 
 class RehearsedPool(Struct, frozen=True, kw_only=True):

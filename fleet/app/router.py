@@ -546,7 +546,7 @@ def _shared_limits(settings: RouterSettings, shared: _Shared) -> "RedisRateLimit
     """Build the rate limits that routers share through Redis. Return None if the settings name no Redis.
 
     Raises:
-        ConfigurationRefused: The URL is not one of Redis, or the client library is not installed.
+        ConfigurationRefused: The URL is not a Redis URL, or the client library is not installed.
     """
     if not settings.tenants_redis:
         if settings.counts_limits_without_redis:
@@ -611,7 +611,7 @@ async def _serve(settings: RouterSettings, parts: _Parts, announce: Announce) ->
     """Open the ports and serve until a stop signal.
 
     A process that does not share its ports opens them first. So if another process has these ports already,
-    this process ends before it contacts workers. Its health port can also report from the beginning whether it is ready.
+    this process ends before it contacts workers. Its health port can also report from the beginning whether the process is ready.
     Processes that share ports (`share_ports`) open them last. If they listened earlier, they would get connections that
     another process of the router, which is ready, could serve at once.
     """
@@ -796,7 +796,7 @@ async def _kserve(settings: RouterSettings, parts: _Parts) -> AsyncIterator["Kse
     """Open the frontend of the Open Inference Protocol. The `with` block gets None if the settings name no address for it.
 
     Raises:
-        ConfigurationRefused: Its address is in use.
+        ConfigurationRefused: The address is in use.
     """
     if not settings.kserve_listen:
         yield None
@@ -821,7 +821,7 @@ async def _endpoint_picker(settings: RouterSettings, parts: _Parts) -> AsyncIter
     """Open the endpoint picker for gateways. The `with` block gets None if the settings name no endpoint picker.
 
     Raises:
-        ConfigurationRefused: Its address is in use, or its Lease cannot be used.
+        ConfigurationRefused: The address of the endpoint picker is in use, or its Lease cannot be used.
     """
     if settings.endpoint_picker is None:
         yield None

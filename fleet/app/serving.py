@@ -27,7 +27,7 @@ def serve(name: str, config: Path, announce: Announce, changes: Mapping[str, Any
         name: Name of the service: one of `OWN_SERVICES`, or of the entry points `fleet.services`.
         config: The settings file of the process.
         announce: Function that is called when the process is ready.
-        changes: Values that replace those of the settings file, by the path of their key, such as `http.max_connections`.
+        changes: Values that replace values of the settings file, by the path of their key, such as `http.max_connections`.
 
     Raises:
         ConfigurationRefused: The settings cannot be used; no process is left running.

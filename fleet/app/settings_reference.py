@@ -1,7 +1,7 @@
 """Settings reference: describes the keys of all settings files, as the page docs/settings.md, as a list, and as JSON schemas.
 
-All three follow from the types that define the settings. `make docs` and `make chart` write the page, and a unit test
-compares it with the types. `fleet config` prints the list and the schemas.
+These three outputs are generated from the types that define the settings. `make docs` and `make chart` write the page, and
+a unit test compares it with the types. `fleet config` prints the list and the schemas.
 """
 
 import sys
@@ -64,7 +64,7 @@ class SettingsKey(Struct, frozen=True, kw_only=True):
     """Path in the file. `NAME` stands for any key of a table, and `[]` for any element of an array."""
 
     unit: str
-    """Unit of a number; empty: none."""
+    """Unit of the value. Empty: the value is no number, or the name of the key states no unit."""
 
     default: str
     """Default value as JSON, or "required", "none" or "see the section"."""
@@ -81,7 +81,7 @@ def settings_keys(kind: type[Struct], path: str = "", outer: tuple[type[Struct],
     """Yield all keys of a settings file; the keys of a section follow the key of the section.
 
     `outer` are the sections around `kind`. They are not listed again inside `kind`, because a section that contains itself
-    would be listed without end.
+    would be listed endlessly.
     """
     texts = documented_fields(kind)
     for field in structs.fields(kind):
@@ -127,7 +127,7 @@ def reference() -> str:
 
 
 def _sections(kind: type[Struct], path: str, seen: dict[type[Struct], str], command: str) -> Iterator[str]:
-    """Yield the lines of a type's table, then those of its sections, except for sections that the page has shown already."""
+    """Yield the lines of a type's table, then the lines of its sections, without sections that the page has shown already."""
     texts = documented_fields(kind)
     yield "| key | default | meaning |"
     yield "|---|---|---|"
@@ -154,7 +154,7 @@ def _struct_types(of: Any) -> list[type[Struct]]:
 
 
 def _step(of: Any) -> str:
-    """Return the text between the path of a section and its keys: `[]` for an array, `.NAME` for a table of sections, or nothing."""
+    """Return the text between the path of a section and its keys: `[]` for an array, `.NAME` for a table of sections, else nothing."""
     inner = getattr(of, "__args__", ())
     if getattr(of, "__origin__", None) is dict:
         return ".NAME"
@@ -164,7 +164,7 @@ def _step(of: Any) -> str:
 
 
 def _unit(field: structs.FieldInfo) -> str:
-    """Return the unit of a field by the ending of its name. Return an empty text if the field is no number or has no known ending."""
+    """Return the unit of a field by the ending of its name. Return an empty text if the field is not a number or has no known ending."""
     if not any(each in NUMBERS for each in _leaves(field.type)):
         return ""
     return next((unit for end, unit in UNITS if f"_{field.encode_name}".endswith(end)), "")

@@ -224,7 +224,7 @@ async def _run_rank(settings: WorkerSettings, group: GroupSettings, announce: An
             await stop.wait()
             watching.cancel()
             follow.leave()
-            # If the lead rank drains for longer than it may, end without waiting for it any longer.
+            # Wait until the lead rank has drained, but not longer than the drain timeout and GRACE allow.
             await asyncio.wait([over], timeout=settings.drain_timeout_ms / 1000 + GRACE / SECOND)
             over.cancel()
 

@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _check(file: Path, part: str | None, as_json: bool) -> int:
     """Check a settings file, print the result, and return the exit status.
 
-    If the file cannot be used, print the error as JSON if `as_json` is true, and otherwise raise ConfigurationRefused.
+    If the file cannot be used, print the error as JSON if `as_json` is true. If `as_json` is false, raise ConfigurationRefused.
     """
     try:
         part = part or _most_likely_part(file)
@@ -81,7 +81,7 @@ def _check_content(file: Path, kind: type[Struct]) -> None:
 
 
 def _most_likely_part(file: Path) -> str:
-    """Return the kind of settings file whose schema has more of the file's keys than the other schemas.
+    """Return the part (`KINDS`) whose settings file may contain the largest number of this file's keys.
 
     A file without keys counts as a topology.
     """

@@ -181,7 +181,7 @@ def _gds() -> DoctorVerdict:
 class PackagesProbe(Struct, frozen=True):
     """The probe for the packages of an extra of Fleet, such as fleet-serving[redis]."""
 
-    extra: str  # the extra of Fleet that installs them
+    extra: str  # the extra of Fleet that installs the packages
     use: str  # what Fleet uses the packages for
     distributions: Mapping[str, str]  # the name of each distribution by the module that Fleet imports
     # The usual port of the server that the packages connect to; 0: there is no server. The server need not run on this machine.
@@ -200,7 +200,7 @@ class PackagesProbe(Struct, frozen=True):
 def _is_found(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # the package around it is not installed
+    except ModuleNotFoundError:  # the package that contains the module is not installed
         return False
 
 

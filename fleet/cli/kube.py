@@ -166,7 +166,7 @@ def _rendered(objects: list[Any], namespace: str, images: Images) -> list[Manife
     """Return the Kubernetes objects for all documents of a file, in the order of the documents.
 
     Raises:
-        ConfigurationRefused: There is no document, or one is no valid DisaggDeployment.
+        ConfigurationRefused: There is no document, or a document is not a valid DisaggDeployment.
     """
     if not objects:
         raise ConfigurationRefused("the file is empty")
@@ -189,7 +189,7 @@ def _deployment(content: Any, namespace: str) -> DesiredDeployment:
     """Return the desired deployment of a document.
 
     Raises:
-        ConfigurationRefused: The document is no valid DisaggDeployment; the message names the field.
+        ConfigurationRefused: The document is not a valid DisaggDeployment; the message names the field.
     """
     named, spec = _document(content, "DisaggDeployment", namespace, DisaggDeploymentSpec)
     for path, cause in contradictions(spec, named["name"]):
@@ -201,7 +201,7 @@ def _document(content: Any, kind: str, namespace: str, of: type[Spec]) -> tuple[
     """Return the name, the namespace and the specification of an object of one of Fleet's kinds.
 
     Raises:
-        ConfigurationRefused: The document is no valid object; the message names the field.
+        ConfigurationRefused: The document is not a valid object of this kind; the message names the field.
     """
     is_ours = isinstance(content, dict) and content.get("kind") == kind
     if not is_ours or content.get("apiVersion") != f"{GROUP}/{VERSION}":

@@ -53,7 +53,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _in_one_line(text: str) -> str:
-    """Return a text in which characters are escaped that a terminal would interpret, such as line breaks."""
+    """Return the text with escapes for its unprintable characters, such as line breaks, which a terminal would interpret."""
     return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
 
 

@@ -133,7 +133,7 @@ def _state(state: str) -> str:
 
 
 def _version(worker: WorkerStatus, newest: int) -> str:
-    """Return a text with the protocol version of a worker, if it is older than the newest one; otherwise an empty text."""
+    """Return a text with a worker's protocol version if it is older than the newest version; if not, return an empty text."""
     if worker.protocol in (0, newest):
         return ""
     return f"  protocol {worker.protocol}, older than {newest}" + (f" ({worker.product})" if worker.product else "")

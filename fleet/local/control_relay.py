@@ -1,7 +1,7 @@
 """Control relay: listens at one Unix socket for several router processes, and passes each connection on to one of them.
 
-Processes can share a TCP port, but no Unix socket. So each router process has a control socket of its own, and their
-supervisor listens at the socket whose address others know. Rules:
+Processes can share a TCP port, but no Unix socket. So each router process has a control socket of its own. The supervisor
+listens at the socket whose address workers and commands know. Rules:
 
 1. The relay gives new connections to the processes in turn. It skips a process that does not accept connections, so the
    address works while any process lives. If no process accepts, the connection is closed.
@@ -107,7 +107,7 @@ class _ControlRelay:
             writer.transport.abort()
 
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
-        """Connect to the next process that accepts a connection; return None if none does."""
+        """Connect to the next process that accepts a connection; return None if no process accepts one."""
         first = next(self._turns)
         for number in range(len(self._targets)):
             target = self._targets[(first + number) % len(self._targets)]

@@ -9,7 +9,7 @@ Rules:
    of a cache is the time to compute again those of its blocks that no other worker has; the router reports it. If the
    router does not answer, the workers with the highest numbers in their names are removed. Removed workers drain: they
    take no new requests, finish the running ones, and end.
-3. Draining workers keep their devices. New workers for which there is no room wait until draining ones have ended.
+3. Draining workers keep their devices. New workers for which there is no room wait until draining workers have ended.
 4. A worker whose start fails is started again as long as it is wanted. The rest of the cluster goes on meanwhile.
 5. A plan is carried out even if the program that wrote it does not wait for it any more.
 """
@@ -50,8 +50,8 @@ GRACE_SECONDS = 10.0  # seconds after the time limit of a drain within which the
 WORTH_SECONDS = 1.0
 
 AskWorth = Callable[[], Awaitable[Mapping[WorkerId, float]]]
-"""Function that returns the worth of each worker's cache in seconds (rule 2). Workers that the router does not know are
-left out."""
+"""Function that returns the worth of each worker's cache: the seconds that computing its blocks again would take, as rule 2
+says. Workers that the router does not know are left out."""
 
 
 class LocalPools:
@@ -59,7 +59,7 @@ class LocalPools:
 
     Args:
         topology: The topology of the cluster.
-        planned: The processes with which the cluster was started; its pools are the ones that are scaled.
+        planned: The processes with which the cluster was started; this object scales the pools of `planned`.
         processes: Runs the child processes; workers are added to it and removed from it.
         folder: The runtime folder.
         say: Shows one line to a person.
@@ -106,7 +106,7 @@ class LocalPools:
                         self._worth = await self._ask_worth()
                     self.step()
                     trouble = ""
-                except (ConnectorUnreachable, OSError) as error:  # for example a full disk
+                except (ConnectorUnreachable, OSError) as error:  # OSError: for example, the disk is full
                     if str(error) != trouble:
                         trouble = str(error)
                         self._say(trouble)
@@ -129,7 +129,7 @@ class LocalPools:
         for name, pool in self._pools.items():
             try:
                 self._grow(pool)
-            # the settings of the new worker are refused; `plan` checked them only for pools with workers at the start
+            # The settings of the new worker are refused. `fleet.local.topology.plan` checked them only for pools with workers at the start.
             except ConfigurationRefused as refused:
                 self._limited = {**self._limited, name: str(refused)}
                 pool.target = len(pool.staying)
@@ -218,7 +218,7 @@ class LocalPools:
 
 
 class _PoolWorkers:
-    """The workers of one pool: those that stay, and those that drain."""
+    """The workers of one pool: the workers that stay, and the workers that drain."""
 
     def __init__(self, kind: LocalPool) -> None:
         self.kind = kind

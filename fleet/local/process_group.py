@@ -1,7 +1,7 @@
 """Process groups: end a process together with all processes that it has started (Linux).
 
 An engine is several processes: vLLM's worker process starts an engine core, which starts more processes. If the worker
-process is killed, the others continue to run, with their memory and ports. All of them are in one process group, whose
+process is killed, the other processes continue to run, with their memory and ports. All of them are in one process group, whose
 leader is a direct child of the supervisor. So the supervisor can end the whole group.
 
 One kind of process is killed only after `TRACKERS_WITHIN`: the resource tracker of `multiprocessing`. It waits until
@@ -52,7 +52,7 @@ def end_group(group: int) -> None:
 def die_with_parent(parent: int) -> None:
     """Let the kernel kill this process when `parent` ends; call it at the start of a child process.
 
-    The kernel does this (PR_SET_PDEATHSIG) in whatever way the parent ends.
+    The kernel does this (PR_SET_PDEATHSIG) even if the parent is killed.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:

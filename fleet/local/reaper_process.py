@@ -18,8 +18,8 @@ from fleet.local.liveness import Liveness, LivenessLimits
 from fleet.local.orphan_reaper import BEAT_SECONDS
 from fleet.local.runs import note_group
 
-# Seconds in which the reaper has to end; usually it ends at once, because no child is left. Also the pause before a
-# reaper that could not be started is tried again.
+# Seconds in which the reaper has to end; usually it ends at once, because no child is left. This is also the pause between
+# two attempts to start a reaper.
 END_SECONDS = 10.0
 
 

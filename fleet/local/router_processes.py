@@ -29,7 +29,7 @@ class RouterProcesses(Struct, frozen=True, kw_only=True):
     control: str
     # each process's own control socket; empty: all processes share the port of `control`
     control_sockets: tuple[str, ...]
-    health: str  # address of the health port; empty: none
+    health: str  # address of the health port; empty: there is none
     kserve: str  # address of the port for the Open Inference Protocol; empty: not served
     picker: str  # address of the endpoint picker; empty: not served
 
@@ -40,7 +40,7 @@ def plan_routers(settings: RouterSettings, count: int, folder: Path) -> RouterPr
     Args:
         settings: Settings of each process.
         count: Number of processes.
-        folder: Private folder for settings, some of which are secret, and for sockets.
+        folder: Private folder for sockets and for settings files, which may contain secrets.
 
     Raises:
         ConfigurationRefused: A public address is in use or invalid. Or the settings name routers outside this command as peers: these

@@ -88,7 +88,7 @@ class ProcessReport(Struct, frozen=True, kw_only=True):
 
     @property
     def failing(self) -> bool:
-        """True if the process has died, and has not been ready for long enough since then (`fleet.local.supervision.HEALTHY_AFTER`) to forget its deaths."""
+        """True if the process has died, and the supervisor has not reset its deaths yet (`fleet.local.supervision.HEALTHY_AFTER`)."""
         return self.deaths > 0
 
 
@@ -190,7 +190,7 @@ def runtime_folder() -> Iterator[Path]:
                 yield folder
             finally:
                 remove_locked_folder(folder / ALIVE_FILE)
-    finally:  # remove the folder also if the lock could not be taken
+    finally:  # the folder is removed even if the lock could not be taken
         remove_locked_folder(folder / ALIVE_FILE)
 
 

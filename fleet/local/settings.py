@@ -64,13 +64,13 @@ class SupervisionSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     router_silence_seconds: Seconds = 5.0
     """Maximum time for which a router's event loop may stand still.
 
-    It normally turns within milliseconds, because long work runs in threads. With the default, a hung router is
-    replaced and serves again within 10 s.
+    An event loop normally makes a turn within milliseconds, because long work runs in threads. With the default, a hung
+    router is replaced and serves again within 10 s.
     """
 
     store_silence_seconds: Seconds = 10.0
-    """Maximum time for which the event loop of a store node may stand still. It normally has no long pauses, because
-    threads serve disks and networks. While it stands still, clients compute blocks instead of loading them.
+    """Maximum time for which the event loop of a store node may stand still. The loop normally has no long pauses, because
+    threads serve disks and networks. While the loop stands still, clients compute blocks instead of loading them.
     """
 
     worker_silence_seconds: Seconds = 30.0
@@ -91,8 +91,8 @@ class ClusterSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Settings that all processes of the cluster share, such as the model and the engine."""
 
     model: Annotated[str, Meta(min_length=1)] = TINY
-    """Hugging Face folder, relative to the topology file; or a repository of the hub, such as Qwen/Qwen3-0.6B, with @revision if
-    the newest one is not wanted; or "tiny", the model that the project builds itself.
+    """A Hugging Face folder, relative to the topology file. Or a repository of the hub, such as Qwen/Qwen3-0.6B, with @revision
+    for another revision than the newest one. Or "tiny", the model that the project builds itself.
     """
 
     served_name: str = ""
@@ -102,8 +102,8 @@ class ClusterSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """The engine of all workers: "vllm", "simulated", or another installed entry point of the group `workers.engines`."""
 
     task: ModelTask = ModelTask.AUTO
-    """The task of the model: generate, embed or classify; see `task` of the workers. auto: by the model's architecture. A
-    cluster whose model does not generate has only pools of role both, no KV paths and no store.
+    """The task of the model: generate, embed or classify; see `task` of the workers. auto: the model's architecture decides.
+    A cluster whose model does not generate has only pools of role both, no KV paths and no store.
     """
 
     chat_template: str = ""
@@ -124,7 +124,7 @@ class ClusterSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Tokens per KV block; vLLM on CPUs needs a multiple of 32."""
 
     max_model_len: Positive = 4096
-    """Maximum number of tokens of prompt plus answer; the model's own limit also holds."""
+    """Maximum number of tokens of prompt plus answer. If the model's own limit is lower, that limit applies."""
 
     adapters: dict[ModelName, str] = {}
     """LoRA adapters that every worker may load: the name under which clients ask for each, and its folder, relative to
@@ -139,8 +139,8 @@ class ClusterSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     the cluster. For certificates of your own, set `router.tls`."""
 
     most_workers: Positive = 64
-    """Maximum number of workers that the machine has room for, such as its number of GPUs. `fleet scale` starts no more; draining
-    workers count.
+    """Maximum number of workers that the machine has room for, such as its number of GPUs. `fleet scale` starts no
+    worker beyond this number. Draining workers count too.
     """
 
 
@@ -275,7 +275,7 @@ class LocalPlannerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """File for the records of plans; empty: a file in the runtime folder, which is removed with the cluster."""
 
     record: str = ""
-    """File for a recording of all decisions, for `fleet plan decide`; empty: none."""
+    """File for a recording of all decisions, for `fleet plan decide`; empty: no recording is made."""
 
     def __post_init__(self) -> None:
         check_listen_address("metrics_listen", self.metrics_listen, optional=True)
@@ -373,7 +373,7 @@ def model_folder(cluster: ClusterSection, tiny: Path, relative_to: Path) -> Path
 
 
 def for_task(topology: Topology, model_dir: Path) -> Topology:
-    """Return the topology for the task of its model.
+    """Return the topology, adapted to the task of its model.
 
     A model that does not generate has only workers of role both, and no KV paths.
 
@@ -401,7 +401,7 @@ def for_task(topology: Topology, model_dir: Path) -> Topology:
 def with_chat_template(folder: Path, template: str, relative_to: Path, runtime: Path) -> Path:
     """Return a folder of the model that has the chat template in the file `template`.
 
-    It is a new folder in `runtime` with links to the model's files. If `template` is empty, it is `folder` itself.
+    If `template` is empty, return `folder` itself. If it names a file, make a folder in `runtime` with links to the model's files.
 
     Raises:
         ConfigurationRefused: The template cannot be read.

@@ -35,7 +35,7 @@ CONFIGURATION_REFUSED = 3  # exit status of the command `fleet` after it has ref
 FIRST_BACKOFF = Nanos(250 * MILLISECOND)
 LONGEST_BACKOFF = Nanos(30 * SECOND)
 # Maximum number of doublings of the first pause, so that the doubled pause cannot grow without limit before it is cut
-# to `longest_pause`. It is then three days, which is more than any `longest_pause`.
+# to `longest_pause`. After so many doublings the pause is three days, which is more than any `longest_pause`.
 MOST_DOUBLINGS = 20
 JITTER = 0.5  # maximum part of a pause that is left out ("equal jitter")
 HEALTHY_AFTER = Nanos(30 * SECOND)

@@ -58,7 +58,7 @@ WORKER_DRAIN = Nanos(5 * SECOND)
 # time from the signal that asks a process to end until it is killed; vLLM takes a few seconds to end its processes
 STOP_WITHIN = Nanos(20 * SECOND)
 
-# Workers start after the router. Otherwise they could try to register with another program that has the address.
+# Workers start after the router. If they started earlier, they could try to register with another program that has the address.
 START_STORE, START_ROUTER, START_WORKERS, START_PLANNER = range(4)
 STOP_ROUTER, STOP_WORKERS, STOP_STORE = range(3)
 
@@ -69,7 +69,7 @@ ALL_INTERFACES = ("0.0.0.0", "[::]")  # noqa: S104 - compared, not bound
 MOST_PORT = 65_535
 EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 CHOSEN_PORTS = 10_000
-"""Number of ports below the ephemeral ones, from which a port is chosen if an address has port 0."""
+"""If an address has port 0, a port is chosen from this number of ports below the system's ephemeral ports."""
 PORT_TRIES = 100
 
 ROUTER = "router"
@@ -133,7 +133,7 @@ def plan(topology: Topology, *, folder: Path, model_dir: Path, model: ModelName)
     for name in topology.router.overflow:
         if name != model:
             raise ConfigurationRefused(f"router.overflow.{name}: this cluster serves no such model, only {model}")
-    with ExitStack() as held:  # all ports are reserved at once; otherwise two addresses could get the same port
+    with ExitStack() as held:  # all ports are reserved at once, so that no two addresses get the same port
         http = claim_address("router.http_listen", topology.router.http_listen, held)
         grpc = claim_address("router.grpc_listen", topology.router.grpc_listen, held)
         health = claim_address("router.health_listen", topology.router.health_listen or ANY_PORT, held)
@@ -245,8 +245,8 @@ def _check_images(settings: ImageSettings) -> None:
 def _prompt_secret(router: RouterSettings) -> str:
     """Return the value of the router's setting `prompt_secret`, the secret for resume tokens.
 
-    It is a new secret if clients have keys and the settings have neither `prompt_secret` nor `tenant_secret`. Without a
-    secret, a router whose clients have keys gives no resume tokens.
+    If clients have keys and the settings have neither `prompt_secret` nor `tenant_secret`, return a new secret, because a
+    router without a secret would give these clients no resume tokens. In all other cases, return the setting unchanged.
     """
     if router.prompt_secret or router.tenant_secret or not any(each.api_key_sha256 for each in router.tenants.values()):
         return router.prompt_secret
@@ -479,10 +479,10 @@ def claim_address(
 ) -> str:
     """Return the address with a free port, which stays reserved while `held` is open.
 
-    After `held` is closed, another process may take the port before the process that shall listen there has started;
-    the latter then refuses its settings. For port 0, a port outside the ephemeral range is chosen where possible. The
-    system never uses such a port for outgoing connections of other processes, not even while the listening process is
-    restarted.
+    After `held` is closed, another process may take the port before the process that shall listen there has started. In
+    that case, the process that shall listen refuses its settings. For port 0, a port outside the ephemeral range is chosen
+    where possible. The system never uses such a port for outgoing connections of other processes, not even while the
+    listening process is restarted.
 
     Args:
         field: The path of the setting, for errors.

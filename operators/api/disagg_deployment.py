@@ -275,8 +275,8 @@ class Routing(Resource, frozen=True):
 class RatioBounds(Resource, frozen=True):
     """Bounds of the ratio of prefill to decode replicas.
 
-    The operator keeps them also between the steps of a change; in a rollout, a difference of at most `maxSurge` or
-    `maxUnavailable` does not count.
+    The operator keeps these bounds between the steps of a change, too. In a rollout, a role counts with its target if its
+    number of replicas differs from the target by at most `maxSurge` or `maxUnavailable`.
     """
 
     least: Ratio = "1:999"
@@ -352,8 +352,8 @@ class TracingSpec(Resource, frozen=True):
     """Percentage of the requests without a `traceparent` that are traced."""
 
     keep_errors: bool = True
-    """Trace requests that fail, sampled or not. A cancellation by the client does not count as a failure. A request that was rejected by a
-    rule before its answer began does not count either: its reason is `draining`, or it got HTTP 4xx for another reason than `kv_mismatch`."""
+    """Trace requests that fail, sampled or not. A cancellation by the client does not count as a failure. A request that a rule rejected
+    before its answer began does not count either. Its reason is `draining`, or it got HTTP 4xx with another reason than `kv_mismatch`."""
 
     slow_first_token_seconds: Annotated[int, Meta(ge=0, le=1_000_000)] = 10
     """Requests whose first token takes longer than this are traced, sampled or not. 0: no request is traced for this reason."""

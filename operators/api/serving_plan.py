@@ -40,7 +40,7 @@ class RoleBounds(Resource, frozen=True):
     the role must also be 0."""
 
     most: Count = 64
-    """Maximum number of replicas; `scaling.most` of the role may be lower."""
+    """Maximum number of replicas. If `scaling.most` of the role is lower, that limit applies."""
 
     gpu: Annotated[str, Meta(max_length=63)] = ""
     """The GPU type, by its name in `fleet hardware list`. Empty: the GPU type that `gpus.product` of the role names."""

@@ -57,7 +57,7 @@ class Workload(Resource, frozen=True):
     """Output tokens of a request, on average."""
 
     cached_percent: Annotated[int, Meta(ge=0, le=99)] = 0
-    """Percentage of the prompt tokens that a worker has cached already, because prompts begin alike."""
+    """Percentage of the prompt tokens that a worker has cached already, because many prompts have the same beginning."""
 
     requests_per_minute: Annotated[int, Meta(ge=0, le=100_000_000)] = 0
     """Mean number of requests per minute. They arrive at random, independent of earlier answers. 0: `concurrency` sets

@@ -1,4 +1,4 @@
-"""Generator of the Helm chart: writes those files of the chart that are generated from types.
+"""Generator of the Helm chart: writes the files of the chart that are generated from types.
 
 The command is `python -m operators.chart.generate deploy/helm/fleet`. A test compares the chart with the generated
 content, which comes from these modules:

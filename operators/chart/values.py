@@ -80,7 +80,7 @@ Texts = dict[str, str]
 Open = dict[str, Any]
 Replicas = Annotated[int, Meta(ge=0, le=1000)]
 Name = Annotated[str, Meta(pattern=r"^([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?)?$")]
-"""Name of an object; empty: none."""
+"""Name of a Kubernetes object; an empty text names no object."""
 
 Repository = Annotated[str, Meta(pattern=r"^[a-z0-9]([-a-z0-9._/:]*[a-z0-9])?$")]
 Tag = Annotated[str, Meta(pattern=r"^([A-Za-z0-9_][-A-Za-z0-9._]{0,127})?$")]
@@ -110,7 +110,7 @@ class Image(_Values, frozen=True):
     """Tag of the image."""
 
     digest: Digest = ""
-    """Digest of the image. Takes precedence over a tag."""
+    """Digest of the image. It takes precedence over the tag."""
 
 
 class PullPolicy(StrEnum):
@@ -135,8 +135,8 @@ class ChartImages(_Values, frozen=True):
     router: Image = Image(repository="fleet-router")
     operator: Image = Image(repository="fleet-operator")
     worker_cpu: Image = Image(repository="fleet-worker-cpu")
-    """Images of workers for DisaggDeployments that name no image: this one for CPUs, the next ones for NVIDIA and AMD
-    GPUs."""
+    """Image of workers on CPUs, for DisaggDeployments that name no image. `workerCuda` is the image of workers on NVIDIA
+    GPUs, and `workerRocm` of workers on AMD GPUs."""
 
     worker_cuda: Image = Image(repository="fleet-worker-cuda")
     worker_rocm: Image = Image(repository="fleet-worker-rocm")
@@ -299,9 +299,9 @@ class Routers(_Values, frozen=True):
     control_secret: Name = ""
     """Name of a Secret whose key `secret` holds a secret such as the output of `openssl rand -hex 32`. Workers and
     operators prove this secret at the routers' control port, 50052, and routers prove it to each other at port 50054.
-    With the secret and one process in each pod, routers share their state (docs/router.md). With `tls`, all of them
-    show certificates as well. Without the secret and without `tls`, the control port is a Unix socket in the pod:
-    routers find workers in `discovery`, and `kubectl exec` runs `fleet status`."""
+    With the secret and one process in each pod, routers share their state (docs/router.md). With `tls`, workers,
+    operators and routers also show certificates. Without the secret and without `tls`, the control port is a Unix
+    socket in the pod: routers find workers in `discovery`, and `kubectl exec` runs `fleet status`."""
 
     models_claim: Name = ""
     """A PersistentVolumeClaim with tokenizers, mounted read-only at /models, for folders in `settings.models`."""
@@ -344,9 +344,9 @@ class OperatorValues(_Values, frozen=True):
     """Number of replicas. One replica leads (a Lease decides which one), and the other replicas wait."""
 
     scope: Scope = Scope.NAMESPACE
-    """Which DisaggDeployments the operator manages. `Namespace`: those in the release's namespace; the operator then has the
-    rights of a Role. `Cluster`: all of the cluster; the operator then has the rights of a ClusterRole. Only with a
-    ClusterRole can the operator list nodes, to choose domains for worker groups."""
+    """The DisaggDeployments that the operator manages. `Namespace`: only DisaggDeployments in the release's namespace; the
+    operator then has the rights of a Role. `Cluster`: all DisaggDeployments of the cluster; the operator then has the
+    rights of a ClusterRole. Only with a ClusterRole can the operator list nodes, to choose domains for worker groups."""
 
     create_roles: bool = True
     """Create the Roles of the operator. Off: its rights are granted separately."""
@@ -420,15 +420,15 @@ class Egress(_Values, frozen=True):
     """Allow the pods of the release to connect only to what they need according to the values: DNS, the API server,
     each other, the pods of DisaggDeployments, and the ports in `routers.settings` and `etcd`. Off by default, as
     usual in charts, because other needs depend on the cluster, and a connection that is not allowed just gets no
-    answer. Before you set it, add to `extra` what exists of these: the control plane of a service mesh, the hub from
-    which routers fetch models (443), a Redis whose URL is in a Secret, and workers and gateways that the values do
-    not name. Pods of DisaggDeployments may always connect outwards, because they fetch models from anywhere."""
+    answer. Before you set it, add to `extra` whatever your cluster has of this list: the control plane of a service
+    mesh, the hub from which routers fetch models (443), a Redis whose URL is in a Secret, and workers and gateways that
+    the values do not name. Pods of DisaggDeployments may always connect outwards, because they fetch models from anywhere."""
 
     dns: tuple[Open, ...] = ()
     """The DNS servers, as peers of a NetworkPolicy; empty: any address on the ports for DNS, 53 and OpenShift's 5353."""
 
     api_server: tuple[Open, ...] = ()
-    """The API server: `{ipBlock: {cidr: 10.0.0.1/32}}`. Empty: any address, on the ports below."""
+    """The API server: `{ipBlock: {cidr: 10.0.0.1/32}}`. Empty: any address, on the ports in `apiServerPorts`."""
 
     api_server_ports: tuple[Annotated[int, Meta(ge=1, le=65535)], ...] = (443, 6443, 8443, 16443)
     """Ports of the API server itself, not of its Service: most network plug-ins check the port to which the Service has
@@ -448,9 +448,9 @@ class NetworkPolicy(_Values, frozen=True):
     """Clients of the routers, as peers of a NetworkPolicy; empty: everybody."""
 
     monitoring: tuple[Open, ...] = ()
-    """Peers besides `clients` that may connect to the ports for metrics. Empty: everybody may connect to those of
-    the operator and the planner, and everybody who may send requests may connect to those of the routers.
-    `monitoring.access` says what these peers may read."""
+    """Peers besides `clients` that may connect to the ports for metrics. Empty: everybody may connect to the ports for
+    metrics of the operator and the planner, and everybody who may send requests may connect to the routers' ports for
+    metrics. `monitoring.access` says what these peers may read."""
 
     egress: Egress = Egress()
 
@@ -487,8 +487,8 @@ class MetricsReaders(_Values, frozen=True):
     """SHA-256 of each key that may read the metrics (`printf %s KEY | sha256sum`). Scrapers send `Authorization: Bearer KEY`."""
 
     secret: MetricsKey = MetricsKey()
-    """The Secret with one of these keys. The PodMonitors tell Prometheus to send this key. With `routers.tls.health`,
-    Prometheus sends it to routers over TLS."""
+    """The Secret with a key whose SHA-256 is in `keySha256`. The PodMonitors tell Prometheus to send this key. With
+    `routers.tls.health`, Prometheus sends it to routers over TLS."""
 
     tls_secret: Name = ""
     """A Secret of the type `kubernetes.io/tls` with the certificate of port 8080 of the operator and the planner; probes and PodMonitors
@@ -598,8 +598,8 @@ class Etcd(_Values, frozen=True):
 
 class Redis(_Values, frozen=True):
     install: bool = False
-    """Install a single Redis in memory for trials; routers share tenants' limits in it. For production use your own: its
-    URL is `routers.settings.tenants_redis`, or with a password in it an entry of `routers.secrets`."""
+    """Install a single Redis in memory for trials; routers share tenants' limits in it. For production, use your own Redis:
+    set its URL in `routers.settings.tenants_redis`. If the URL contains a password, use an entry of `routers.secrets`."""
 
     image: Image = Image(repository="valkey/valkey", tag="8.1-alpine")
     """Image of the installed Redis."""
@@ -645,7 +645,7 @@ class Values(_Values, frozen=True):
     """Labels of every object."""
 
     user: Annotated[int, Meta(ge=0)] = 65532
-    """User id of all processes. 0: the platform, such as OpenShift, chooses the user id; it is never that of root."""
+    """User id of all processes. 0: the platform, such as OpenShift, chooses the user id; the processes never run as root."""
 
     restricted_endpoint_slices: bool = False
     """Allow the writers of EndpointSlices (workers with `discovery.source: Kubernetes`, and routers that gateways

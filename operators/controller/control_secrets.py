@@ -6,7 +6,7 @@ Rules:
    and it reads no other Secret.
 2. The secret of a deployment is an HMAC of the deployment's namespace and name, with the operator's secret as the key.
    So the operator knows the secret of each deployment without reading it from the cluster, and the pods of one
-   deployment cannot compute the secret of another one.
+   deployment cannot compute the secret of another deployment.
 3. The secret of a deployment is written into a Secret in the deployment's namespace. The name of this Secret contains a
    digest of the content. Such a Secret never changes: after a change of the operator's secret, each deployment gets a
    Secret with another name, and its pods are replaced.

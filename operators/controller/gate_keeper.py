@@ -8,9 +8,9 @@ Rules:
    stay closed while pods of another group of this operator, whose gates are open, still wait for nodes (rule 5 limits this
    time). So two groups cannot each hold half of a domain and wait for the other half.
 3. The operator's gate is the last gate to open. A group whose pods also have gates of other controllers is not in the
-   queue: the scheduler would not look at its pods, and all other groups would wait until the other controller removes
-   its gate.
-4. Groups get their turn in the order in which they entered the queue. A group keeps its place until the informer's cache
+   queue. The scheduler would not look at these pods, so all other groups would wait until the other controllers remove
+   their gates.
+4. Groups get their turn in the order in which they entered the queue. A group keeps its position until the informer's cache
    shows that its gates are open, so that no other group overtakes it between the decision and the write. A group that no
    reconcile has named for the time STALE is removed from the queue.
 5. The turn of a group is limited. If its gates are not open after OPENING, for example because the API server refuses

@@ -40,7 +40,7 @@ MOST_FAILED = 64
 
 
 class FailedDomains:
-    """Remembers for a time the domains in which pods of roles found no nodes."""
+    """Remembers for the time FAILED the domains in which pods of roles found no nodes."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock

@@ -42,9 +42,8 @@ from operators.telemetry import ReconcileOutcome
 
 WRITES_BEFORE_PAUSE = 20
 """After a reconcile that has written something, the key is usually due again at once. After this number of such reconciles
-in a row, it is due only after a second: another program may be undoing the operator's writes, and both would write
-without end.
-"""
+in a row, the key is due only after a second. A possible reason is another program that undoes the operator's writes. The
+pause limits how often the two programs write."""
 
 TROUBLE_RECHECK = Nanos(15 * SECOND)
 """The time between two reconciles of a deployment whose pods do not start, or with a worker group that fits into no domain.
@@ -220,7 +219,7 @@ class Controller:
     ) -> Mapping[str, int]:
         """Return the number of replicas that the RoleScaler of each role requested last, by role; Static roles have none.
 
-        This process remembers these numbers, also for RoleScalers that were deleted since. They may be newer than the
+        This process remembers these numbers, even after a RoleScaler was deleted. The numbers may be newer than the
         numbers in the deployment's status, which is written later.
         """
         uid, before = self._sizes.get(key, ("", {}))
@@ -233,7 +232,7 @@ class Controller:
     def _avoid_nodes(self, key: ReconcileKey, observed: ObservedState) -> None:
         """Remember the nodes on which only a part of a group found room, so that the next group of the role avoids them.
 
-        Remember also the domain that was chosen for the group. If no pod of the group found a node, the avoided nodes may
+        Also remember the domain that was chosen for the group. If no pod of the group found a node, the avoided nodes may
         be the obstacle, so forget the nodes that the role has avoided so far.
         """
         for child in observed.children:

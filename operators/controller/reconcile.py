@@ -4,7 +4,7 @@
 
 Rules:
 
-1. It is level-triggered: every action follows from the desired and the observed state. Nothing is remembered between
+1. `reconcile` is level-triggered: every action follows from the desired and the observed state. Nothing is remembered between
    calls, so an operator that is killed after any write continues where it was.
 2. A manifest is applied if its digest differs from the digest in the annotation of the observed object. If somebody else
    owns an object whose name a child object needs, this object stays unchanged, and the deployment is Degraded until the
@@ -165,7 +165,7 @@ def _present_children(
 ) -> Iterator[Manifest]:
     """Yield the manifests of the existing children with the revision `worker_revision`, and of their ConfigMaps.
 
-    The numbers of replicas are the current ones.
+    The manifests keep the number of replicas that each child requests now.
     """
     for role in desired.workers:
         for each in observed.children:
@@ -235,7 +235,8 @@ def _index(name: str) -> int:
 def _in_removal_order(child: ObservedChild) -> list[str]:
     """Return the names of a child's groups in the order in which they are removed.
 
-    Groups that do not serve come first, then those with fewer warm blocks, then those with a higher index.
+    Groups that do not serve come before groups that serve. Within each of these two kinds, groups with fewer warm blocks
+    come first. Among groups with equally many warm blocks, the group with the highest index comes first.
     """
     return sorted(child.members, key=lambda name: (name in child.ready_members, child.warm.get(name, 0), -_index(name)))
 

@@ -138,7 +138,7 @@ def _manifest(request: CustomObject, reply: Proposal, there: CustomObject | None
                 "name": request.metadata.name,
                 "uid": request.metadata.uid,
                 "controller": True,
-                "blockOwnerDeletion": False,  # `operators.rbac`, rule 4
+                "blockOwnerDeletion": False,  # `operators.rbac`, rule 4, says why it is False
             }
         ],
     }

@@ -6,7 +6,7 @@ Rules:
    that reconcile has ended.
 2. A key whose reconcile failed is due again after a pause that doubles with each failure, up to LONGEST. The pause is
    longer if the API server demands it. One success resets the pause. If `add` enqueues the key during the pause, the
-   pause does not become shorter. Otherwise a broken deployment, whose pods start and end all the time, would be
+   pause does not become shorter. If it did, a broken deployment, whose pods start and end all the time, would be
    reconciled all the time. A changed specification ends the pause (`hasten`).
 3. The queue holds at most `most` keys. If it is full, a new key is dropped and `overflown` is set, and the caller
    enqueues all keys when there is room again. So no key is lost, and the memory of the queue is bounded.
@@ -108,7 +108,7 @@ class WorkQueue(Generic[Key]):
         self._put(key, at)
 
     def forget(self, key: Key) -> None:
-        """Forget a key whose object was deleted, and its failures; a reconcile of the key that runs now goes on."""
+        """Forget a key whose object was deleted, and the failures of the key. A running reconcile of the key goes on."""
         self._due.pop(key, None)
         self._failures.pop(key, None)
         self._not_before.pop(key, None)

@@ -86,7 +86,8 @@ def spread(
 def paired(roles: Sequence[RoleSpec], path: str, notes: list[Note]) -> tuple[RoleSpec, ...]:
     """Return the roles so that a prefill role never exists without a decode role, nor a decode role without a prefill role.
 
-    If there are prefill roles and no decode role, or the other way round, these roles become aggregated roles.
+    If there are prefill roles and no decode role, the prefill roles become aggregated roles. If there are decode roles and
+    no prefill role, the decode roles become aggregated roles.
     """
     types = {role.type for role in roles}
     if (RoleType.PREFILL in types) == (RoleType.DECODE in types):
@@ -101,7 +102,7 @@ def paired(roles: Sequence[RoleSpec], path: str, notes: list[Note]) -> tuple[Rol
 def transferred(
     transfer: KvTransfer, engine: EngineKind, roles: Sequence[RoleSpec], path: str, notes: list[Note]
 ) -> KvTransfer:
-    """Return the requested KV transfer settings, or the default ones if the engines cannot use a store.
+    """Return the requested KV transfer settings, or the default settings if they name a store that the engines cannot use.
 
     Args:
         transfer: The KV transfer that the document requests.
@@ -169,5 +170,5 @@ def _default(field: msgspec.structs.FieldInfo) -> Any:
 
 
 def drain(grace_seconds: int | None) -> Drain:
-    """Return drain settings that fit into a pod's grace period, or the default ones if `grace_seconds` is None."""
+    """Return drain settings that fit into a pod's grace period, or the default settings if `grace_seconds` is None."""
     return Drain() if grace_seconds is None else Drain(timeout_seconds=max(1, grace_seconds - GRACE_SECONDS))

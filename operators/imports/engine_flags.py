@@ -6,8 +6,8 @@ Rules:
    KV events and other things that Fleet's workers set themselves are dropped. All other flags become `--set` arguments of
    the worker's command: some set a setting of the worker (SETTINGS), and the others go to the engine unchanged
    (`vllm.extra_args`). The flag `no-x` becomes `x` with the value false.
-2. Flags whose value is a JSON object or list cannot be passed on the worker's command line; a note names them. Flags
-   whose names look like those of secrets are not passed on either, because anybody who may look at a pod can read its
+2. Flags whose value is a JSON object or list cannot be passed on the worker's command line; a note names them. Flags with
+   names that look like names of secrets are not passed on either, because anybody who may look at a pod can read its
    arguments.
 """
 

@@ -137,7 +137,7 @@ def imported(values: Mapping[str, Any], name: str = "", namespace: str = "") -> 
     suspend = not engines.flag("enableEngine", default=True)
     if suspend:
         engines.note("enableEngine", "is false: the deployment is suspended, its router too")
-    # `_pod` has already used these two fields as defaults for the entries that do not set them.
+    # `_pod` has already used these two fields as defaults for entries without fields of these names.
     engines.skip("runtimeClassName", "schedulerName")
     keys = "keys of clients are a setting of the router (`tenants`)"
     engines.rest(OWN_OF_ENGINES | {"serviceMonitor": MONITORED, "vllmApiKey": keys})
@@ -184,7 +184,7 @@ def _beside(root: DocumentReader) -> None:
 
 
 def _routers(reader: DocumentReader) -> tuple[Routing, RoleSpec | None, _Splitting]:
-    """Return the routing settings, the router's role (None: the default role), and its flags for prefill and decode."""
+    """Return the routing settings, the role of the routers, and the flags for prefill and decode. None: the default role."""
     logic = reader.text("routingLogic")
     routing = Routing()
     if logic in POLICIES:

@@ -11,7 +11,7 @@ _AMOUNT = re.compile(r"[0-9.]+|true|false", re.IGNORECASE)
 
 
 def is_secret(name: str, value: str) -> bool:
-    """Return whether a value is probably a secret, which must not be shown; an empty value is none.
+    """Return whether a value is probably a secret, which must not be shown. An empty value is not a secret.
 
     Args:
         name: Name of an environment variable, or of a flag without its dashes. The word `token` alone does not prove a

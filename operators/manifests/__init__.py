@@ -11,7 +11,7 @@ Rules:
    manifests of Deployments and LeaderWorkerSets have no `replicas`; the caller has to add them.
 3. A worker finds its routers by their control Service, which is headless and resolves to the addresses of all router
    pods. The worker registers with each router under the name and the address of its own pod. Settings are in a file
-   from a ConfigMap; `--set` arguments add those that only the pod knows, such as its address.
+   from a ConfigMap; `--set` arguments add the settings that only the pod knows, such as its address.
 4. The user's `podTemplate` overrides the pod template of the operator: lists with names (containers, environment,
    volumes, ports, mounts) are merged by name, and other values are replaced.
 5. Pods run as a user other than root, without privileges, with a read-only root file system. They write only to volumes:

@@ -131,7 +131,7 @@ def router_service(deployment: DesiredDeployment) -> str:
 
 
 def control_host(deployment: DesiredDeployment) -> str:
-    """Return the host name that resolves to the addresses of all router pods, also of those that are not ready."""
+    """Return the host name that resolves to the addresses of all router pods, even of pods that are not ready."""
     return host_of(f"{router_service(deployment)}-control", deployment.namespace)
 
 

@@ -68,7 +68,7 @@ may pause for seconds, and a restart costs minutes.
 """
 
 ROUTER_START = {"periodSeconds": 1, "timeoutSeconds": 5, "failureThreshold": 120}
-"""Startup probe of routers. Two minutes are enough, because a router listens before it has fetched a tokenizer."""
+"""Startup probe of routers. Two minutes are enough, because a router fetches only a small tokenizer before it listens."""
 
 WORKER_START = {"periodSeconds": 2, "timeoutSeconds": 5, "failureThreshold": 43_200}
 """Startup probe of workers, which listen only when their engine runs. The limit is a day, because a worker may have to
@@ -196,7 +196,7 @@ def pod_template(
         labels[SPEAKS_TLS] = "true"
     template: Manifest = _with_users_limits(merged({"spec": pod}, role.pod_template), role)
     if isinstance(spec := template["spec"], Mapping) and spec.get("hostNetwork") and "dnsPolicy" not in spec:
-        # With `hostNetwork`, pods would otherwise use the node's DNS resolver, which knows no Services.
+        # With `hostNetwork` and without this setting, pods would use the node's DNS resolver, which knows no Services.
         template["spec"] = {**spec, "dnsPolicy": "ClusterFirstWithHostNet"}
     metadata = mapping(template.get("metadata"))
     # These labels come last, because the user must not change the labels by which Services and controllers select pods.
@@ -248,8 +248,8 @@ def _container(
         "volumeMounts": mounts,
     }
     scheme = {"scheme": "HTTPS"} if deployment.spec.routing.tls_secret else {}
-    # A command of the user perhaps does not answer these two probes, and the kubelet would then restart it. So it gets
-    # neither of them.
+    # A container with a command of the user gets no startup and liveness probes: the command may not answer them, and the
+    # kubelet would then restart the container.
     if not is_foreign(role):
         live = (
             # Clients cannot use up the connections of this port, so a healthy router always answers the probe.
@@ -309,7 +309,7 @@ def _mounted(
         kept: Manifest = {"persistentVolumeClaim": {"claimName": model.cache_claim}}
         yield "hub", kept if model.cache_claim else {"emptyDir": {}}, {"mountPath": HUB_CACHE}
         if model.token_secret:
-            # Only the token is mounted. A pod also starts without it, and its process reports that it is missing.
+            # Only the token is mounted. A pod starts even if the token is missing, and its process then reports this.
             only = {"items": [{"key": "token", "path": "token"}], "optional": True}
             secret = {"secretName": model.token_secret} | only
             yield "hub-token", {"secret": secret}, {"mountPath": HUB_SECRET, "readOnly": True}

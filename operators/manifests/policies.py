@@ -24,7 +24,7 @@ WORKERS = tuple(sorted(each.value for each in RoleType if each is not RoleType.R
 def disruption_budget(deployment: DesiredDeployment, role: RoleSpec) -> Manifest:
     """Return the disruption budget of a role.
 
-    As many of its pods may be evicted at once as may be missing during a rollout, but at least one.
+    The number of its pods that may be evicted at once is the role's `rollout.maxUnavailable`, but at least 1.
     """
     spec = {
         "maxUnavailable": max(1, role.rollout.max_unavailable),
@@ -43,7 +43,7 @@ def to_workers(deployment: DesiredDeployment) -> Manifest:
     Workers may use any port of each other. Everybody may use the ports for metrics, which demand a key.
 
     Connections between workers need no key, and connections within a worker group are not encrypted, so only this
-    policy protects them. It covers all workers, also those of a removed role whose last pods drain.
+    policy protects them. It covers all workers, even workers of a removed role whose last pods drain.
     """
     scraped = metrics_ports(deployment)
     spec = {

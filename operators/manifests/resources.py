@@ -75,7 +75,7 @@ def resources(deployment: DesiredDeployment, role: RoleSpec) -> Manifest:
 
 
 def limited_by_user(container: Mapping[str, Any], theirs: Mapping[str, Any]) -> Manifest:
-    """Return a container without requests for those resources for which the user has set only a limit (rule 4)."""
+    """Return a container without requests for the resources for which the user has set only a limit (rule 4)."""
     given = mapping(theirs.get("resources"))
     limits, requests = mapping(given.get("limits")), mapping(given.get("requests"))
     merged = mapping(container.get("resources"))

@@ -10,7 +10,7 @@ from operators.manifests.objects import Manifest, object_of, of_all
 def service(
     deployment: DesiredDeployment, role: RoleSpec, name: str, ports: Mapping[str, int], *, unready: bool = False
 ) -> Manifest:
-    """Return the Service of a role. If `unready` is true, it is headless and resolves also to pods that are not ready.
+    """Return the Service of a role. If `unready` is true, the Service is headless and also resolves to pods that are not ready.
 
     Workers find routers by a Service with `unready`, because a router becomes ready only after workers have registered.
     """
@@ -56,7 +56,7 @@ def inference_pool(deployment: DesiredDeployment) -> Manifest:
 
 
 def pod_monitor(deployment: DesiredDeployment) -> Manifest:
-    """Return the PodMonitor of the routers, whose metrics include those of the workers."""
+    """Return the PodMonitor of the routers. The routers' metrics include the metrics of the workers."""
     endpoint: Manifest = {"port": "health", "path": "/metrics"}
     if deployment.spec.routing.tls_secret:
         # Prometheus reads pods by their addresses, which certificates do not contain.

@@ -201,7 +201,7 @@ def _model_dir(deployment: DesiredDeployment) -> str:
 
 
 def is_fetched(deployment: DesiredDeployment) -> bool:
-    """Return whether pods fetch the model from the hub: the specification names no folder of a volume or an image."""
+    """Return whether pods fetch the model from the hub, because the specification names a repository and no folder."""
     return parse_repository(_model_dir(deployment)) is not None
 
 

@@ -104,13 +104,13 @@ class GroupDemand(Struct, frozen=True):
     each: Amounts
     selector: Mapping[str, str] = {}
     terms: tuple[Mapping[str, Any], ...] = ()
-    """Terms of the required nodeAffinity, of which a node has to match one; empty: every node matches."""
+    """Terms of the required nodeAffinity. A node has to match at least one of them; if there are none, every node matches."""
 
     tolerations: tuple[Mapping[str, Any], ...] = ()
 
 
 class NodeRoom(Struct, frozen=True):
-    """Holds the name, labels and taints of a node, and those of its resources that no pod requests."""
+    """Holds the name, labels and taints of a node, and its free resources, which no pod has requested."""
 
     name: str
     labels: Mapping[str, str]

@@ -3,8 +3,8 @@
 Rules:
 
 1. A deployment owns the objects whose owner reference has its uid. An object with another owner does not belong to the
-   deployment, even if its name and labels match: a deployment that was deleted and created again does not own the
-   objects of the deleted deployment. An object that has no owner and carries the operator's labels is an orphan; it is
+   deployment, even if its name and labels match. For example, a deployment that was deleted and created again does not
+   own the objects of the deleted deployment. An object that has no owner and carries the operator's labels is an orphan; it is
    left over by `kubectl delete --cascade=orphan`. It belongs to the deployment that its labels name. An orphaned workload
    must also have the name that the operator would give it.
 2. A replica is one pod, or a group of pods that start and end together. A group is ready when all of its pods are
@@ -181,7 +181,7 @@ def observe(
 
 
 def conditions_of(custom: CustomObject) -> tuple[Condition, ...]:
-    """Return the conditions in the status of an object; empty if somebody else has written invalid ones."""
+    """Return the conditions in the status of an object; empty if somebody else has written invalid conditions."""
     try:
         return msgspec.convert(custom.status.get("conditions", []), tuple[Condition, ...])
     except msgspec.ValidationError:
@@ -374,7 +374,7 @@ def _is_unscheduled(pods: Sequence[Pod], before: datetime) -> bool:
 
 
 def _placement(controller: WorkloadResource) -> GroupPlacement:
-    """Return the domain and the nodes on which the pods of a StatefulSet may run, according to its annotations."""
+    """Return where the annotations of a StatefulSet let its pods run: the domain, the avoided nodes, and the gate."""
     annotations = controller.metadata.annotations
     avoided = annotations.get(AVOIDED, "")
     return GroupPlacement(

@@ -31,7 +31,7 @@ REFUSED = 3
 
 
 class TroubleReason(IntEnum):
-    """Reasons why a pod does not run; the first ones take precedence. Conditions show these names."""
+    """Reasons why a pod does not run; a reason with a lower number takes precedence. Conditions show these names."""
 
     QuotaExceeded = 1
     PodsRefused = 2

@@ -13,8 +13,8 @@ Rules:
    reports it. A worker that only some routers know gets requests, but does not count as registered (`partly_unknown`).
 3. A Lease that was not renewed for its duration does not count. The operator measures the age of a renewal by its own
    clock, from the moment at which it learned of the renewal. For a Lease that existed before the operator started, the
-   renewal time that the worker has written counts until the next renewal. So each Lease is valid for SKEW_SECONDS longer,
-   because the clocks of worker and operator may differ by this time.
+   renewal time that the worker has written counts until the next renewal. Because the clocks of worker and operator may
+   differ, each Lease is valid for SKEW_SECONDS longer than its duration.
 4. If there is neither a Lease nor a report, the registrations are unknown. If a router reports that it knows no worker,
    the registrations are known, and empty.
 """
@@ -48,7 +48,7 @@ ReportedWorkers = Mapping[str, tuple[WorkerRegistration, ...]]
 
 
 class WorkerLease(Struct, frozen=True, kw_only=True):
-    """Holds those fields of a worker's Lease from which its registration is computed."""
+    """Holds the fields of a worker's Lease from which the worker's registration is computed."""
 
     holder: str
     renewed: datetime
@@ -62,7 +62,7 @@ def registered(
     """Return the workers of a deployment that count as known (rule 2), by pod, or None if nothing is known (rule 4).
 
     Args:
-        leases: Leases of all workers of the deployment, also Leases that have expired.
+        leases: Leases of all workers of the deployment, including expired Leases.
         reports: Workers that the deployment's routers report, or None if no router has answered.
         now: The present time by the operator's clock.
     """

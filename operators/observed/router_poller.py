@@ -16,7 +16,7 @@ MISSED_ANSWERS = 3
 """If a router does not answer this number of polls in a row, its last report is ignored."""
 
 ROUNDS_BETWEEN_READY_POLLS = 6
-"""The routers of Ready deployments are polled only in every sixth round; those of other deployments in every round."""
+"""The routers of Ready deployments are polled only once in this number of rounds. All other routers are polled in each round."""
 
 
 class RouterReports(Protocol):

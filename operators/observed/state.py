@@ -36,20 +36,20 @@ class ObservedChild(Struct, frozen=True, kw_only=True):
     """Sorted names of the StatefulSets if each replica is a StatefulSet of its own; otherwise empty."""
 
     ready_members: tuple[str, ...] = ()
-    """Names of those StatefulSets in `members` whose pods are all ready and of which a pod is registered. If it is
-    unknown which workers are registered, ready pods suffice."""
+    """Names of the StatefulSets in `members` whose pods are all ready, and that have a registered pod. If it is unknown
+    which workers are registered, ready pods suffice."""
 
     warm: Mapping[str, int] = {}
     """Number of warm blocks in all pods of each StatefulSet together, by the name of the StatefulSet. A StatefulSet whose
     number is unknown is left out."""
 
     half_scheduled: tuple[str, ...] = ()
-    """Names of the StatefulSets that have waited too long for nodes: either only some of their pods have a node, or no
-    pod has found a node in the domain that was chosen."""
+    """Names of the StatefulSets that have waited too long for nodes. Only some pods of such a StatefulSet have a node, or
+    no pod has found a node in the domain that was chosen."""
 
     placements: Mapping[str, GroupPlacement] = {}
-    """The domain in which the pods of each StatefulSet may run, the nodes that they must avoid, and whether they have a
-    scheduling gate, by the name of the StatefulSet."""
+    """By the name of each StatefulSet: the domain in which its pods may run, the nodes that the pods must avoid, and whether
+    the pods are created with a scheduling gate."""
 
     nodes: Mapping[str, tuple[str, ...]] = {}
     """Names of the nodes on which the pods of each StatefulSet run, by the name of the StatefulSet."""
@@ -170,10 +170,11 @@ class ObservedState(Struct, frozen=True, kw_only=True):
 
     avoided: Mapping[str, tuple[str, ...]] = {}
     """Nodes, by role, on which groups of the role found room for only a part of their pods. New groups avoid these
-    nodes if the operator has no right to list nodes; otherwise this field is not used."""
+    nodes if the operator has no right to list nodes. If it has this right, the field is not used."""
 
     failed_domains: Mapping[str, tuple[str, ...]] = {}
-    """Domains, by role, in which pods of a group of the role found no nodes a short time ago; the oldest is first."""
+    """Domains, by role, in which pods of a group of the role found no nodes lately (`operators.controller.group_placer.FAILED`);
+    the domain that failed first comes first."""
 
     refusals: tuple[ApiRefusal, ...] = ()
     """The writes of this reconcile that the API server has refused."""

@@ -5,8 +5,8 @@ Rules:
 1. The planner reads the reports of every router pod that has an address, has not ended and is not being deleted. A pod
    has to report as soon as it has been ready or has reported once. If such a pod stops reporting, the demand is
    incomplete. A pod that is still starting does not have to report.
-2. When a pod has ended or is being deleted, its reports are not read any more. The last report before that still
-   counts in the next demand window.
+2. When a pod has ended or is being deleted, its reports are not read any more. Its last report still counts in the
+   next demand window.
 3. As long as no pod has to report, the demand is unknown, and the field `stale` of the demand window says so.
 """
 

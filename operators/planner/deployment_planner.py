@@ -107,7 +107,7 @@ class DeploymentPlanner:
     async def run(self) -> Never:
         """Plan until cancelled.
 
-        If a plan is under way at that time, the next leader or the next planner of the deployment finishes it.
+        If a plan is under way when this task is cancelled, the next leader or the deployment's next planner finishes it.
         """
         while True:
             try:

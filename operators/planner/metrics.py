@@ -1,4 +1,4 @@
-"""Metrics of a cluster's planners: those of `fleet.planner.control.metrics`, with labels for the deployment."""
+"""Metrics of a cluster's planners: the metrics of `fleet.planner.control.metrics`, with labels for the deployment."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 

@@ -198,7 +198,7 @@ class KubePlanner:
         found = [each for each in self.store.of(kinds.SERVING_PLAN, CustomObject) if not each.metadata.deleted]
         return sorted(found, key=_place_of)
 
-    # Which planners run.
+    # Start and end of planners.
 
     async def _arrange(self, tasks: asyncio.TaskGroup) -> None:
         wanted: dict[Place, PlannerTask] = {}

@@ -65,8 +65,8 @@ class KubePlannerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     planner of the deployment changes no number of replicas."""
 
     status_seconds: Seconds = 60.0
-    """Minimum time between two writes of a ServingPlan's status in which only numbers have changed, such as those in
-    messages. Changes of state are written at once."""
+    """Minimum time between two writes of a ServingPlan's status in which only numbers have changed, such as numbers
+    in messages. Changes of state are written at once."""
 
     rehearsal: RehearsalSettings = RehearsalSettings()
     """Rehearsal of plans in the simulator."""

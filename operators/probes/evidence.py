@@ -5,7 +5,7 @@ Pure.
 Rules:
 
 1. Every worker that generates answers has to answer one probe that names this worker. If the deployment has prefill
-   workers, one prefill worker has to compute the prompt of the probe, and the answering worker has to report that it
+   workers, one prefill worker has to compute the prompt of the probe. The answering worker then has to report that it
    loaded the prompt's blocks from the prefill worker.
 2. A pod whose container has restarted counts as another pod. So does a pod that a StatefulSet has created again with
    the same name. If the routers or the prefill workers have changed since the last answer, one worker of each role that
@@ -79,17 +79,17 @@ class ProbeSubject(Struct, frozen=True, kw_only=True):
 
     @property
     def around(self) -> str:
-        """Digest of the routers and the prefill workers. It does not cover the answering workers."""
+        """Digest of the model's name, the routers and the prefill workers. It does not cover the answering workers."""
         return _digest([self.model, self.routers, self.prefills])
 
     @property
     def pools(self) -> str:
-        """Digest of the prefill workers alone, without the routers."""
+        """Digest of the model's name and the prefill workers, without the routers."""
         return _digest([self.model, self.prefills])
 
     @property
     def behind(self) -> str:
-        """Digest of all prefill and answering workers, which is the first half of `digest`."""
+        """Digest of the model's name and all prefill and answering workers. It is the first half of `digest`."""
         return _digest([self.model, self.prefills, self.targets])[:HALF]
 
     @property
@@ -150,8 +150,8 @@ class ProbeEvidence(Struct, frozen=True, kw_only=True):
     """Holds the results of the probes of one deployment."""
 
     through: frozenset[tuple[str, str, str]] = frozenset()
-    """One entry for each role of which a worker has answered: the name of the role, and the digests `ProbeSubject.around`
-    and `ProbeSubject.pools` at the last answer."""
+    """One entry for each role that has a worker which has answered: the name of the role, and the digests
+    `ProbeSubject.around` and `ProbeSubject.pools` at the last answer."""
 
     answered: frozenset[ProbeTarget] = frozenset()
     unhanded: frozenset[ProbeTarget] = frozenset()
@@ -203,9 +203,9 @@ def unanswered(subject: ProbeSubject, evidence: ProbeEvidence) -> tuple[ProbeTar
 
 
 def missing_only_routers(subject: ProbeSubject, evidence: ProbeEvidence) -> bool:
-    """Return whether at most answers through the present routers are missing.
+    """Return True if no answers to probes are missing, or only answers through the present routers.
 
-    In this case, all workers have answered through some router, and a worker of each role has answered since the
+    In both cases, all workers have answered through some router, and a worker of each role has answered since the
     prefill workers last changed.
     """
     before = {(role, pools) for role, _, pools in evidence.through}
@@ -271,7 +271,7 @@ def kept(subject: ProbeSubject, evidence: ProbeEvidence) -> ProbeEvidence:
 def evidence_from_status(subject: ProbeSubject, proved: str, handed: str) -> ProbeEvidence | None:
     """Return the evidence that an earlier leader has written into the status, or None if it is about other workers.
 
-    If only the routers have changed since, the evidence says so: a worker of each role still has to answer again.
+    If only the routers have changed since then, a worker of each role still has to answer again.
 
     Args:
         subject: The pods that are probed now.

@@ -14,8 +14,8 @@ Rules:
    request and read the key. So the operator first sends the request to the Service without a key. If the answer is 401,
    it sends the request with the key to the IP address of a router's pod. Only the node of the pod can set this address.
    The key crosses the network unencrypted, so it is sent only if the setting `probe.insecure` allows it. Routers with
-   TLS need the setting too, because the operator does not verify their certificates: it does not know the authority that
-   signed them, and the certificates do not contain the addresses of pods.
+   TLS need the setting too, because the operator does not verify their certificates. It does not know the authority that
+   signed these certificates, and they do not contain the addresses of pods.
 5. A probe has the normal priority. A higher one would not help, because priority counts only among requests of one
    tenant, and a tenant with few waiting requests is admitted first anyway (`fleet.router.queueing.admission_queue`, rule
    4). The probe states a time limit, so that a router that cannot place it in time rejects it.

@@ -56,7 +56,7 @@ class Prober:
     ) -> None:
         """Create the prober.
 
-        `on_change` is called with the key of a deployment when the failure to report has changed, and after an answer
+        `on_change` is called with the key of a deployment when the reported failure has changed, and after an answer
         that leaves no target unanswered.
         """
         self._clients = clients

@@ -14,9 +14,9 @@ Rules:
 3. The transition time of a condition changes only if its status changes.
 4. Only probes show whether KV blocks reach the decode workers. Until the next probe is answered, the condition KVPathReady
    keeps its last value.
-5. A deployment is Available while requests are served, also during a rollout or while replicas are missing: a router is
-   ready, it sends requests to a ready worker, and the last probes did not all fail. The results of the last probes
-   count until another probe is answered, because no probes are sent during a rollout.
+5. A deployment is Available while requests are served: a router is ready, it sends requests to a ready worker, and the
+   last probes did not all fail. So a deployment may be Available during a rollout, or while replicas are missing. The
+   results of the last probes count until another probe is answered, because no probes are sent during a rollout.
 """
 
 from collections.abc import Iterator, Sequence

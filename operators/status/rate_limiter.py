@@ -27,7 +27,7 @@ MOST_PER_SECOND = 2
 """The maximum number of writes per second, over all deployments, that contain only progress."""
 
 MOST = 4096
-"""Number of remembered writes above which those that are older than LONG are forgotten."""
+"""If more writes than this number are remembered, all writes that are older than LONG are forgotten."""
 
 
 class StatusRateLimiter(Generic[Key]):

@@ -1,4 +1,4 @@
-"""Scaler status: computes the statuses of RoleScalers, and those of ServingPlans if no planner is installed. Pure."""
+"""Scaler status: computes the statuses of RoleScalers, and of ServingPlans if no planner is installed. Pure."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -6,8 +6,8 @@ two logs must be equal, including the instants in nanoseconds.
 
 What the test shows, and what it does not:
 
-1. Both runs use the same router machine. So equal logs show that the simulator treats the machine as production does:
-   the machine gets the same events, in the same order and at the same instants, and its commands have the same effects.
+1. Both runs use the same router machine. Equal logs show that both runs give this machine the same events, in the same
+   order and at the same instants, and that the commands of the machine have the same effects.
 2. Both runs use the simulator's engines. Whether their step times are right is another question (`fleet hardware
    accuracy`). These engines report tokens block by block. If they reported each token, the log would mainly contain
    lines about reservations that have grown by one token.
@@ -87,7 +87,7 @@ def serve(plan: RunPlan, traffic: Traffic, machine: RouterMachine) -> list[Ended
         kernel.run(until=Nanos(-1))
         kernel.skip(Nanos(0))
         _drive(kernel, world, plan, traffic, ended.append, over=world.close)
-    except BaseException:  # also after Ctrl-C, because no task may outlive the run
+    except BaseException:  # any exception, even Ctrl-C: no task may outlive the run
         world.abandon()
         raise
     return ended

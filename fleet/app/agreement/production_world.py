@@ -63,8 +63,8 @@ JOIN_TIME = SECOND
 """Virtual time before the first request, in nanoseconds. All workers join in less time."""
 
 APART = 10_000
-"""Nanoseconds from the start of one worker to that of the next, for workers that exist from the beginning. So they join in
-a fixed order."""
+"""Nanoseconds from the start of one worker to the start of the next worker, for workers that exist from the beginning. With
+this distance, they join in a fixed order."""
 
 DRAIN = 3600 * SECOND
 WORD = np.dtype("<u4")  # a token id has 4 bytes
@@ -135,7 +135,7 @@ class ProductionWorld(World):
                 self._loop.call_later(self._loop.delay / SECOND, self._router.hear, event)
 
     def _cut(self, worker: SimulatedWorker, lasting: Nanos) -> None:
-        """Hold back all data between a worker's process and the router. Both only notice that nothing arrives."""
+        """Hold back all data between a worker's process and the router. Process and router notice only that nothing arrives."""
         process = self._processes[worker.id]
         if process.hold():
             self._kernel.after(lasting, process.release)

@@ -18,10 +18,7 @@ BATCH = 25  # number of seeds that a process runs before it reports their result
 
 
 class FailingSeed(Struct, kw_only=True):
-    """Describes a seed that broke a promise.
-
-    It also has a selection of the seed's happenings: the smallest one that was found to break the same promise.
-    """
+    """Describes a seed that broke a promise, with the smallest found selection of its happenings that breaks the same promise."""
 
     seed: int
     promise: str
@@ -126,7 +123,7 @@ def _run_batch(seeds: range) -> list[SeedOutcome]:
 
 
 def replay(seed: int, keep: Sequence[int] | None) -> SeedOutcome:
-    """Run one seed again with all its happenings, or only with those whose indices are in `keep`.
+    """Run one seed again with all its happenings, or only with the happenings whose indices are in `keep`.
 
     Raises:
         ConfigurationRefused: The schedule has no happening with an index that is in `keep`.

@@ -1,17 +1,17 @@
 """Handoff states: tries every order of the steps of a few handoffs with a few faults, and checks the leases after each step.
 
 The lender (`BlockLender` over `HandoffLeases` and `KvBlocks`) and the borrowers (`BlockBorrower`) run the same code as in the
-simulated engine (`workers.engines.simulated.direct_transfer`). `BOUNDS` limits the numbers of handoffs and of faults. The prompts of the handoffs share a block. A fault is the death of the
-lender (which may start again), the death or cancellation of a borrower, the loss of a connection, or a damaged answer.
-Other requests of the lender may overwrite every block that is not leased. Time is not measured: a lease or a deadline may
-end between any two steps.
+simulated engine (`workers.engines.simulated.direct_transfer`). `BOUNDS` limits the numbers of handoffs and of faults. The
+prompts of the handoffs share a block. A fault is the death of the lender (which may start again), the death or cancellation
+of a borrower, the loss of a connection, or a damaged answer. Other requests of the lender may overwrite every block that is
+not leased. Time is not measured: a lease or a deadline may end between any two steps.
 
 Rules:
 
 1. After every step, a leased block has the right bytes for its block hash, the lender locks exactly the leased blocks,
    and a borrower has only right blocks.
-2. In every final state (`STEPS_BESIDE`), no lease is open, no block is locked, and every borrower that is alive needs
-   no block, has received the blocks, or computes them itself.
+2. In every final state (`STEPS_BESIDE`), no lease is open and no block is locked. Every borrower that is alive needs no
+   block, has received the blocks, or computes them itself.
 3. A lease that a borrower has returned is not open any more, even if its time has not passed.
 """
 
@@ -113,7 +113,7 @@ class _HandoffWorld:
             other.lender = deepcopy(self.lender)
         return other
 
-    # Steps. Each method returns True and changes the state if the step is possible; otherwise it returns False.
+    # Steps. Each method returns True and changes the state if the step is possible. If not, it returns False.
 
     def offer(self, number: int) -> bool:
         case, lender = self.cases[number], self.lender
@@ -225,7 +225,7 @@ class _HandoffWorld:
         return True
 
     def restart_lender(self, number: int) -> bool:
-        """Start a new lender after the death of the first one. It has the same address, so that late borrowers reach it."""
+        """Start a new lender at the address of the first one, after its death. So borrowers that connect late reach the new lender."""
         if number or self.lender is not None:
             return False
         self.incarnation += 1

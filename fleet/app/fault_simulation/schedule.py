@@ -3,9 +3,10 @@
 Rules:
 
 1. A schedule is a list of requests and faults, each with its instant and all its parameters.
-   `fleet.app.fault_simulation.seed_run` performs them. It draws only delays, router settings and the router's choices
-   between equal workers from the seed. No request or fault of the list depends on another one, so any part of the list is
-   also a valid schedule. The schedule of a failing run can therefore be shrunk: requests and faults are left out of it.
+   `fleet.app.fault_simulation.seed_run` performs them. This module draws them from the seed, and `seed_run` draws only
+   delays, router settings and the router's choices between equal workers from it. No request or fault of the list depends
+   on another one, so any part of the list is also a valid schedule. The schedule of a failing run can therefore be shrunk:
+   requests and faults are left out of it.
 2. Faults begin within the span `FAULTS`. They end at the instant `WELL_FROM` at the latest (rule 2 of
    `fleet.app.fault_simulation.seed_run`).
 """

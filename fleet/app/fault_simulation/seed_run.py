@@ -59,8 +59,8 @@ ORDINARY = {Reason.QUEUE_FULL, Reason.NO_WORKER, Reason.DEADLINE_PASSED}
 """Reasons for which the router may reject a request even if none of its attempts has failed."""
 
 NO_EXCUSE = {"", RejectionCause.PASSED_ON}
-"""Causes that do not justify a rejection while the router could still try the request on another worker: an empty
-cause, and a cause that only requests to external servers can have."""
+"""Causes that do not justify a rejection while the router could still try the request on another worker. The empty cause is
+one of them. The other one can occur only for requests to external servers, which this simulation does not have."""
 
 CANCEL_POINTS = {
     RequestStage.QUEUED: FaultPoint.CANCELLED_IN_QUEUE,
@@ -75,7 +75,7 @@ class SeedOutcome(Struct, kw_only=True):
 
     seed: int
     requests: int = 0
-    ends: dict[str, int] = {}  # number of requests for each way to end
+    ends: dict[str, int] = {}  # number of requests by the way in which they ended, such as `complete`
     tokens: int = 0  # number of tokens that the clients have at the end; each was compared with the expected one
     events: int = 0
     # Virtual time from `WELL_FROM` until rule 2 was fulfilled or a promise was broken; negative: a promise was broken
@@ -105,7 +105,7 @@ class _Client:
 
 
 class SeedRun:
-    """Runs one seed: starts the cluster, performs the schedule, and checks the answers. Implements `RouterClients`."""
+    """Runs one seed: starts the cluster, performs the schedule, and checks the answers. Implements the port `RouterClients`."""
 
     def __init__(self, seed: int, happenings: Sequence[Happening]):
         self.points = FaultPoints()
@@ -527,7 +527,7 @@ class SeedRun:
         self._kernel.at(min(self._kernel.instant + fault.lasting, WELL_FROM), end)
 
     def _end_faults(self) -> None:
-        """End the faults that do not end by `_later`, so that the liveness phase can begin (rule 2)."""
+        """End the faults that `_later` does not end, so that the liveness phase can begin (rule 2)."""
         disk = self._disk
         disk.corrupts = 0
         for twin in self._twins.values():

@@ -1,8 +1,9 @@
 """Worker process: runs production's worker machine, and the parts of its simulated engine, in virtual time.
 
-The batch, the sequences with their bytes, the block memory, the lender and the borrower of handoffs, the watchdog, the cache view and
-the sessions of routers are those that `fleet serve worker` runs. This module replaces `workers.server`,
-`workers.engines.simulated.engine` and `workers.registration`: it steps the batch, moves blocks, and keeps the worker registered.
+This module runs the same parts as `fleet serve worker`: the batch, the sequences with their bytes, the block memory, the
+lender and the borrower of handoffs, the watchdog, the cache view and the sessions of routers. This module replaces
+`workers.server`, `workers.engines.simulated.engine` and `workers.registration`: it steps the batch, moves blocks, and
+keeps the worker registered.
 """
 
 from collections.abc import Callable, Sequence

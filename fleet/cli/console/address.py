@@ -24,7 +24,7 @@ CAUSES = {
     "missing selected ALPN": "that is an HTTPS address, and no router's gRPC address",
     "http1.x server": "that is an HTTP address, and no router's gRPC address",
 }
-"""Causes in plain words for messages of gRPC, by a part of the message."""
+"""Explanations of gRPC's error messages in plain words. Each key is a text that the message contains."""
 
 CREDENTIALS = "control_credentials"
 """Name by which a TLS diagnosis refers to the credentials. Messages replace it by the options `--control-…`."""

@@ -1,6 +1,6 @@
 """Colours: puts text for a terminal in colours.
 
-The text stays without colours if the output is no terminal, or if NO_COLOR is set (https://no-color.org).
+The text stays without colours if the output is not a terminal, or if NO_COLOR is set (https://no-color.org).
 """
 
 import sys
@@ -22,7 +22,7 @@ class Colour(StrEnum):
 
 
 def coloured(text: str, colour: Colour, file: TextIO | None = None) -> str:
-    """Return a text in a colour if `file` shows colours, otherwise unchanged.
+    """Return a text in a colour if `file` shows colours; if it does not, return the text unchanged.
 
     The default of `file` is standard output.
     """

@@ -2,7 +2,7 @@
 
 Rules:
 
-1. Sub-commands are Fleet's own (`SUMMARIES`), and those that other packages install under the entry points
+1. There are Fleet's own sub-commands (`SUMMARIES`), and sub-commands that other packages install under the entry points
    `fleet.commands`. The module of a sub-command has the functions `configure(parser)` and `run(arguments)`. Only the
    module of the chosen sub-command is imported; `fleet completion` imports all.
 2. `fleet` alone prints the help. Errors about an unknown command, option or choice propose the nearest one.
@@ -117,7 +117,7 @@ def command_parser(is_loaded: Callable[[str], bool]) -> tuple[CommandParser, dic
 
 
 def _commands() -> Iterator[tuple[str, EntryPoint]]:
-    """Yield the installed sub-commands: first Fleet's own in the order of the help, then those of other packages."""
+    """Yield the installed sub-commands: first Fleet's own in the order of the help, then sub-commands of other packages."""
     found = {entry.name: entry for entry in entry_points(group="fleet.commands")}
     for name in (*SUMMARIES, *sorted(found.keys() - SUMMARIES.keys())):
         yield name, found.get(name) or EntryPoint(name, f"fleet.cli.{IN_FOLDERS.get(name, name)}", "fleet.commands")

@@ -10,9 +10,9 @@ from fleet.core.errors import ConfigurationRefused
 
 @contextmanager
 def whole_file(path: Path, option: str) -> Iterator[Path]:
-    """Yield a temporary path. If the `with` block succeeds, the file there is renamed to `path`; otherwise it is removed.
+    """Yield a temporary path. If the `with` block succeeds, rename the file there to `path`; if it fails, remove the file.
 
-    If `path` is a device or a pipe, it is yielded itself, because it cannot be replaced.
+    If `path` is a device or a pipe, yield `path` itself, because no other file can replace it.
 
     Raises:
         ConfigurationRefused: The file cannot be written; the message names the option.

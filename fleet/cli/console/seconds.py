@@ -9,7 +9,7 @@ def seconds(text: str) -> float:
     """Parse a command-line argument: a number of seconds above 0, up to one day. It is a `type` for argparse.
 
     Raises:
-        ArgumentTypeError: The text is no such number.
+        ArgumentTypeError: The text is not such a number.
     """
     try:
         number = float(text)

@@ -1,4 +1,4 @@
-"""`fleet up --check`: compares the tokens of each KV path with those of one engine, and proves that blocks moved.
+"""`fleet up --check`: compares the tokens of each KV path with the tokens of one engine, and proves that blocks moved.
 
 Rules:
 
@@ -45,9 +45,9 @@ WITHIN = {  # time limit of one prompt, while seven other prompts run at the sam
     KvPath.STORE: Nanos(180 * SECOND),
     KvPath.DIRECT: Nanos(600 * SECOND),  # long, because a NIXL transfer can stall for half a minute on CPUs
 }
-# long, because the busy threads of two engines with NIXL can take all CPU time of a small machine
+# heartbeat timeout of the router; it is long, because the busy threads of two engines with NIXL can take all CPU time of a small machine
 SILENCE_SECONDS = 60.0
-QUEUE_SECONDS = 600.0  # long, because one stalled transfer makes a router predict a long wait and reject requests
+QUEUE_SECONDS = 600.0  # for `max_queue_seconds`; long, because a router predicts long waits after a stalled transfer
 MOVED_BY = {KvPath.STORE: Source.STORE, KvPath.DIRECT: Source.DIRECT}
 
 
@@ -83,7 +83,7 @@ class CheckVerdict(Struct, frozen=True, kw_only=True):
 async def check(
     topology: Topology, surroundings: LocalClusterOptions, paths: Sequence[KvPath], api_key: str = ""
 ) -> bool:
-    """Check each KV path and print a line of JSON for each; return True if all are good.
+    """Check each KV path and print a line of JSON for each; return True if all paths are good.
 
     Args:
         topology: The model, the engine and its settings; the check sets pools and KV paths itself.
@@ -136,7 +136,7 @@ async def _check_path(
 ) -> CheckVerdict:
     """Check one KV path in a cluster of its own.
 
-    If the cluster fails, return a bad verdict, so that the check goes on.
+    If the cluster fails, return a verdict with `ok` false, so that the caller can check the next path.
     """
     got: list[CheckedCompletion | None] = []
 
@@ -338,7 +338,7 @@ def reference_prompts(model_dir: Path, *, max_tokens: int) -> list[TokenBytes]:
 def _cut(text: TokenBytes, max_tokens: int) -> Iterator[TokenBytes]:
     """Yield prompts made of consecutive pieces of the text.
 
-    The last `_SHARING` prompts begin with the same piece. Apart from it, no two prompts contain the same part of the text.
+    The last `_SHARING` prompts begin with the same piece. Apart from this piece, no part of the text is in two prompts.
     """
     position = 0
 

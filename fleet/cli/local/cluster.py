@@ -171,7 +171,7 @@ def _log_folder(wanted: Path | None) -> Iterator[Path | None]:
     """Make the folder of `--log-dir`, and keep other clusters from it while the context is open; yield it, or None.
 
     Logs of two clusters in one folder would have the same names, so each file would contain lines of both clusters. The
-    cleanup after one cluster could also end processes of the other one.
+    cleanup after one cluster could also end processes of the other cluster.
 
     Raises:
         ConfigurationRefused: The folder cannot be made, or another cluster keeps its logs there.

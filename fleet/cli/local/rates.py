@@ -18,7 +18,7 @@ class RecentRates:
         self._reports: deque[DemandReport] = deque()
 
     def hear(self, report: DemandReport) -> None:
-        """Add the next report. Drop the reports of an earlier run of the router, and those that the window does not need."""
+        """Add the next report. Drop reports of an earlier run of the router, and reports that are too old for the window."""
         if self._reports and self._reports[-1].incarnation != report.incarnation:
             self._reports.clear()
         self._reports.append(report)

@@ -26,7 +26,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the command. Return FAILED if decisions with the recorded settings differ from the recorded decisions.
 
-    With other settings, differences are no failure.
+    With other settings, return DONE even if decisions differ.
     """
     import msgspec  # noqa: PLC0415 - help needs none of it
 

@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command.
 
     Return the exit status: 0 if pools were found for the whole load; 1 if the goals or limits allow no pools, or only
-    pools for a lower rate. Then the output gives the reason as conditions.
+    pools for a lower rate. With status 1, the output gives the reason as conditions.
     """
     import msgspec  # noqa: PLC0415 - `fleet --help` needs none of these
 

@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Turn off warnings and lesser log messages, because the servers would only report faults that the scenario plans."""
+    """Turn off log messages up to the level WARNING, because the servers would only report faults that the scenario plans."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -96,7 +96,7 @@ def _keep(arguments: argparse.Namespace) -> list[int] | None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Turn off warnings and lesser log messages, because every simulated fault would cause one."""
+    """Turn off log messages up to the level WARNING, because every simulated fault would cause one."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -80,5 +80,5 @@ def _write_report(
         with ProgressBar(len(LOADS)) as progress:
             known = LoadPoint(load=1.0, rate=history.rate, users=waiting_users(scenario), outcome=run_.outcome)
             load_curve(scenario, arguments.scenario.parent, known=known, on_point=tried, processes=arguments.processes)
-    with path.open("w", encoding="utf-8", errors="replace") as file:  # for file names that are not UTF-8
+    with path.open("w", encoding="utf-8", errors="replace") as file:  # a file name may not be UTF-8
         write_report(file, arguments.scenario.name, scenario, run_, windows=history.windows(), curve=points)

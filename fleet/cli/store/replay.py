@@ -9,10 +9,10 @@ Rules:
    capacity.
 4. `seconds` is the duration of the replay, without the time to read the file.
 5. With `--pauses`, the field `pauses` states the cost of continuing sessions (`kvstore.eviction.session_pauses`). For
-   this computation, the store's memory has the first capacity. Its lower tier has `--below-blocks` blocks, by default
-   `BELOW` times as many as the memory. The speeds of memory and lower tier are constants of this module, and the eviction
-   policy is always lru. `--beside` adds the requests of another trace, until one of the traces ends. The two traces share
-   no sessions and no blocks.
+   this computation, the store's memory has the first capacity. The tier below the memory has `--below-blocks` blocks, by
+   default `BELOW` times as many as the memory. The speeds of memory and lower tier are constants of this module, and the
+   eviction policy is always lru. `--beside` adds the requests of another trace, until one of the traces ends. The two
+   traces share no sessions and no blocks.
 """
 
 import argparse

@@ -57,7 +57,7 @@ def test_every_value_is_documented_in_a_closed_schema():
     parts = whole["definitions"]
 
     assert all(part["additionalProperties"] is False for part in parts.values() if "properties" in part)
-    assert "Takes precedence over a tag" in parts["Image"]["properties"]["digest"]["description"]
+    assert "takes precedence over the tag" in parts["Image"]["properties"]["digest"]["description"]
     assert "max_queued" in parts["RouterSettings"]["properties"]
     assert not any(set(names) & set(parts[owner]["properties"]) for owner, names in OWNED.items())
     referenced = set(re.findall(r'"#/definitions/([^"]+)"', msgspec.json.encode(whole).decode()))

@@ -4,8 +4,8 @@ Rules:
 
 1. The settings decide whether the worker of a session's last request is preferred, required or ignored. If this worker is required and is
    gone, the request is rejected and the session is forgotten, so its next request may go to any worker.
-2. The first placement has to satisfy the client's demands. After a failed attempt, a pin, a KV path and a demanded pair are dropped if no
-   worker satisfies them, because any answer is better than none.
+2. The first placement has to satisfy the client's demands. After a failed attempt, and for a resumed answer, a pin, a KV path and a
+   demanded pair are dropped if no worker satisfies them, because any answer is better than none.
 3. The measured prefill break-even is used if the settings enable it. For external requests it is used only when enough
    was measured, because the timing of these requests is never measured (`fleet.router.placement.break_even`, rule 3).
 """
@@ -51,13 +51,15 @@ class Placer:
         counts = settings.learn_remote_prefill and (break_even.measured or not live.arrived.external)
         learned = break_even if counts else None
         outcome = decide(placement_request, candidate_table, self._policy, settings, self._rng, learned)
-        if isinstance(outcome, Rejection) and live.failures:  # drop the client's demands (rule 2)
+        if isinstance(outcome, Rejection) and (live.failures or live.arrived.answered):  # drop the client's demands (rule 2)
             anyhow = Placement.AGGREGATED if placement_request.continues else Placement.AUTO
             free = structs.replace(placement_request, placement=anyhow, kv_path=None, pin=None)
-            outcome = decide(free, candidate_table, self._policy, settings, self._rng, learned)
-            if isinstance(outcome, Rejection):
-                message = f"the worker was lost; {outcome.message}"
-                outcome = structs.replace(outcome, reason=Reason.WORKER_LOST, message=message, field="")
+            relaxed = decide(free, candidate_table, self._policy, settings, self._rng, learned)
+            if not isinstance(relaxed, Rejection):
+                outcome = relaxed
+            elif live.failures:
+                message = f"the worker was lost; {relaxed.message}"
+                outcome = structs.replace(relaxed, reason=Reason.WORKER_LOST, message=message, field="")
         if isinstance(outcome, Rejection) and outcome.cause is RejectionCause.SESSION_LOST:
             self.sessions.forget(live.session_key, now)
         return outcome

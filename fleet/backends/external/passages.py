@@ -45,6 +45,7 @@ class ServerPassage:
         self._silence_seconds = silence_seconds
         self._limit = asyncio.timeout(None)
         self._switched = asyncio.Event()
+        self._begun = False
         self._complete = False
         # decoded parts of the answer, for clients that do not understand chunked encoding
         self._content: list[bytes] = []
@@ -212,6 +213,11 @@ class ServerPassage:
         return content
 
     # Callbacks of the HTTP parser
+
+    def on_message_begin(self) -> None:
+        if self._begun:  # the client would take the second answer for that to its next request
+            raise ValueError("the server sent two answers to one request")
+        self._begun = True
 
     def on_body(self, content: bytes) -> None:
         if not self._passage.exchange.request.head.chunked_answer:

@@ -1122,6 +1122,22 @@ def test_answer_of_another_router_keeps_its_state():
 
 
 @pytest.mark.parametrize(
+    "demand",
+    [{"placement": Placement.DISAGGREGATED}, {"pin": WorkerId("d9")}],
+    ids=["pair", "pin"],
+)
+def test_resumed_answer_goes_on_without_what_its_client_demanded(demand):
+    """The same router would go on so after the loss of a worker."""
+    router = RouterMachineDriver(*ONE)
+    new = router.send(an_arrival(sampling=GREEDY, request_id="new", **demand))
+
+    again = router.send(an_arrival(sampling=GREEDY, answered=(11, 12), fingerprint=FINGERPRINT, **demand))
+
+    assert [type(each) for each in new] == [Reject]
+    assert the(Dispatch, again).worker_id == "d1"
+
+
+@pytest.mark.parametrize(
     ("fields", "why"),
     [({"sampling": SEEDED, "fingerprint": FINGERPRINT}, "seed"), ({"fingerprint": "other weights"}, "weights")],
 )

@@ -18,8 +18,8 @@ from prometheus_client import generate_latest
 from fleet.net.settings import HttpSettings
 from fleet.router.tenants import TenantSettings
 from tests.support.backends.api_servers import ApiServer
-from tests.support.backends.openai_servers import MODEL, a_relay, an_openai_client
-from tests.support.frontend.http_clients import error_of, get, raw_http_client
+from tests.support.backends.openai_servers import MODEL, ServerExchange, a_relay, an_openai_client
+from tests.support.frontend.http_clients import error_of, get, post, raw_http_client
 from tests.support.waiting import pace, until, until_still
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
@@ -472,6 +472,24 @@ async def test_server_that_stops_in_its_answer_ends_the_connection():
                 in generate_latest(world.registry)
             )
         )
+
+
+@pytest.mark.parametrize(
+    "length", [b"200 OK\r\ncontent-length: 2\r\n\r\nok", b"204 No Content\r\ncontent-length: 46\r\n\r\n"]
+)
+async def test_second_answer_of_a_server_reaches_no_client(server, length):
+    """A client would take it for the answer to its next request."""
+    second = b"HTTP/1.1 200 OK\r\ncontent-length: 6\r\n\r\npoison"
+
+    async def play(exchange: ServerExchange) -> None:
+        await exchange.send(b"HTTP/1.1 " + length + second)
+
+    server.play = play
+    async with a_relay(server) as world, raw_http_client(world) as peer:
+        for _ in range(2):
+            await peer.send(post("/v1/files", b"x", "content-type: text/plain"))
+            status, _, content = await peer.answer()
+            assert (status, error_of(content)["code"]) == (503, "worker_lost")
 
 
 async def test_silent_server_is_given_up():

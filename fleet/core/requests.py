@@ -1,6 +1,6 @@
 """Requests: define requests and answers in the form that frontends, routers and workers share."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
 
 from msgspec import Struct
@@ -259,6 +259,7 @@ class Resume(Struct, frozen=True, kw_only=True):
     position: int = 0  # number of tokens of the answer that the client has
     # True if the router has to return the known tokens again. The frontend then leaves out what the client has already.
     from_start: bool = False
+    is_whole: bool = False  # True if the client has the whole answer: it ends again, without any parts
     # The following fields contain what the client has of a parsed answer.
     text: str = ""
     reasoning: str = ""
@@ -462,12 +463,23 @@ def join_calls(parts: Iterable[CallDelta]) -> list[ToolCall]:
     ]
 
 
+def merge_calls(parts: Sequence[CallDelta]) -> tuple[CallDelta, ...]:
+    """Join the parts of each tool call to one part; return the parts in the order of their indices."""
+    indices = sorted({part.index for part in parts})
+    if len(indices) == len(parts):
+        return tuple(parts)
+    return tuple(
+        CallDelta(index=index, id=call.id, name=call.name, arguments=call.arguments)
+        for index, call in zip(indices, join_calls(parts), strict=True)
+    )
+
+
 class Delta(Struct, frozen=True, kw_only=True):
     """Holds new tokens of an answer, and the next parts of its text, reasoning and tool calls.
 
     The text of the last tokens may be missing in `text` until a character, a possible stop string or a tool call is complete. Within
-    one `Delta`, reasoning comes before text, and text before tool calls. `reasoning` and `calls` are empty unless the
-    request has `parsing`.
+    one `Delta`, reasoning comes before text, and text before tool calls. Each tool call has at most one part in a `Delta`, because some
+    client libraries take several parts in one event for several calls. `reasoning` and `calls` are empty unless the request has `parsing`.
     """
 
     text: str

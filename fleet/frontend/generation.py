@@ -67,6 +67,7 @@ from fleet.core.requests import (
     ToolChoice,
     Usage,
     engine_fields,
+    merge_calls,
 )
 from fleet.core.roles import Placement
 from fleet.core.telemetry import CHAT, COMPLETION, UNKNOWN_MODEL, ModelRequests, RouterProcessMetrics, operation_of
@@ -660,12 +661,13 @@ class Generation:
         if resumed is not None:
             in_engine = isinstance(answer, EngineParsedAnswer)
             resumed.check(sampling, digest, codec.vocab_size, in_engine=in_engine, is_kept=request.is_kept)
-            with self._affordable(resumed.claims, request.tenant):
-                if len(resumed.token_ids) <= INLINE_TOKENS:
-                    resumed.replay(answer)
-                else:
-                    async with self._replays:
-                        await self._threads.run(partial(resumed.replay, answer), len(resumed.token_ids))
+            if not resumed.resume.is_whole:
+                with self._affordable(resumed.claims, request.tenant):
+                    if len(resumed.token_ids) <= INLINE_TOKENS:
+                        resumed.replay(answer)
+                    else:
+                        async with self._replays:
+                            await self._threads.run(partial(resumed.replay, answer), len(resumed.token_ids))
             replayed, ended = answer.num_tokens, resumed.end(answer, sampling)
         if request.resumable and self._resume_tokens is not None:
             claims = self._claims(request, digest, resumed)
@@ -817,7 +819,7 @@ class Generation:
         tenant = self._tenants.tenant(authorization, request.tenant)
         claims = self._resume_tokens.read(request.resume.token, tenant)
         resume = request.resume
-        if request.is_kept and self._kept_answers is not None:
+        if request.is_kept and self._kept_answers is not None and not resume.is_whole:
             with self._affordable(claims, tenant):
                 known = await self._kept_answers.tokens(claims.stream, resume.position)
             resume = structs.replace(resume, token_ids=known)
@@ -1103,7 +1105,7 @@ def _joined_parts(deltas: Sequence[Delta]) -> Delta:
     return structs.replace(
         _joined(deltas),
         reasoning="".join([each.reasoning for each in deltas]),
-        calls=tuple(chain.from_iterable(each.calls for each in deltas)),
+        calls=merge_calls([part for each in deltas for part in each.calls]),
     )
 
 

@@ -13,7 +13,9 @@ Rules:
 4. A stream can only be resumed if its events depend on nothing but the text and the tokens after an id. So requests for
    ids are refused if they also want several answers, echoed prompts, log probabilities of the prompt, token ids, the usage in
    each event, or log probabilities with offsets of text.
-5. The ids of the Responses and the Messages API have more parts (`fleet.frontend.openai.translated.answer_events`).
+5. The id of the very last event of an answer ends in `z`. A client that names it has the whole answer. So nothing is generated or
+   compared for it, and the stream ends at once, without events (status 204).
+6. The ids of the Responses and the Messages API have more parts (`fleet.frontend.openai.translated.answer_events`).
 """
 
 import re
@@ -27,7 +29,7 @@ from fleet.core.requests import Resume
 LAST_EVENT_ID = b"last-event-id"
 MAX_EVENT_ID_CHARACTERS = 8192
 _EVENT_ID = re.compile(
-    r"([A-Za-z0-9_-]+)\.([0-9]{1,9})(?:\.([0-9]{1,2})|\.([0-9]{1,9})\.([0-9]{1,9})\.([0-9]{1,9})\.([a-zA-Z]))?"
+    r"([A-Za-z0-9_-]+)\.([0-9]{1,9})(?:\.([0-9]{1,2})|\.([0-9]{1,9})\.([0-9]{1,9})\.([0-9]{1,9})\.([a-yA-Y]))?(z?)"
 )
 _EVENT_END = b"\n\n"
 
@@ -65,12 +67,21 @@ def read_last_event_id(headers: Mapping[bytes, bytes]) -> LastEventId | None:
     found = _EVENT_ID.fullmatch(value.decode("latin-1")) if len(value) <= MAX_EVENT_ID_CHARACTERS else None
     if found is None:
         raise invalid("last-event-id", "is not the id of an event of a resumable stream")
-    token, position, last_events, *counts, api = found.groups()
+    token, position, last_events, *counts, api, last = found.groups()
     if counts[0] is None:
-        return LastEventId(Resume(token=token, position=int(position)), int(last_events or 0))
-    resume = Resume(token=token, position=int(position), from_start=True)
+        return LastEventId(Resume(token=token, position=int(position), is_whole=bool(last)), int(last_events or 0))
+    resume = Resume(token=token, position=int(position), from_start=True, is_whole=bool(last))
     events, characters, pieces = map(int, counts)
     return LastEventId(resume, seen=SeenEvents(events, characters, pieces, api.lower(), api.isupper()))
+
+
+def mark_last(events: bytes) -> bytes:
+    """Mark the id of the last one of these events as that of the very last event of an answer (rule 5). Do nothing if they have no ids."""
+    begin = events.rfind(b"\nid: ") + 1
+    if not events.startswith(b"id: ", begin):
+        return events
+    end = events.index(b"\n", begin)
+    return b"%bz%b" % (events[:end], events[end:])
 
 
 def foreign_id_error() -> RequestRejected:
@@ -134,10 +145,11 @@ class EventIds:
     def numbered_last(self, events: bytes, position: int) -> bytes:
         """Return the events that end an answer of `position` tokens, with ids, except the events that the client already has."""
         start = b"%b%d." % (self.beginning, position)
-        return b"".join(
+        numbered = b"".join(
             [
                 b"%b%d\n%b\n\n" % (start, number, event)
                 for number, event in enumerate(events.removesuffix(_EVENT_END).split(_EVENT_END), 1)
                 if event and number > self._last_events
             ]
         )
+        return mark_last(numbered)

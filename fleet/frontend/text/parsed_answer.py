@@ -26,7 +26,7 @@ from typing import Any
 
 from fleet.core.errors import Reason, RequestRejected
 from fleet.core.ids import RequestId
-from fleet.core.requests import CallDelta, Delta, Logprobs, ToolCall, join_calls, without_surrogates
+from fleet.core.requests import CallDelta, Delta, Logprobs, ToolCall, join_calls, merge_calls, without_surrogates
 from fleet.core.work import ParsedDelta, Progress
 from fleet.frontend.text.answer_text import AnswerText
 from fleet.frontend.text.delimiters import Search
@@ -88,6 +88,8 @@ class EngineParsedAnswer:
         calls = parsed.calls
         if calls:
             calls = tuple([self._identified(call) for call in calls if not (self._is_single and call.index)])
+            if len(calls) > 1:
+                calls = merge_calls(calls)
             self._calls += calls
         others = parsed.text or calls
         if parsed.reasoning:

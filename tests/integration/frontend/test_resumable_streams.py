@@ -182,6 +182,8 @@ async def test_end_events_of_an_answer_that_goes_on_are_refused(frontends, path,
         status, rest, content = await stream(frontends.url, path, {**body, limit: 100}, {"last-event-id": number})
         if cut <= end:
             assert (status, len(rest)) == (200, len(longer) - cut), cut
+        elif cut == len(whole):
+            assert status == 204, "the client has a whole answer"
         else:
             assert status == 400, cut
             assert b"last-event-id: is of the end of the answer, but" in content
@@ -203,6 +205,29 @@ async def test_resumption_with_other_stop_strings_is_refused(frontends, api):
         status, rest, _ = await stream(frontends.url, path, body_of(body, **first), headers)
         assert status == 200
         assert comparable(path, rest) == comparable(path, whole[5:])
+
+
+@pytest.mark.parametrize(
+    "api", [CHAT, COMPLETION, RESPONSE, MESSAGE], ids=["chats", "completions", "responses", "messages"]
+)
+async def test_whole_answer_ends_again_although_its_tokens_are_gone(frontends, api):
+    """An EventSource asks again after the last event, and a refusal would tell the client to send the request as a new one."""
+    path, body = api
+    frontends.will_answer("Sun and moon", then=(EOS,))
+    body = {**(body_of(body) if api in (CHAT, COMPLETION) else body), "temperature": 1}
+    _, whole, _ = await stream(frontends.url, path, body)
+    frontends.router.kept.clear()
+    submitted = len(frontends.router.submitted)
+
+    status, rest, _ = await stream(frontends.url, path, body, {"last-event-id": whole[-1][0]})
+    assert (status, rest) == (204, [])
+    assert len(frontends.router.submitted) == submitted
+    assert not any(number.endswith("z") for number, _ in whole[:-1])
+
+    field = next(name for name in ("prompt", "input", "messages") if name in body)
+    other = {**body, field: [{"role": "user", "content": "other"}] if field == "messages" else "other"}
+    status, _, _ = await stream(frontends.url, path, other, {"last-event-id": whole[-1][0]})
+    assert status == 400, "the id is that of another request"
 
 
 async def test_resumption_with_other_stop_tokens_is_refused(frontends):
@@ -267,7 +292,7 @@ async def test_call_cut_by_the_token_limit_is_of_the_end(model_dir, tmp_path):
         assert "<tool_call>" in texts(data for _, data in whole)
         assert not any("<tool_call>" in data for _, data in whole[:-4]), "the parser holds it back until the end"
 
-        for number, _ in whole[-4:]:
+        for number, _ in whole[-4:-1]:
             status, _, content = await stream(frontends.url, path, body, {"last-event-id": number})
 
             assert status == 400
@@ -286,7 +311,7 @@ async def test_end_events_of_an_answer_that_goes_on_by_a_call(model_dir, tmp_pat
         _, whole, _ = await stream(frontends.url, path, {**body, "max_tokens": limit})
         assert texts(data for _, data in whole) == "Sun"
 
-        for number, _ in whole[-3:]:
+        for number, _ in whole[-3:-1]:
             status, _, content = await stream(frontends.url, path, body, {"last-event-id": number})
 
             assert status == 400
@@ -300,7 +325,7 @@ async def test_end_events_are_refused_at_new_text_with_stop_strings(frontends):
     body = {**body, "stop_sequences": ["moon and sea"]}
     _, whole, _ = await stream(frontends.url, path, {**body, "max_tokens": 4})
 
-    for number, _ in whole[-3:]:
+    for number, _ in whole[-3:-1]:
         status, _, content = await stream(frontends.url, path, body, {"last-event-id": number})
 
         assert status == 400
@@ -316,7 +341,7 @@ async def test_text_held_back_until_the_end_is_of_the_end(frontends):
     _, whole, _ = await stream(frontends.url, path, {**body, "max_tokens": limit})
     assert texts(data for _, data in whole) == "Sun and mo"
 
-    for number, _ in whole[-4:]:  # the text "mo", and three events without text
+    for number, _ in whole[-4:-1]:  # the text "mo", and two events without text
         status, _, content = await stream(frontends.url, path, body, {"last-event-id": number})
 
         assert status == 400

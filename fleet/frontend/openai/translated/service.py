@@ -18,6 +18,7 @@ from fleet.frontend.generation import Generation
 from fleet.frontend.openai.bodies import HINT_HEADER_NAMES
 from fleet.frontend.openai.relayed_paths import COUNT_TOKENS, MESSAGES, RESPONSES
 from fleet.frontend.openai.requests import authorization_of, new_request_id, unused_id
+from fleet.frontend.openai.resumable_stream import mark_last
 from fleet.frontend.openai.translated.answer_events import AnswerEvents
 from fleet.frontend.openai.translated.api import (
     AnswerStart,
@@ -116,6 +117,7 @@ class TranslatedFrontend:
 
     async def _stream(self, exchange: Exchange, asked: TranslatedRequest, written: AnswerEvents) -> None:
         request = asked.chat.request
+        is_whole = asked.chat.seen is not None and asked.chat.seen.resume.is_whole
         headers: tuple[tuple[str, str], ...] = (
             ("cache-control", "no-cache"),
             ("x-accel-buffering", "no"),  # without this header, nginx would buffer the events
@@ -128,6 +130,10 @@ class TranslatedFrontend:
                         written.follow(item)
                         writer = asked.writer(_start(item, written))
                         headers += (*exchange.id_headers(item.request_id), *rate_limit_headers(item.allowance))
+                    case Delta() if is_whole:
+                        pass
+                    case Finished() if is_whole:
+                        exchange.end_events(b"", headers)
                     case Delta():
                         assert writer is not None
                         written.follow(item)
@@ -137,7 +143,7 @@ class TranslatedFrontend:
                     case Finished():
                         assert writer is not None
                         written.end()
-                        exchange.end_events(writer.last_chunks(item), headers)
+                        exchange.end_events(mark_last(writer.last_chunks(item)), headers)
 
     async def _collect(self, exchange: Exchange, asked: TranslatedRequest) -> None:
         request = asked.chat.request

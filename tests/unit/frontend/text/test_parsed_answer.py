@@ -646,6 +646,28 @@ def test_last_tokens_without_content_count_as_reasoning_in_it(parts, count):
     assert answer.reasoning_tokens == count
 
 
+def test_step_of_several_tokens_has_one_part_for_each_call():
+    """Client libraries take several parts with one index in one event for several calls."""
+    answer = EngineParsedAnswer(ID)
+    delta = answer.take(
+        a_step(
+            1,
+            calls=(
+                a_call(0, "add"),
+                a_call(0, "", '{"x"'),
+                a_call(0, "", ": 3}"),
+                a_call(1, "sub", "{"),
+                a_call(1, "", "}"),
+            ),
+        )
+    )
+
+    assert [(call.index, call.id, call.name, call.arguments) for call in delta.calls] == [
+        (0, "call_r_0", "add", '{"x": 3}'),
+        (1, "call_r_1", "sub", "{}"),
+    ]
+
+
 def test_worker_that_continues_an_answer_repeats_nothing():
     answer = EngineParsedAnswer(ID)
     first = [

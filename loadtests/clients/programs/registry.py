@@ -139,7 +139,7 @@ def run_script(
     """Run the script of a program with an interpreter that has the program's packages; the rest is as in `run_program`."""
     scratch.mkdir(parents=True, exist_ok=True)
     command = [str(python), str(FOLDER / script), address, model, str(model_folder), str(scratch)]
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # it may name Fleet's folder
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # it may lead to Fleet
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=SECONDS, check=False, cwd=scratch, env=environment

@@ -29,7 +29,7 @@ from loadtests.router.simulated.traffic import RouterTraffic
 
 SLACK_SECONDS, PACES = 0.5, 5.0  # constants of the goals; `goals_of` explains them
 PERCENTILE = 99
-NEVER = Nanos(10**9 * SECOND)  # time between two samples of the timeline; so long that none is taken, as nothing uses them
+NEVER = Nanos(10**9 * SECOND)  # time between samples of the timeline; none is taken, because nothing uses them
 PATIENT = RouterSettings(explained_requests=1, max_queued=1_000_000, max_queue_seconds=1e9)
 """Settings with which no request is rejected because it waits too long, so that overload shows in the latencies."""
 

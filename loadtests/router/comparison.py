@@ -45,7 +45,7 @@ def contest(
         scenario: The requests.
         contestants: The targets; in the first one, the client sends its requests directly to the workers.
         rounds: Rounds that count, after a warm-up round.
-        setting: Ports, folder and cores for the routers; its workers are ignored, because this function starts the workers.
+        setting: Folders, cores and certificate for the routers; its workers are ignored, because this function starts the workers.
         vocabulary: Words of the prompts.
         seed: Seed of the prompts, the same for all targets.
     """

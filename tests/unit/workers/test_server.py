@@ -308,7 +308,7 @@ async def test_unread_cache_changes_and_load_cut_the_stream():
 
 
 async def test_unread_answers_are_dropped_before_memory_is_full():
-    """Read nothing while kept answers are sent: as each message may have a MiB, only a few wait; more are dropped, and the stream goes on."""
+    """Read nothing while kept answers are sent: only a few may wait, because each may have a MiB. More are dropped; the stream goes on."""
     told = settings(stream_buffer=100_000, load_interval_ms=60_000, heartbeat_ms=60_000)
     async with a_worker(told) as worker, worker.router("sleeps", full=True) as sleeps:
         for asked in range(MAX_WAITING_ANSWERS + 1):

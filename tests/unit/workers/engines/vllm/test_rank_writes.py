@@ -1,4 +1,4 @@
-"""Rank writes: which part of each block a rank of an engine writes; tested without engine and store."""
+"""Rank writes: which heads of which blocks a rank of an engine writes; tested without engine and store."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The planner's rule in a small simulated world: how it grows and shrinks pools, keeps steady, and acts without certain data."""
+"""The planner's rule in a small simulated world: it grows and shrinks pools, keeps steady, and changes nothing on doubtful data."""
 
 import math
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""Virtual environments of compared systems, made on demand and kept in a cache folder."""
+"""Virtual environments of compared systems and client programs, made on demand and kept in a cache folder."""
 
 import hashlib
 import json
@@ -17,17 +17,17 @@ class SystemUnavailable(Exception):
 
 
 class SystemDistribution(Struct, frozen=True, kw_only=True):
-    """Packages of a compared system. Each step lists alternative arguments of one `pip install`; the first that works is used."""
+    """Packages of a compared system or client program. Each step lists alternative arguments of one `pip install`; the first that works is used."""
 
     name: str
     version: str
     steps: tuple[tuple[tuple[str, ...], ...], ...]
     constraints: Path | None = None  # pip constraints file with the versions of all packages; None: none
-    system: str = ""  # command that installs the system packages it needs; empty: none
+    system: str = ""  # command that installs the needed packages of the operating system; empty: none
 
 
 def python_of(distribution: SystemDistribution, cache: Path) -> Path:
-    """Return the Python of a system's environment. Make the environment if it is missing or has other versions; this takes minutes.
+    """Return the Python of a system's environment. If the environment is missing or was made from other packages, make it in some minutes.
 
     Raises:
         SystemUnavailable: The environment cannot be made; the message says what failed.

@@ -1,4 +1,4 @@
-"""Two measurements of the time to the first token, without any service.
+"""Two measurements of the time to the first token: after an installation, and on a vLLM engine whose prefills were cancelled.
 
     python -m loadtests.first_token [--json]
     python -m loadtests.first_token --cancelled [--rounds N] [--step-tokens N ...] [--starts N] [--json]
@@ -8,12 +8,13 @@ dependencies. Then, with an empty home folder, one command starts a whole cluste
 program ends with status 1 if the first token takes longer than a minute.
 
 With `--cancelled`, a vLLM engine gets long prompts. When its first step with these prompts has begun, their requests are cancelled, and
-a new request is sent. Its time to the first token is compared with the time on an idle engine, which is measured in turn. This is the
-worst moment: a step cannot be interrupted, so the new request waits for a whole step. As a check, the new request is also measured
-without the cancellation. `--step-tokens` limits the tokens of a step. With several values, engines with these limits are started in
-turn, `--starts` times each. Three more figures show what a limit costs and gains: the time to the first token of one long prompt, the rate at which
-several long prompts are computed, and the time per token of an answer that is generated meanwhile. The program ends
-with status 1 if the median after a cancellation is more than 1.2 times that of the idle engine, with any of the limits.
+a new request is sent. This is the worst moment: a step cannot be interrupted, so the new request waits for a whole step. The new
+request's time to the first token is compared with the time on an idle engine, which each round measures, too. As a check, each round
+also measures the new request without the cancellation. `--step-tokens` limits the tokens of a step. With several values, engines with
+these limits are started in turn, `--starts` times each. Three more figures show what a limit costs and gains: the time to the first
+token of one long prompt, the rate at which several long prompts are computed, and the time per token of an answer while long prompts
+are computed. The program ends with status 1 if the median after a cancellation is more than 1.2 times that of the idle engine, with
+any of the limits.
 """
 
 import argparse
@@ -51,7 +52,7 @@ OTHERS = 4  # number of long prompts sent at once; the engine computes the first
 WARM_UP_ROUNDS = 2
 CASES = ("idle", "cancelled", "not_cancelled")
 BESIDE = 2  # long prompts that are computed while an answer is generated
-ANSWER_TOKENS = 500  # so many that the answer does not end while these prompts are computed
+ANSWER_TOKENS = 500  # so many that the answer does not end while the `BESIDE` prompts are computed
 
 
 def main() -> int:
@@ -118,7 +119,7 @@ def _cancelled(rounds: int, limits: list[int | None], starts: int, as_json: bool
 
 
 def _measure(folder: Path, limit: int | None, rounds: int, measured: dict[str, list[float]]) -> None:
-    """Start an engine, and add what was measured in these rounds to the lists in `measured`."""
+    """Start an engine, run `rounds` rounds after the warm-up, and append each result to its list in `measured`."""
     with hosted(_worker(folder, {} if limit is None else {"max_num_batched_tokens": limit})) as engines:
         for number in range(WARM_UP_ROUNDS + rounds):
             for name in MEASUREMENTS if number % 2 else reversed(MEASUREMENTS):
@@ -186,7 +187,7 @@ async def _beside_prefills(driver: EngineDriver) -> float:
 
 
 async def _long_prompts(driver: EngineDriver, number: int) -> float:
-    """Return the seconds until all of these long prompts have been computed."""
+    """Send `number` long prompts at once, and return the seconds until all of them have been computed."""
     starts = [an_attempt(fresh_prompt(LONG_TOKENS), 1) for _ in range(number)]
     began = time.perf_counter()
     driver.submit(*starts)
@@ -209,7 +210,7 @@ MEASUREMENTS: dict[str, tuple[Measurement, str]] = {
 def _installed(folder: Path) -> Path:
     """Install the checkout and return the command `fleet` of the new environment."""
     environment, source = folder / "venv", folder / "source"
-    shutil.copytree(CHECKOUT, source, ignore=shutil.ignore_patterns(*NOT_SOURCE))  # a build leaves files in it
+    shutil.copytree(CHECKOUT, source, ignore=shutil.ignore_patterns(*NOT_SOURCE))  # a build writes into its source
     pip = [str(environment / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     for command in ([sys.executable, "-m", "venv", str(environment)], [*pip, str(source)]):
         subprocess.run(command, cwd=folder, check=True, timeout=INSTALL_SECONDS, env=_environment(), stdout=sys.stderr)

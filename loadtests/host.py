@@ -15,7 +15,7 @@ def facts(folder: Path, packages: Sequence[str]) -> dict[str, Any]:
 
     Args:
         folder: Folder on the measured disk.
-        packages: Packages whose versions are listed, if they are installed.
+        packages: Packages whose versions are listed; packages that are not installed are left out.
     """
     usage = psutil.disk_usage(str(folder))
     return {
@@ -37,7 +37,7 @@ def _cpu() -> str:
 
 
 def _file_system(folder: Path) -> str:
-    """Return type and device of the file system that contains the folder."""
+    """Return type and device of the file system that contains the folder, or "unknown" if no mount point is found."""
     below = [each for each in psutil.disk_partitions(all=True) if folder.resolve().is_relative_to(each.mountpoint)]
     if not below:
         return "unknown"

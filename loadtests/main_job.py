@@ -1,11 +1,11 @@
-"""Main benchmark: how much latency Fleet adds to the engine's, and how much its KV store saves, in one interleaved run on the tiny model.
+"""Main benchmark: how much latency Fleet adds to that of the engine, and how much its KV store saves, in one run on the tiny model.
 
-Four targets answer the same prompts in turn, round by round, so that a change of the machine's speed meets all of them:
+Four targets answer equal loads in turn, round by round, so that a change of the machine's speed affects all of them:
 
 - ``vllm``: plain vLLM with its own OpenAI server, as the limit.
 - ``fleet-aggregated``: one Fleet worker serves the whole request.
-- ``fleet-store``: prefill worker, blocks through the store node, decode worker.
-- ``fleet-direct``: prefill worker, blocks by NIXL, decode worker; a cluster of its own.
+- ``fleet-store``: disaggregated; the blocks move through the store node. It shares a cluster with ``fleet-aggregated``.
+- ``fleet-direct``: disaggregated; the blocks move by NIXL, in a cluster of its own.
 
 While one target is measured, the processes of the other targets are stopped (SIGSTOP), because NIXL's progress thread uses most of
 a core even when it is idle.

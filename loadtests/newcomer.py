@@ -3,8 +3,8 @@
 Usage: ``python -m loadtests.newcomer [--pythons python3.11,…] [--json FILE]``
 
 For each Python, an empty environment gets the wheel with its dependencies from the package index. Then two commands run:
-``fleet up --engine simulated`` and ``fleet generate``. The command exits with 1 if a Python fails, or if one is
-not on this machine; `--pythons` names the Pythons to try.
+``fleet up --engine simulated`` and ``fleet generate``. This program exits with 1 if a Python fails or is not on this machine;
+`--pythons` names the Pythons to try.
 """
 
 import argparse
@@ -105,7 +105,7 @@ def _first_token(python: str, wheel: Path, folder: Path) -> FirstToken:
 
 
 def _two_commands(folder: Path, environment: dict[str, str], run: Callable[[Sequence[str], float], str]) -> None:
-    """Start a cluster, and ask it for four tokens.
+    """Start a cluster by `fleet up`, and let `fleet generate` ask it for four tokens.
 
     Raises:
         subprocess.SubprocessError: One of the commands failed.

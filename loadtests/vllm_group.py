@@ -1,12 +1,12 @@
-"""Test of a worker group: one real vLLM engine over two worker processes, which stand for two nodes.
+"""Test of a worker group: one real vLLM engine in two worker processes, which play the roles of two nodes.
 
 ``python -m loadtests.vllm_group`` starts two worker processes on loopback for each way of spreading an engine, and checks four
 things. The tokens equal those of an engine in one process. If one rank is killed, the other rank ends. If only the second rank is asked to
-stop, both ranks drain. If the second rank dies during the start, the lead rank gives up. It prints a JSON object for each case, and ends
-with status 1 if a check fails.
+stop, both ranks drain. If the second rank dies during the start, the lead rank gives up. The test prints a JSON object for each case, and
+ends with status 1 if a check fails.
 
-It does not test pipeline stages (which end vLLM 0.32's CPU engine at its first request, on one node too), several hosts, or
-accelerators, whose collective operations (NCCL) vLLM sets up differently.
+It does not test pipeline stages, several hosts, or accelerators. Pipeline stages crash the CPU engine of vLLM 0.32 at the first request,
+also on one node. For accelerators, vLLM sets up collective operations (NCCL) differently.
 """
 
 import argparse

@@ -6,9 +6,9 @@
 Without --clients, all programs run; `quick` leaves out the programs whose packages take longer than two minutes to install.
 Every call of the OpenAI client must be served. The only exceptions are the calls in `results.REFUSALS`, which Fleet refuses and whose
 refusal must name the field. Otherwise the exit status is 1. With the engine vllm, plain vLLM runs after Fleet, and calls that plain
-vLLM does not serve either are no failures. The programs are installed once, each into an environment of its own in a cache folder,
-with the versions of its file in programs/constraints. With --lock no program runs. Instead these files are written anew, with the
-newest versions of all packages that go with the pinned version of the program.
+vLLM does not serve either are no failures. Each program is installed once, into an environment of its own in a cache folder, with the
+package versions that its file in programs/constraints lists. With --lock no program runs. Instead these files are written anew: pip
+chooses the newest versions of all packages that are compatible with the pinned version of the program.
 """
 
 import argparse
@@ -100,13 +100,13 @@ def _lock(names: Sequence[str], cache: Path) -> int:
 def _run(
     names: Sequence[str], engine: str, url: str | None, model: str, cache: Path, folder: Path
 ) -> tuple[list[ClientResult], dict[str, str]]:
-    """Run all client programs; return their results, and the reasons of the OpenAI calls that failed although they should be served."""
+    """Run all client programs; return their results, and by call the reason why an OpenAI call failed that should be served."""
     with _server(url, folder, engine) as addresses:
         calls = {name: _calls(name, getattr(addresses, PROGRAMS[name].api), model, cache, folder) for name in names}
     results = {name: summed(name, PROGRAMS[name].distribution.version, made) for name, made in calls.items()}
     if OPENAI not in calls:
         return list(results.values()), {}
-    if engine != "vllm" or url is not None:  # the engine of a server at a URL is not known
+    if engine != "vllm" or url is not None:  # the engine behind --url is unknown
         return list(results.values()), missing_here(calls[OPENAI], SIMULATED_REFUSALS)
     with vllm_serve(folder) as address:
         theirs = _calls(OPENAI, address, MODEL, cache, folder)

@@ -20,7 +20,7 @@ SIMULATED_REFUSALS: Mapping[str, str] = {
     "completions structured regex": "structured_outputs.regex",
     "chat structural_tag": "response_format",
 }
-"""Calls that Fleet refuses with the simulated engine, with the fields; its only structured outputs are JSON schemas and choices."""
+"""Calls that Fleet refuses with the simulated engine, which supports only JSON schemas and choices, each with the named field."""
 
 
 class CallOutcome(StrEnum):

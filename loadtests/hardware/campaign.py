@@ -65,7 +65,7 @@ class Campaign(Struct, frozen=True, kw_only=True):
 
 
 def campaign(measurements: Sequence[Measurement], models: dict[str, ModelSizes], phase: MeasuredPhase) -> Campaign:
-    """Return those measurements of one phase whose model fits on the stated GPUs."""
+    """Return the measurements of one phase, without those whose model does not fit into the memory of their GPUs."""
     chosen = [each for each in measurements if each.phase is phase and can_be_placed(each, models)]
     prefill = [cut(each, models, each.prefill) for each in chosen]
     decode = [cut(each, models, each.decode) for each in chosen]

@@ -4,10 +4,11 @@
     python -m loadtests.hardware.fit /tmp/aiconfigurator_core-0.12.0-*.whl [--operators] [--aiter FOLDER] [--output FILE]
 
 The fit uses four fifths of all curves (`fleet.hardware.latency.measurements`), and the committed file comes from this fit alone, so
-`fleet hardware accuracy --data WHEEL` finds the same errors. Two more series of fits leave out each model, and each GPU with many
-measurements: they give the errors for models and GPUs without measurements. The fit takes five minutes of one core. `--operators` takes
-another minute and needs a virtual environment with pyarrow for the wheel's tables. `--aiter` reads the MI300X's matrix products from a
-checkout of ROCm/aiter. Without these options, the products in the present file stay.
+`fleet hardware accuracy --data WHEEL` finds the same errors. Two more series of fits leave out one model at a time, and one GPU with
+many measurements at a time: they give the errors for models and GPUs without measurements. All fits take five minutes of one core.
+`--operators` also fits the wheel's tables of matrix products: it takes another minute, and makes a virtual environment with pyarrow to
+read them. `--aiter` fits the MI300X's matrix products from a checkout of ROCm/aiter. Without these options, the file keeps its
+efficiencies of matrix products.
 
 A width (`WIDTHS`) is the standard deviation of a coefficient between groups, in logarithms. Attention, KV and bandwidth start from the
 wheel's tables of single operators and stay near them, because the measurements reach only 15,000 tokens and say little about long
@@ -96,7 +97,7 @@ STIFFNESS = {
     "experts_memory": 0.6,
     "experts_compute": 0.4,
 }
-"""Factors that make the widths of some coefficients smaller, because these differ less between groups.
+"""Factors that make the widths of some coefficients smaller, because these coefficients differ less between groups.
 
 Measurements can hardly separate the cost of prompts in dense layers from the cost in experts. Without these factors, the fitted matrix
 products of one engine would be twice as fast as its GPU can compute.
@@ -221,7 +222,7 @@ class Fitting:
         return self._residuals(logs) / np.array(SCATTER)
 
     def _errors(self, fitted: FittedCoefficients) -> Floats:
-        """Return the relative errors of all measurements, shape [measurements, 2]."""
+        """Return the relative errors of the predicted TTFT and TPOT of all measurements, shape [measurements, 2]."""
         logs = np.tile(np.array(fitted.guess), (len(self._measurements), 1))
         for level in self._levels:
             for row, key in enumerate(level.keys):
@@ -240,7 +241,10 @@ class Fitting:
         return _report(errors, self._measurements, basis, fitted_on, tested_on)
 
     def _crossed(self, group: Callable[[Measurement], str], names: Sequence[str]) -> Floats:
-        """Leave out each group in turn, and return the errors of its measurements under a fit to the others; NaN: in no group."""
+        """Leave out each group in turn, and return the errors of its measurements under a fit to all others.
+
+        Measurements that are in none of the groups get NaN.
+        """
         errors = np.full((len(self._measurements), 2), np.nan)
         for name in names:
             left_out = self._where(lambda each, name=name: group(each) == name)
@@ -254,7 +258,7 @@ class Fitting:
 def _report(
     errors: Floats, measurements: Sequence[Measurement], basis: EstimateBasis, fitted_on: str, tested_on: str
 ) -> list[AccuracyRow]:
-    """Return error rows for all measurements, for each engine, for each GPU with engine, and for each model. NaN is left out."""
+    """Return error rows for all measurements, for each engine, for each GPU with engine, and for each model. Errors that are NaN do not count."""
     rows = []
     tested = ~np.isnan(errors[:, 0])
     for cell in cells(measurements):

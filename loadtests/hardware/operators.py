@@ -42,7 +42,7 @@ NUMBERS = {"bfloat16": Number.BF16, "fp8": Number.FP8, "fp8_block": Number.FP8, 
 OPERAND_BYTES = {Number.BF16: 2.0, Number.FP8: 1.0, Number.FP4: 0.5625, Number.INT4: 0.53125}
 
 MI300X_UNITS = 304  # compute units of an MI300X, which identify it in aiter's tables
-LEAST_SIDE = 1024  # products with a smaller side of the weights are left out, because models have none
+LEAST_SIDE = 1024  # least side of a weight matrix; products with smaller ones are left out, because models have none
 MOST_TOKENS = 16384
 
 START = {"launch_us": 4.0, "memory": 0.8, "compute": 0.6}
@@ -53,7 +53,7 @@ Product = tuple[int, int, int]  # sizes m, n and k of a product of an m×k and a
 
 
 def wheel_operators(wheel: Path, cache: Path) -> list[OperatorEfficiency]:
-    """Return the efficiencies of all GPUs with tables in the wheel."""
+    """Return the efficiencies of each known GPU and data type that the wheel has a table for."""
     python = python_of(PYARROW, cache)
     found: dict[tuple[str, Number], dict[Product, float]] = {}
     with tempfile.TemporaryDirectory() as folder:

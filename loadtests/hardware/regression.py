@@ -24,7 +24,7 @@ class Level(Struct, frozen=True, kw_only=True):
 
     name: str
     keys: Sequence[Hashable]  # key of each row
-    widths: Mapping[str, float]  # width of each coefficient; one that is missing has no deviations
+    widths: Mapping[str, float]  # width of each coefficient; a coefficient without a width has no deviations
 
 
 class FittedCoefficients(Struct, frozen=True, kw_only=True):
@@ -144,7 +144,10 @@ def _starts(blocks: Sequence[_Block]) -> list[int]:
 def _columns(
     blocks: Sequence[_Block], coefficients: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], Floats]:
-    """Return which unknown is added to which coefficient of which row, as three parallel arrays, and the width of each unknown."""
+    """Return four arrays: rows, unknowns, coefficients, and the width of each unknown.
+
+    The first three are parallel: entry i says that unknown i is added to coefficient i of row i.
+    """
     which, column, coefficient, widths = [], [], [], []
     for block, start in zip(blocks, _starts(blocks), strict=True):
         assert block.coefficients.max() < coefficients

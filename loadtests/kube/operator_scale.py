@@ -59,7 +59,7 @@ ASK_CPU = "processor time"
 
 
 class DelayedProbes:
-    """Probe sender that sends nothing, and answers each probe after `ANSWER_SECONDS`, as long as a real answer takes."""
+    """Probe sender that sends nothing, and answers each probe after `ANSWER_SECONDS`, the time that a real answer takes."""
 
     def __init__(self) -> None:
         self.asked = 0
@@ -202,7 +202,7 @@ async def scale(server: RunningApiServer, operator: Operator, at: int) -> tuple[
                 assert time.monotonic() < began + 60
             return time.monotonic() - began
 
-    # Meanwhile the thread of the event loop runs only the operator, so its CPU time is that of the operator.
+    # While the change runs in another thread, this thread runs only the operator, so its CPU time is that of the operator.
     used = time.thread_time()
     seconds = await asyncio.to_thread(change_and_wait)
     async with asyncio.timeout(SECONDS):
@@ -252,7 +252,10 @@ def flat(found: dict[str, Any], path: str = "") -> dict[str, float]:
 
 
 def exceeded(found: dict[str, Any], most_mib: int, most_seconds: float, most_scale_ms: int) -> Iterator[str]:
-    """Yield a text for each limit that the figures exceed; 0 means no limit. If any limit is set, writes are limited, too."""
+    """Yield a text for each limit that the figures exceed; 0 means no limit.
+
+    If any limit is set, there are fixed limits for the writes of one child object and of one status, too.
+    """
     if not (most_mib or most_seconds or most_scale_ms):
         return
     if most_mib and found["memory_mib"] > most_mib:

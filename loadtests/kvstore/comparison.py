@@ -51,7 +51,7 @@ class LineResult(Struct, frozen=True, kw_only=True):
 
 
 def measure(line: BenchmarkLine, rounds: int) -> LineResult:
-    """Warm up once, then let every contestant do the work in each round."""
+    """Let every contestant do the work once to warm up, and then once in each round."""
     contestants: dict[str, Contestant] = {FLEET: line.fleet, **line.peers}
     if line.limit is not None:
         contestants = {LIMIT: line.limit, **contestants}
@@ -85,7 +85,7 @@ def measure(line: BenchmarkLine, rounds: int) -> LineResult:
 
 
 def ratio(figure: float | None, limit: float | None, better: LineDirection) -> float | None:
-    """Return the ratio of a figure to its limit, so that 1 means as good as the limit. Return None if one of them is missing."""
+    """Return how good a figure is compared with its limit: 1 means as good. Return None if one of the two is missing or zero."""
     if not figure or not limit:
         return None
     return figure / limit if better is LineDirection.MORE else limit / figure

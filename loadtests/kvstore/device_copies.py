@@ -70,7 +70,7 @@ class BusyEngine:
 def rows_of(shape: tuple[int, int, int, int], *, tokens_first: bool) -> dict[str, Callable[[], object]]:
     """Return functions to measure for blocks of this shape, by the name of the row. A call copies `BLOCKS` blocks and waits.
 
-    The call "begin to save one block" does not wait: its time is what a step of the engine loses by saving one block.
+    Only the call "begin to save one block" does not wait: its time is the delay of an engine step that saves one block.
     """
     layers, heads, tokens, elements = shape
     kv = [torch.zeros((POOL, heads, tokens, elements), device="cuda", dtype=torch.bfloat16) for _ in range(layers)]

@@ -165,7 +165,7 @@ def _wait_for_start() -> None:
 
 
 def spread(name: str, seconds: Sequence[float]) -> dict[str, float]:
-    """Return the percentiles and the maximum in milliseconds. A single value is also its percentiles."""
+    """Return the percentiles and the maximum in milliseconds. If there is a single value, the percentiles are this value."""
     cuts = statistics.quantiles(seconds if len(seconds) > 1 else (*seconds, *seconds), n=100)
     return {f"{name} p50": 1e3 * cuts[49], f"{name} p99": 1e3 * cuts[98], f"{name} max": 1e3 * max(seconds)}
 

@@ -2,8 +2,8 @@
 
     python -m loadtests.kvstore.handoff_checksums [--rounds N] [--prompt-tokens N]
 
-One pair of engines has checksums, the other has none. They are measured in turn, round by round, and the idle pair is
-stopped (SIGSTOP) meanwhile, because NIXL's progress threads use most of a core. The built-in model computes a prompt
+One pair of engines has checksums, the other has none. The pairs are measured in turn, round by round. Meanwhile the other pair
+is stopped (SIGSTOP), because NIXL's progress threads use most of a core. The built-in model computes a prompt
 much faster than real models, so checksums take a larger share of the time here than with real models. The checksums alone are measured
 as well, on blocks of the same shape in this process.
 """

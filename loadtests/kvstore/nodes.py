@@ -1,4 +1,4 @@
-"""Store nodes as processes, started like a supervisor starts them, that can be killed, stopped and started again."""
+"""Store nodes as processes: started in the same way as by a supervisor; tests can kill, stop and restart them."""
 
 import json
 import os
@@ -23,7 +23,7 @@ class NodeFailed(Exception):
 
 
 def environment() -> dict[str, str]:
-    """Return environment variables by which child processes import the modules of this checkout."""
+    """Return the environment variables of this process, with a PYTHONPATH by which child processes import this checkout."""
     return os.environ | {"PYTHONPATH": str(ROOT)}
 
 
@@ -124,7 +124,10 @@ class StoreNode:
         return self._log.read_text(errors="replace") if self._log.exists() else ""
 
     def open_files(self) -> int:
-        """Return the number of open descriptors except for existing files, which belong to the tiers and are bounded by their capacity."""
+        """Return the number of open descriptors, without those of existing files.
+
+        Existing files belong to the tiers, whose capacity limits their number.
+        """
         return sum(not _is_there(link) for link in Path(f"/proc/{self.pid}/fd").iterdir())
 
 
@@ -161,7 +164,7 @@ def free_port() -> int:
 
 
 def merged(settings: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings with the values of `over` in place of theirs; sections in both are merged in the same way."""
+    """Return the settings, replaced or completed by the values of `over`; sections that are in both are merged recursively."""
     result = dict(settings)
     for key, value in over.items():
         present = result.get(key)

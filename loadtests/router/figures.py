@@ -94,7 +94,7 @@ class BenchmarkRow(Struct, frozen=True, kw_only=True):
     """Lowest and highest value of each figure over the rounds."""
 
     cpu_s_per_1k_tokens: float | None = None
-    """The same as `cpu_us_per_token`, in the unit of published benchmarks: CPU seconds per 1,000 tokens."""
+    """The figure `cpu_us_per_token` in the unit of published benchmarks: CPU seconds per 1,000 tokens."""
 
     itl_added_us_p99: float | None = None
     """99th percentile of the gaps between tokens, minus the same figure without a router in the same round, in microseconds. It is
@@ -102,7 +102,7 @@ class BenchmarkRow(Struct, frozen=True, kw_only=True):
 
     version: str = ""
     absent: str = ""
-    """Reason why there are no figures; empty: there are."""
+    """Reason why there are no figures; empty if there are figures."""
 
     machine: dict[str, Any] = {}
 
@@ -238,7 +238,7 @@ def table(rows: Sequence[BenchmarkRow]) -> str:
 
 
 def _each(rounds: Sequence[MeasuredRound], figure: Callable[[MeasuredRound], float | None]) -> list[float]:
-    """Return the figure of each round. Return an empty list if it is missing in one of the rounds."""
+    """Return the figure of each round, or an empty list if any round lacks the figure."""
     values = [value for each in rounds if (value := figure(each)) is not None]
     return values if len(values) == len(rounds) else []
 

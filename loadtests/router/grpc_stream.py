@@ -1,8 +1,8 @@
 """Benchmark of Fleet's gRPC frontend: CPU time of the router per token, with 64 streams over one channel.
 
 There is no compared system, because the other routers have no gRPC frontend. The workers are real processes with the simulated
-engine, and share their cores with the client. Workers and client need much more CPU time than the mock workers and the client of the HTTP scenarios.
-So the rate of requests says nothing about the router; only its CPU time is meaningful.
+engine, and share their cores with the client. Both need much more CPU time than the mock workers and the client of the HTTP scenarios.
+So they limit the rate of requests, and only the CPU time says something about the router.
 """
 
 import asyncio
@@ -92,7 +92,7 @@ def cluster(folder: Path, cores: Cores, topology: str = TOPOLOGY) -> Iterator[tu
     """Run `fleet up` with the router on its own core; yield its gRPC address and the router's process id.
 
     Raises:
-        SystemUnavailable: The cluster was not ready in time; the message ends with the end of its log.
+        SystemUnavailable: The cluster ended or was not ready in time; the message contains the last lines of its log.
     """
     file, ready = folder / "topology.toml", folder / "ready.json"
     file.write_text(topology)

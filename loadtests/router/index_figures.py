@@ -5,11 +5,12 @@
 Rules:
 
 1. A request asks how many leading blocks of its prompt each worker holds. The chosen worker then stores the missing blocks, and
-   evicts the least recently used ones when it is full. Workers are chosen by the beginning of the prompt, so prefixes stay together;
-   every eighth request goes elsewhere, so some are shared.
-2. The reference is the most obvious index: a set of workers for each block, and a walk along the prompt. Its code never
-   changes. So the ratio of the times of both shows changes of the prefix index, independent of the machine. Both return the same result.
-3. Times are CPU time of this thread. Rounds of both alternate, and the median of their ratios counts.
+   evicts the least recently used ones when it is full. The beginning of the prompt chooses the worker, so requests with the same prefix
+   go to the same worker; one request in eight goes to a random worker, so several workers hold some of the prefixes.
+   2. The reference is the most obvious index: a set of workers for each block, and a walk along the prompt. Its code never
+   changes. So the ratio of the times of the two indexes shows changes of the prefix index, independent of the machine. Both return the
+   same result.
+   3. Times are CPU time of this thread. The two indexes are measured in turn, and the median of the ratios counts.
 """
 
 import argparse

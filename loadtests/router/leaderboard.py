@@ -3,8 +3,8 @@
     python -m loadtests.router.leaderboard [--policies NAME,...] [--workloads NAME,...] [--workers N,...] [--loads SHARE,...]
         [--seeds N] [--requests N] [--trace NAME=FILE]... [--half 0|1] [--json FILE]
 
-At a load of 1 the engines could just keep up if they had one common cache and no imbalance, so every policy is late there. Seeds are
-paired: all policies get the same requests at the same times, and two policies are compared by the mean of their differences. The
+At a load of 1, the engines could serve all requests in time only with one common cache and a perfect balance, so every policy is late
+there. For each seed, all policies get the same requests at the same times, and two policies are compared by the mean difference. The
 first half of a trace (formats of `fleet kv replay`) is for tuning and the second half for reporting.
 `loadtests.router.simulated.cluster` says which parts are real and which are simulated.
 """
@@ -40,7 +40,7 @@ POLICIES = tuple(name for name in BUILT_IN.policies if name not in NOT_COMPARED)
 WORKERS = (4, 16, 64)
 LOADS = (0.5, 0.7, 0.9, 1.1)
 REQUESTS = 250  # default number of requests per worker
-NEVER = 1e9  # a threshold, as a factor, that is never reached
+NEVER = 1e9  # a factor so large that Mooncake's threshold is never reached
 LEVEL = 0.01  # two policies count as equal if their shares of requests in time differ by less
 TITLE = "workload         wrk load  policy            goodput in time   hits imbal. TTFT ms      p99   TPOT"
 
@@ -72,11 +72,11 @@ MADE: Mapping[str, tuple[Callable[[int, int, int], RouterTraffic], SimulatedDevi
         TIGHT,
     ),
 }
-"""Drawn workloads by number of requests, seed and number of workers, and the engines that serve them."""
+"""Random workloads by name: a function of the number of requests, the seed and the number of workers; and the engines that serve them."""
 
 
 def fitted(name: str, device: SimulatedDevice) -> dict[str, Any]:
-    """Return policy parameters: the true step times for policies that would measure them in advance, otherwise none.
+    """Return the parameters of a policy: the true step times for policies that are told them in advance, otherwise none.
 
     Mooncake's instances fetch prefixes from each other. These engines do not, so its policy must not count on it.
     """
@@ -113,7 +113,7 @@ class LeaderboardRow(Struct, frozen=True, kw_only=True):
 
 
 class LeaderboardContest(Struct, frozen=True, kw_only=True):
-    """One comparison: the engines, and the workload as it is drawn from each seed."""
+    """One comparison: the engines, and the requests that the workload gives for each seed."""
 
     workload: str
     workers: int
@@ -166,7 +166,7 @@ def rows(contest: LeaderboardContest, policies: Sequence[str]) -> Iterator[Leade
 
 
 def best_of(found: Sequence[LeaderboardRow]) -> LeaderboardRow:
-    """Return the row with the highest share of requests in time. Of equal rows, return the one with the lowest mean TTFT."""
+    """Return the row with the highest share of requests in time; if several are equal, the one with the lowest mean TTFT."""
     return max(found, key=lambda row: (round(row.mean("attainment"), 3), -row.mean("ttft_mean")))
 
 
@@ -180,7 +180,7 @@ def line(row: LeaderboardRow, best: bool) -> str:
 
 
 def verdict(found: Sequence[Sequence[LeaderboardRow]], chosen: str = DEFAULT) -> list[str]:
-    """Compare the policy `chosen` with each other policy by paired differences, and return a line for each."""
+    """Compare the policy `chosen` with every other policy by the differences for equal requests; return a line per other policy."""
     lines = []
     for name in sorted({row.policy for each in found for row in each} - {chosen}):
         ahead = level = behind = 0

@@ -1,4 +1,4 @@
-"""Overload test: sends three times the capacity to a router with two workers, and measures answers in time and refusals.
+"""Overload test: sends a router three times the requests that its two workers can serve, and measures answers in time and refusals.
 
     python -m loadtests.router.overload [--seconds 600] [--factor 3] [--goal-seconds 2] [--seed N] [--json FILE]
 
@@ -7,8 +7,8 @@ Rules:
 1. A router and two workers with the simulated engine are real processes (`fleet up`). `max_queue_seconds` is the goal for first tokens. Each
    request has a new prompt, and is sent over HTTP with `stream` at a random instant (Poisson arrivals), whether or not earlier requests
    have been answered.
-2. Goodput is the number of answers a second that ended well and whose first token came within the goal. Its peak is the highest goodput of
-   several lower rates, each of which lasts for `STEP_SECONDS`.
+2. Goodput is the number of answers a second that ended well and whose first token came within the goal. Its peak is the highest goodput
+at the rates of `SHARES`, each of which lasts for `STEP_SECONDS`.
 3. The capacity is the number of answers a second that `CLOSED_CLIENTS` clients get. Each of these clients sends its next request as
    soon as its answer has ended.
 4. A refusal is HTTP 429 or 503. Its time counts from sending the request until its status has arrived, so it includes delays of a busy
@@ -84,7 +84,7 @@ CONTENT_LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
 
 @dataclass
 class LoadedStep:
-    """Counts of what happened to the requests that were sent at one rate."""
+    """Results of the requests that were sent at one rate."""
 
     rate: float  # requests per second; 0: closed clients, which have no fixed rate
     seconds: float = 0.0
@@ -131,11 +131,11 @@ class AnswerConnection:
         return cls(*await asyncio.open_connection(host, port))
 
     async def ask(self, request: bytes, step: LoadedStep, goal_seconds: float) -> bool:
-        """Send a request, read its whole answer, and note the result. Return False if the connection was closed before the answer.
+        """Send a request, read its whole answer, and note the result. Return False if the connection was closed before any answer.
 
         Raises:
-            OSError: The connection broke within the answer.
-            EOFError: The connection ended within the answer.
+            OSError: The connection broke in the middle of the answer.
+            EOFError: The connection ended in the middle of the answer.
         """
         began = time.perf_counter()
         self._writer.write(request)

@@ -4,11 +4,11 @@
 
 Rules:
 
-1. A step of an engine brings one token. The baseline turns the same steps into text and parses nothing, as for requests
-   without tools. The cost is the difference, in microseconds for a token.
+1. A step of an engine gives one token. The baseline turns the same steps into text and parses nothing, as for requests
+without tools. The cost is the difference, in microseconds per token.
 2. Times are CPU time of this thread. In each round, the baseline and all cases run in turn. The median of the rounds counts,
    and the quartiles show the spread.
-3. Markup is the difficult case: delimiters such as `<tool_call>` begin with `<`, and so does each tag of the markup.
+3. Text with markup is the difficult case: each tag begins with `<`, like the delimiters that the parser looks for (`<tool_call>`).
 """
 
 import argparse
@@ -68,7 +68,7 @@ class _Texts:
 
 
 class _Case(Struct, frozen=True):
-    """One kind of answer: its tokens, the text before them (`begun`), and the parsers or the response template for it."""
+    """One kind of answer: the texts of its tokens, the text before them (`begun`), and how it is parsed."""
 
     texts: Sequence[str]
     begun: str = ""

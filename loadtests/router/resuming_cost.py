@@ -3,17 +3,18 @@
     python -m loadtests.router.resuming_cost [--rounds N] [--requests N] [--tokens N] [--prompts N] [--seed N] [--json FILE]
         [--most-cpu-percent P] [--most-ttft-percent P] [--before DIR]
 
-Three routers serve the same two workers (the simulated engine, twice as fast as by default) and are measured in turn, in another order
-in each round. One router is alone. The other two are peers; one of them is measured with ordinary streams and with
-resumable ones. Clients of gRPC keep the tokens of resumable streams themselves. Clients of server-sent events keep only an event id, so
-the workers keep the tokens of these streams.
+Three routers serve the same two workers (the simulated engine, twice as fast as by default). One router has no peer, and is measured
+with ordinary streams. The other two are peers; one of them is measured, with ordinary streams and with resumable ones. Each round
+measures these variants in another order. Clients of gRPC keep the tokens of resumable streams themselves. Clients of server-sent events
+keep only an event id, so the workers keep the tokens of these streams.
 
 The CPU times of the measured router and of its peer are reported separately. They are measured with `STREAMS` requests at a time. The
 time to the first token is measured with one request at a time, whose prompt has `LONG_PROMPT_TOKENS` tokens that no cache holds. Ratios
 compare figures of the same round. Rounds are short and many, because a virtual machine changes its speed within seconds. With
-`--before`, a fourth router and two more workers run the code of another checkout of Fleet, which needs its native modules. The ratios
-compare with its ordinary streams then: they contain all that was changed in between, not only what resuming costs. With
-`--most-cpu-percent` or `--most-ttft-percent` the command fails if the median of a ratio exceeds 1 by more than this percentage.
+`--before`, a fourth router and two more workers run the code of another checkout of Fleet, whose native modules must be built. All
+ratios then compare with the ordinary streams of the fourth router: they contain all changes between the two checkouts, not only what
+resuming costs. With `--most-cpu-percent` or `--most-ttft-percent` the command fails if the median of a ratio exceeds 1 by more than
+this percentage.
 """
 
 import argparse
@@ -115,7 +116,7 @@ class RoundFigures(Struct, frozen=True, kw_only=True):
 
 
 class Figures(Struct, frozen=True, kw_only=True):
-    """Medians of one variant over the rounds, and its ratios to ordinary streams of a router without peers.
+    """Medians of one variant over the rounds, and its ratios to the base that `compare` chooses.
 
     An interval contains the median of all possible rounds with a probability of about 95 %: it leaves out the ratios that are more than
     the square root of the number of rounds away from the middle of the sorted list (a normal approximation of the sign test).
@@ -145,10 +146,10 @@ def service(
 
 
 def check_checkout(checkout: Path) -> None:
-    """Check that Python finds the native modules in a checkout. Without them, its code would be measured with slower twins.
+    """Check that Python finds the native modules in a checkout. Without them, slower Python code would be measured instead.
 
     Raises:
-        SystemUnavailable: A module is missing, or Python finds another one.
+        SystemUnavailable: A module is missing, or Python finds it elsewhere.
     """
     names = [f"kvstore.native.{name}" for name in ("_table", "_chain", "_kernels")] + ["fleet.router.native._costs"]
     command = [sys.executable, "-c", f"import {', '.join(names)}; print({names[0]}.__file__)"]
@@ -221,7 +222,7 @@ def routers(folder: Path, cores: Cores, before: Path | None) -> Iterator[Callabl
     """Run the workers and the routers; yield a function that returns the measured router of a variant.
 
     Raises:
-        SystemUnavailable: A router does not answer, or the peers do not reach each other, or lost each other.
+        SystemUnavailable: A router does not answer, or the peers do not reach each other, or lose their connection later.
     """
     with ExitStack() as opened:
         (folder / "now").mkdir()
@@ -281,8 +282,8 @@ async def _sse_stream(router: RouterUnderTest, resumable: bool) -> Any:
             sent, first, last = time.perf_counter(), 0.0, b""
             async with session.post("/v1/completions", json=body) as answer:
                 answer.raise_for_status()
-                # Whole chunks are read, not lines, because the client would need more time for the lines with ids. The workers share its
-                # cores, so this would change how they batch the requests, and with it the router's costs.
+                # The client reads chunks, because reading lines would take it longer for streams with ids. The workers share the
+                # client's cores, so this would change how they batch the requests, and thereby the router's costs.
                 async for chunk in answer.content.iter_any():
                     first, last = first or time.perf_counter(), (last + chunk)[-len(LAST_EVENT) :]
             if last != LAST_EVENT:
@@ -302,7 +303,7 @@ async def _round(
         return [chance.randrange(64, 4000) for _ in range(length)]
 
     async with STREAM_OF[variant.protocol](router, variant.resumable) as stream:
-        await stream(prompt(PROMPT_TOKENS), 1)  # opens the connection, which must not be measured
+        await stream(prompt(PROMPT_TOKENS), 1)  # opens the connection before anything is measured
         waiting = iter([prompt(PROMPT_TOKENS) for _ in range(requests)])
 
         async def client() -> None:
@@ -359,7 +360,7 @@ def measure(
 def compare(found: dict[Variant, list[RoundFigures]]) -> list[Figures]:
     """Return the medians of each variant, and the ratios to ordinary streams of a router without peers, by the same protocol.
 
-    That router has the code of the other checkout if there is one.
+    If another checkout was measured, the ratios compare with its router.
     """
     rows = []
     for variant, figures in found.items():

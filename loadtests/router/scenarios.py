@@ -1,7 +1,7 @@
 """Scenarios of the router benchmark.
 
-All scenarios but one send prompts that were never sent before, so that no cache of a router or worker helps. A round ends with its
-requests or with its time, whichever comes first, and waits for the missing answers.
+All scenarios but `prefix-sharing` send prompts that were never sent before, so that no cache of a router or worker helps. A round sends
+no more requests after its number of requests or its time, whichever comes first; then it waits for the missing answers.
 """
 
 import msgspec
@@ -35,9 +35,9 @@ class RouterScenario(Struct, frozen=True, kw_only=True):
     requests: int = 1_000_000
     seconds: float = 1.5
     delayed_acknowledgements: bool = False
-    """True if the client's system may delay TCP acknowledgements, which is the default of systems. A router that writes the head of an
-    answer apart from its first event then waits up to 40 ms. The latency scenario shows this; in the others it would hide
-    everything else."""
+    """True if the client's system may delay TCP acknowledgements, which is the default of operating systems. A router that writes the
+    head of an answer and its first event separately then waits up to 40 ms. The scenario `ttft-1` shows this wait; in the other
+    scenarios it would hide all other differences."""
 
     sharing: PrefixSharing | None = None
     """Shared prefixes; None: every prompt is new."""
@@ -46,7 +46,7 @@ class RouterScenario(Struct, frozen=True, kw_only=True):
     """Blocks of text in each worker's prefix cache; 0: workers do not read prompts."""
 
     prefill_seconds_a_block: float = 0.0
-    """Seconds that a worker computes for each uncached block. A worker computes one request after the other."""
+    """Seconds that a worker computes for each uncached block. A worker computes its requests one after the other."""
 
 
 SCENARIOS = {
@@ -65,8 +65,8 @@ SCENARIOS = {
             seconds=30,
         ),
         RouterScenario(name="ttft-1", prompt_tokens=128, concurrency=1, seconds=1.0, delayed_acknowledgements=True),
-        # Each of the four workers can cache a quarter of all prefixes and the running conversations. A router that spreads prefixes
-        # over all workers loses them, and a router that sends too much to one worker makes it the busiest.
+        # Each of the four workers can cache a quarter of all prefixes and its running conversations. If a router sends each prefix
+        # to all workers, the prefixes are evicted; if it sends too much to one worker, this worker becomes a bottleneck.
         RouterScenario(
             name="prefix-sharing",
             prompt_tokens=0,

@@ -2,7 +2,8 @@
 
     python -m loadtests.router.tracing_cost [--rounds N] [--requests N] [--tokens N] [--most-percent P]
 
-The three clusters run at the same time and are measured in turn, round by round, so that a change of the machine's speed meets all of them.
+There is a cluster for each of the three cases. They run at the same time and are measured in turn, round by round, so that a change of
+the machine's speed affects all of them.
 Workers are real processes with the simulated engine. The collector runs in this process, and discards all spans.
 With `--most-percent` the command fails if a sampled share of 1 % costs more than this percentage of CPU time (median of the rounds).
 """
@@ -76,7 +77,7 @@ async def serve_requests(address: str, prompts: Sequence[Sequence[int]], tokens:
 
 
 def measure(rounds: int, requests: int, tokens: int, seed: int = 1) -> dict[str, list[float]]:
-    """Return the router's CPU seconds per request of each round, by the share that is sampled."""
+    """Return the router's CPU seconds per request in each round, by the name of the sampled share."""
     chance, cores = random.Random(seed), cores_of_this_process()
     shares = {OFF: None, FEW: 0.01, ALL: 1.0}
     found: dict[str, list[float]] = {name: [] for name in shares}

@@ -5,8 +5,8 @@
 Rules:
 
 1. *short* is the workload with which NVIDIA Dynamo's replay (1.6.1) was measured: 20,000 requests within 994 s, on average 2,375
-   prompt tokens and 225 answer tokens, blocks of 512, on 4 and on 64 workers with KV-aware routing. Dynamo's replay reached 11,100
-   and 3,400 requests per second.
+prompt tokens and 225 answer tokens, blocks of 512 tokens, with KV-aware routing. Dynamo's replay reached 11,100 requests per second
+with 4 workers, and 3,400 with 64 workers.
 2. *conversation* is Mooncake's trace on 16 H100, as in `loadtests/studies/conversation.toml`, with prompts of 12,000 tokens.
 3. The time is all CPU time of one process: reading the traffic, the router's decisions, engines, results.
 4. Rounds of all cases alternate, and the median counts. The digests of all rounds of a case must be equal, or the run fails.
@@ -42,8 +42,8 @@ SHORT = DrawnWorkload(
 )
 
 REFERENCES = {"short-4": 11_100, "short-64": 3_400}
-"""Requests per second of Dynamo's replay (rule 1), measured on another machine with two x86 cores. How fast that machine is, compared
-with this one, is unknown."""
+"""Requests per second of Dynamo's replay (rule 1), measured on another machine with two x86 cores. It is unknown how fast that machine
+is, compared with this one."""
 
 
 class SpeedCase(Struct, frozen=True, kw_only=True):

@@ -1,12 +1,12 @@
-"""Upper bound for routers: every prefix is cached everywhere from its second use on, and all workers work as one.
+"""Upper bound for routers: every block is cached on all workers from its second use on, and the workers share all work perfectly.
 
 Rules:
 
 1. A request computes only the blocks that no earlier request had. Nothing is ever evicted.
 2. A prompt token costs its share of a full step, and an answer token the time that it adds to a full step. No engine is faster.
-3. A request whose first token would be late on an idle worker cannot be good with any router.
+3. A request is good if it keeps its latency goals. If its first token would be late on an idle worker, no router can make it good.
 4. Each worker does a second of work per second. If that is not enough for all requests, the requests with the least work are served.
-   This gives the largest number of good requests.
+This gives the largest number of good requests.
 
 The bound cannot be reached: it ignores waiting and knows the future.
 """
@@ -34,7 +34,7 @@ class UpperBound(Struct, frozen=True, kw_only=True):
 
     @property
     def load(self) -> float:
-        """Work of all requests divided by what the workers can do while the requests come."""
+        """Work of all requests, divided by the work that the workers can do from the beginning to the last arrival."""
         return self.all_work / (self.seconds * self.workers) if self.seconds else 0.0
 
     def attainment(self, speed: float = 1.0) -> float:
@@ -49,7 +49,7 @@ class UpperBound(Struct, frozen=True, kw_only=True):
 
 
 def bound_of(requests: Sequence[TraceRequest], plan: RunPlan) -> UpperBound:
-    """Return the bound of a plan with equal workers; it ignores their roles."""
+    """Return the bound of a plan. All workers are taken as workers of the first pool that serve whole requests."""
     pool = plan.pools[0]
     costs = _Costs(pool.times, pool.limits.step_tokens)
     seen: set[int] = set()
@@ -80,7 +80,7 @@ def bound_of(requests: Sequence[TraceRequest], plan: RunPlan) -> UpperBound:
 
 
 class _Costs:
-    """The least worker seconds that prompts and answers can cost (rule 2)."""
+    """Computes the least worker seconds that prompts and answers can cost (rule 2)."""
 
     def __init__(self, times: StepTimes, step_tokens: int):
         self._times, self._step = times, step_tokens

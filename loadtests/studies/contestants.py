@@ -1,4 +1,4 @@
-"""Contestants of a comparison of policies, with published or tuned parameters.
+"""Contestants of a comparison of policies: each is a policy with published or tuned parameters.
 
 Tuned parameters are in `tuned.toml`, by workload and policy; `loadtests.studies.tuning` finds them with the same number of trials for
 each policy.
@@ -15,8 +15,8 @@ from loadtests.studies.runs import FOLDER
 NEVER = 1e9
 """Balancing threshold for Mooncake's policy that is never reached.
 
-In Mooncake, an instance fetches a prefix from another instance that has much more of it; the threshold says how much. The simulated
-engines cannot do this, so the policy must not expect it.
+In Mooncake, an instance fetches a prefix from another instance that has much more of the prefix; the threshold says how much more. The
+simulated engines cannot fetch prefixes, so the policy must never choose this.
 """
 
 POLICIES = (
@@ -48,7 +48,7 @@ class Contestant(Struct, frozen=True, kw_only=True):
     settings: dict[str, Any] = {}  # router settings
 
     def changes(self) -> dict[str, Any]:
-        """Return the changes of a scenario for this contestant."""
+        """Return the changes that make a scenario run this contestant."""
         return {
             "router.policy": self.policy,
             "router.policies": {self.policy: self.parameters},
@@ -57,7 +57,7 @@ class Contestant(Struct, frozen=True, kw_only=True):
 
 
 def published(policy: str, plan: RunPlan) -> Contestant:
-    """Return a contestant with the published parameters of a policy. Only Fleet's policy keeps the prefill queue."""
+    """Return a contestant with the published parameters of a policy. The prefill queue is switched off, except for Fleet's policy."""
     return Contestant(
         name=policy,
         policy=policy,
@@ -67,7 +67,7 @@ def published(policy: str, plan: RunPlan) -> Contestant:
 
 
 def tuned(policy: str, workload: str, plan: RunPlan) -> Contestant:
-    """Return a contestant with the parameters that were tuned for a workload, or else with the published ones."""
+    """Return a contestant with the parameters that were tuned for a workload; with the published ones if there are none."""
     found = tomllib.loads((FOLDER / "tuned.toml").read_text()).get(workload, {}).get(policy)
     return published(policy, plan) if found is None else chosen(policy, found, plan)
 
@@ -86,7 +86,7 @@ def chosen(policy: str, values: dict[str, Any], plan: RunPlan, name: str = "") -
 
 
 def fitted(policy: str, plan: RunPlan) -> dict[str, Any]:
-    """Return parameters with the true step times of the engines, for policies that would measure them in advance."""
+    """Return parameters with the true step times of the engines, for policies that need them in advance; otherwise none."""
     if policy not in ("mooncake", "preble"):
         return {}
     pool = plan.pools[0]

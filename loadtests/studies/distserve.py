@@ -1,10 +1,11 @@
 """Study of DistServe's self-check: OPT-13B, prefill on two A100 with tensor parallelism, decode on one, 1.56 requests per second and GPU.
 
-DistServe's simulator halves an interval from 0 to 5 requests per second and GPU until it is a quarter wide, with 300 requests and one
-seed. The limits were kept at 1.56 and missed at 1.72, so the true value lies between. This study has the same steps, times and limits
-(90 % of TTFT within 200 ms, 90 % of TPOT within 100 ms), with lengths of Azure's conversations below 2,048 tokens. DistServe uses
-ShareGPT's lengths, which are not public but have nearly the same means. Its first token exists when the prefill ends; a client of Fleet
-gets it a handoff and a step later. The study reports both rates: with the first token at the end of the prefill (`prefill`), and at the client (`client`).
+DistServe's simulator halves an interval from 0 to 5 requests per second and GPU until its width is at most a quarter, with 300 requests
+and one seed. The limits were kept at 1.56 and missed at 1.72, so the true value lies between. This study has the same steps, times and
+limits (90 % of TTFT within 200 ms, 90 % of TPOT within 100 ms), with lengths of Azure's conversations below 2,048 tokens. DistServe uses
+ShareGPT's lengths, which are not public but have nearly the same means. In DistServe, the first token exists when the prefill ends; a
+client of Fleet gets it a handoff and a step later. The study reports a rate for each case: with the first token at the end of the prefill
+(`prefill`), and at the client (`client`).
 """
 
 import tomllib
@@ -103,7 +104,7 @@ def shares(rate: float, requests: int, seed: int) -> Shares:
 
 
 def kept(task: tuple[str, int, int]) -> float:
-    """Return the highest rate per GPU that keeps both limits, by halving from 0 to 5."""
+    """Return the highest rate per GPU that keeps both limits, found by halving the interval from 0 to 5."""
     which, requests, seed = task
     low, high = 0.0, 5.0
     while high - low > CLOSE:

@@ -42,7 +42,7 @@ class StudyTable(Struct, frozen=True, kw_only=True):
     rows: Sequence[tuple[Cell, ...]]
 
     def lines(self) -> list[str]:
-        """Format the table for a terminal, with the first column to the left and all others to the right."""
+        """Format the table for a terminal: the first column is aligned to the left, all others to the right."""
         cells = [self.columns, *(tuple(_shown(cell) for cell in row) for row in self.rows)]
         widths = [max(len(row[place]) for row in cells) for place in range(len(self.columns))]
         shown = [

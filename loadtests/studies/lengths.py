@@ -24,8 +24,8 @@ FOUND: dict[tuple[int, int], tuple[float, float]] = {
 }
 """Range of the gain when the study was written, by tokens of prompt and answer: rate of the best split / rate of aggregated workers.
 
-There is no entry for prompts of 500 tokens. The workers serve them so fast that the thousand requests of a run are over before there is
-a steady state.
+There is no entry for prompts of 500 tokens: the workers serve these so fast that the thousand requests of a run end before the load
+is steady.
 """
 
 
@@ -39,7 +39,7 @@ def _pools(prefill: int) -> tuple[SimulatedPoolSection, ...]:
 
 
 def _first(prompt: int, answer: int) -> float:
-    """Return the approximate rate of eight workers, to begin a search with."""
+    """Return the approximate highest rate of eight workers, as the start value of a search."""
     return WORKERS / (prompt / 12_000 + answer / 1500)
 
 

@@ -1,7 +1,8 @@
 """Study of GPUs by price: H100, B200, MI300X, and mixes in which one kind prefills and another one decodes.
 
 All clusters serve the same requests, and are compared by the cost of a million requests in time at list prices (`fleet hardware list`).
-Figures of MI300X rest on its data sheet and the efficiencies of other GPUs, with ± 35 % (docs/hardware.md), so its rank may be wrong.
+Figures of MI300X are computed from its data sheet and the efficiencies of other GPUs, and may be wrong by 35 % (docs/hardware.md), so
+the rank of MI300X may be wrong, too.
 """
 
 from fleet.core.roles import Role
@@ -38,7 +39,7 @@ CLUSTERS: dict[str, tuple[SimulatedPoolSection, ...]] = {
         SimulatedPoolSection(role=Role.BOTH, gpu="b200", gpus=8, tp=2),
     ),
 }
-"""Clusters by name. *A + B*: prefill on A, decode on B; *A and B*: whole requests on both."""
+"""Clusters by name. *A + B*: prefill on A, decode on B; *A and B*: both GPU types serve whole requests."""
 
 FOUND: dict[str, tuple[float, float]] = {
     "16 B200": (0.65, 0.9),

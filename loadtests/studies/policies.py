@@ -1,9 +1,9 @@
-"""Study of policies on recorded traffic: attainment by load, and the load up to which each policy keeps 90 % in time.
+"""Study of policies on recorded traffic: attainment by load, and the load up to which each policy answers 90 % of the requests in time.
 
-Conversation is the second half of Mooncake's trace on 16 aggregated workers; split is the same on 10 prefill and 6 decode workers;
-agentic is 192 sessions, for which no policy was tuned, on 8 workers. A load of 1 is the load that the workers could just serve if every
-prefix were cached everywhere and there were no imbalance. The policies of Fleet, Dynamo and Mooncake are tuned with the same number of trials on other requests; all
-others have their defaults.
+Conversation is the second half of Mooncake's trace on 16 aggregated workers; split is the same traffic on 10 prefill and 6 decode
+workers; agentic is 192 sessions, for which no policy was tuned, on 8 workers. At a load of 1, the workers could just serve all requests
+if every prefix were cached everywhere and there were no imbalance. The policies of Fleet, Dynamo and Mooncake are tuned with the same
+number of trials on other requests; all other policies have their defaults.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ WANTED = 0.9
 OURS = "fleet"
 
 Held = dict[str, tuple[float, float]]
-"""Lowest and highest expected value of each finding, by the name of the finding."""
+"""Lowest and highest value that each finding may have, by the name of the finding."""
 
 
 class StudyTraffic(Struct, frozen=True, kw_only=True):
@@ -38,7 +38,7 @@ class StudyTraffic(Struct, frozen=True, kw_only=True):
     requests: int = 0
     loads: tuple[float, ...] = LOADS
     edge: tuple[float, ...] = (0.6, 0.7, 0.8)
-    """Loads for all contestants other than Fleet and its `PEERS`, around the load at which the better policies begin to be late."""
+    """Loads for all contestants except Fleet and its `PEERS`, around the load at which the better policies begin to be late."""
 
 
 TRAFFIC = (
@@ -83,7 +83,7 @@ class AttainmentCurve(Struct, frozen=True, kw_only=True):
         return [self.mean(place, "attainment") for place in range(len(self.loads))]
 
     def capacity(self, wanted: float = WANTED) -> float:
-        """Return the load with the wanted attainment, interpolated between two loads.
+        """Return the load at which the attainment falls to `wanted`, interpolated between two loads; the highest load if it never does.
 
         For the interpolation, the attainment at a load of 0 is 1.
         """
@@ -131,7 +131,10 @@ def contestants_of(traffic: StudyTraffic) -> list[Contestant]:
 
 
 def in_our_order(traffic: StudyTraffic) -> list[Contestant]:
-    """Return contestants that separate two effects: `PEERS` with Fleet's prefill queue, and Fleet's policy without it or untuned."""
+    """Return contestants that show what the prefill queue and the tuning contribute.
+
+    They are `PEERS` with Fleet's prefill queue, Fleet's policy without this queue, and Fleet's policy with its defaults.
+    """
     planned = planned_of(read(traffic.scenario, traffic.changes))
     ours = tuned(OURS, traffic.tuned_as, planned)
     order = {name: value for name, value in ours.settings.items() if name in PREFILL_QUEUE_SETTINGS}
@@ -194,7 +197,10 @@ def details(traffic: StudyTraffic, curves: Sequence[AttainmentCurve], place: int
 
 
 def compared(traffic: StudyTraffic, curves: Sequence[AttainmentCurve], held: Held) -> tuple[list[StudyFinding], int]:
-    """Compare Fleet's policy with the better of `PEERS` at the first load that the better one misses. Also return its index."""
+    """Compare Fleet's policy with `PEERS`; return the findings and the index of the load at which goodput is compared.
+
+    It is the first load at which the better of `PEERS` has an attainment below `WANTED`; the last load if there is none.
+    """
     by_name = {each.contestant.name: each for each in curves}
     ours = by_name[OURS]
     peers = [by_name[name] for name in PEERS]
@@ -249,7 +255,7 @@ def study(effort: Effort) -> StudyReport:
 
 
 def edge(effort: Effort) -> StudyReport:
-    """Repeat the aggregated case (conversation) with loads close to each other, around the one where the better policies are late."""
+    """Repeat the case conversation with loads close to each other, around the load at which the better policies begin to be late."""
     traffic = structs.replace(TRAFFIC[0], name="edge", loads=EDGE)
     curves = contest(traffic, [each for each in contestants_of(traffic) if each.name in (OURS, *PEERS)], effort)
     found, _ = compared(traffic, curves, HELD[traffic.name])

@@ -9,7 +9,7 @@ from fleet.sim.workload.drawn import DrawnWorkload
 from loadtests.studies.runs import capacity, planned_of, read, requests_in, simulated
 
 WANTED = 0.9
-NONE = 0.02  # a highest rate below this number of requests per second counts as 0
+NONE = 0.02  # a highest rate below this one, in requests per second, counts as 0
 
 
 class ClusterVariant(Struct, frozen=True, kw_only=True):

@@ -19,7 +19,7 @@ def pairs() -> tuple[tuple[int, int], ...]:
 
 
 def independent(requests: int, rate: float, seed: int) -> list[TraceRequest]:
-    """Draw lengths of prompts and answers independently, like Splitwise's simulator."""
+    """Return requests whose prompt and answer lengths are drawn independently of each other, like in Splitwise's simulator."""
     chance = Random(seed)
     recorded = pairs()
     lengths = [(chance.choice(recorded)[0], chance.choice(recorded)[1]) for _ in range(requests)]
@@ -27,7 +27,7 @@ def independent(requests: int, rate: float, seed: int) -> list[TraceRequest]:
 
 
 def no_longer_than(most: int, requests: int, rate: float, seed: int) -> list[TraceRequest]:
-    """Draw recorded pairs of prompt and answer that have fewer than `most` tokens together."""
+    """Return requests whose lengths are recorded pairs; prompt and answer of each pair have together fewer than `most` tokens."""
     chance = Random(seed)
     fitting = [pair for pair in pairs() if sum(pair) < most]
     return poisson([chance.choice(fitting) for _ in range(requests)], rate, chance)

@@ -1,7 +1,7 @@
 """Runs of a study: scenarios with changes, parts of traces and loads, on several cores.
 
-A load is the offered work, divided by the most work that the workers could do (`loadtests.studies.bound`). At 1 all workers would be busy all
-the time if every prefix were cached everywhere without imbalance.
+A load is the work of the requests, divided by the most work that the workers could do in the same time (`loadtests.studies.bound`). At a
+load of 1, all workers would be busy all the time if every prefix were cached everywhere and there were no imbalance.
 """
 
 import multiprocessing
@@ -25,7 +25,7 @@ from kvstore.eviction.trace_replay import TraceRequest
 from loadtests.studies.bound import UpperBound, bound_of
 
 FOLDER = Path(__file__).parent
-# The search for a capacity ends at this relative distance of two rates. Other seeds change the result by more.
+# The search for a capacity ends when two rates differ by at most this share. Other seeds change the result by more.
 CLOSE = 0.03
 
 Item = TypeVar("Item")
@@ -92,7 +92,7 @@ def run(case: StudyCase) -> StudyRun:
 def simulated(
     plan: RunPlan, requests: Iterable[TraceRequest], on_end: Callable[[EndedRequest], None] | None = None
 ) -> RunOutcome:
-    """Simulate requests on a plan, each of which arrives at its own time, and return the outcome."""
+    """Simulate requests on a plan, and return the outcome. Each request arrives at its own time, whatever happens to earlier ones."""
     return simulate(plan, iter(requests), on_end=on_end).outcome
 
 
@@ -128,7 +128,7 @@ def planned_of(scenario: Scenario) -> RunPlan:
 
 
 def requests_in(scenario: Scenario, part: WorkloadPart = WorkloadPart.ALL, most: int = 0) -> list[TraceRequest]:
-    """Return the requests of a scenario's workload, or a part of them with arrivals counted from its start."""
+    """Return the requests of a part of a scenario's workload, at most `most` of them (0: all), the first one at instant 0."""
     drawn = requests_of(scenario.workload, FOLDER, block_tokens=scenario.engine.block_tokens, seed=scenario.seed)
     requests = list(drawn)
     half = len(requests) // 2
@@ -145,7 +145,7 @@ def requests_in(scenario: Scenario, part: WorkloadPart = WorkloadPart.ALL, most:
 
 
 def faster(requests: Iterable[TraceRequest], speed: float) -> Iterator[TraceRequest]:
-    """Yield the same requests with arrivals that follow each other `speed` times as fast."""
+    """Yield the same requests; their arrivals come `speed` times as fast."""
     for each in requests:
         yield each if speed == 1 else _at(each, Nanos(round(each.arrival / speed)))
 
@@ -165,13 +165,13 @@ def _offered(name: str, changes: bytes, part: WorkloadPart, most: int) -> tuple[
 def capacity(
     attained: Callable[[float], float], *, wanted: float = 0.9, first: float = 1.0, close: float = CLOSE
 ) -> float:
-    """Return the highest load (or rate) with the wanted attainment, found by doubling and halving.
+    """Return the highest load (or rate) with the wanted attainment, found in steps of 1.5 and then by halving the interval.
 
     Args:
         attained: Returns the attainment at a load.
         wanted: Wanted attainment.
         first: Load at which the search begins.
-        close: Relative distance of the two final loads, of which the lower one is returned.
+        close: Relative distance at which the search ends; of the two final loads, the lower one is returned.
     """
     low, high = first, first
     if attained(first) >= wanted:

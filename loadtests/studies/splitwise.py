@@ -1,10 +1,10 @@
 """Study of Splitwise's six cluster designs of equal electric power, compared with the figures of Splitwise's own simulator.
 
-The study has the same step times, the same lengths, and the same nine limits: slowdowns against an idle A100 of 2, 3 and 6 times for
-TTFT, and of 1.25, 1.5 and 5 times for TPOT and whole answers, at the 50th, 90th and 99th percentile. It uses two minutes of Poisson
-arrivals, and the highest rate on a grid of 10 per second. The differences are: Fleet's router places requests, so no machine changes
-its pool; prompts over 2,048 tokens are computed in chunks; and the first token of a split request comes from the decode worker, a
-transfer and a step later.
+The study has the same step times, the same lengths, and the same nine limits. At the 50th, 90th and 99th percentile, TTFT may be 2, 3
+and 6 times that of an idle A100, and TPOT and whole answers may take 1.25, 1.5 and 5 times as long. Arrivals are a Poisson process of
+two minutes, and rates are tried in steps of 10 requests per second. There are three differences. Fleet's router places requests, so no
+machine changes its pool. Prompts over 2,048 tokens are computed in chunks. The first token of a disaggregated request comes from the
+decode worker, a transfer and a step later.
 """
 
 import tomllib
@@ -133,7 +133,7 @@ class SearchStep(Struct, frozen=True):
 
 
 def slowdowns(tried: SearchStep) -> dict[str, tuple[float, float, float]]:
-    """Return by latency the slowdowns against an idle A100, at the percentiles `SHARES`."""
+    """Return for each kind of latency how many times as long as on an idle A100 it is, at the percentiles `SHARES`."""
     count = round(tried.rate * SECONDS)
     requests = recorded_lengths.independent(tried.requests or count, tried.rate, tried.seed)
     planned = structs.replace(plan_of(tried.design), seed=tried.seed)
@@ -172,7 +172,7 @@ class Searched(Struct, frozen=True):
 
 
 def highest(task: tuple[str, int, int]) -> Searched:
-    """Return the highest rate on the grid that keeps all nine limits, beginning at the rate of Splitwise's simulator."""
+    """Return the highest rate, in steps of `STEP`, that keeps all nine limits; begin with the rate of Splitwise's simulator."""
     design, seed, requests = task
     rate, kept, missed = float(DESIGNS[design][1]), 0.0, ""
     while True:

@@ -1,8 +1,8 @@
 """Tuning of policies: the same number of trials for each policy, on other requests than those of the reported figures.
 
 A trial draws each parameter from a short list. The first trial has the published defaults, so tuning never makes a policy worse. The
-goal is the attainment at a load at which requests begin to be late. Nothing is tuned for agentic sessions: all policies have defaults
-there.
+trial with the highest attainment is chosen, at loads at which requests begin to be late. Nothing is tuned for agentic sessions, for which
+all policies have their defaults.
 """
 
 from collections.abc import Callable

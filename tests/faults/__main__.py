@@ -26,7 +26,7 @@ Pair = tuple[Component, MatrixFault]
 
 
 def pairs(only: Sequence[str]) -> list[Pair]:
-    """Return the selected components and faults; `only` has entries such as ``decode`` or ``decode:kill``."""
+    """Return the selected pairs of component and fault. `only` has entries such as ``decode`` or ``decode:kill``; empty: all pairs."""
     every = [(component, fault) for component in Component for fault in MatrixFault]
     if not only:
         return every
@@ -34,7 +34,7 @@ def pairs(only: Sequence[str]) -> list[Pair]:
 
 
 async def run_matrix(chosen: Sequence[Pair], seed: int = 1) -> list[Cell]:
-    """Run the experiments of all possible pairs, and tell each on standard error."""
+    """Run the experiments of all possible pairs, print each result on standard error, and return all cells."""
     possible = [pair for pair in chosen if not why_impossible(*pair)]
     cells: list[Cell] = []
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
@@ -52,7 +52,10 @@ async def run_matrix(chosen: Sequence[Pair], seed: int = 1) -> list[Cell]:
 
 
 async def _tried(cluster: FaultCluster, component: Component, fault: MatrixFault) -> list[Cell]:
-    """Run an experiment; once more if a request was not in its phase when the fault came, as happens on a busy machine."""
+    """Run an experiment, up to `TRIES` times: on a busy machine it may fail, or a phase may have no request when the fault comes.
+
+    If every try fails, return cells that say so.
+    """
     told = ""
     for _ in range(TRIES):
         try:

@@ -1,4 +1,4 @@
-"""Cluster of the fault matrix: processes of the soak test with relays between them, and a store node with a disk below it."""
+"""Cluster of the fault matrix: processes of the soak test with relays between them, and a store node with an SSD tier."""
 
 import asyncio
 import random
@@ -44,9 +44,9 @@ SIMULATED = SimulatedSettings(
     load_timeout_ms=6000,
 )
 DRAIN_SECONDS = 20.0
-JOIN_SECONDS = 90.0  # on a busy machine
+JOIN_SECONDS = 90.0  # time limit for all workers to join, for a busy machine
 CALL_SECONDS = 5.0
-RESUME_SECONDS = 60.0  # for a killed router to be back; clients over gRPC go on with their answers then
+RESUME_SECONDS = 60.0  # time in which gRPC clients try to continue their answers, until a killed router is back
 STORE_BYTES = 8 << 20
 
 
@@ -163,13 +163,13 @@ class FaultCluster:
     # Requests.
 
     def clients(self) -> SoakClients:
-        """Return clients with a tally of their own; those over gRPC survive the router."""
+        """Return clients with counts of their own. Their gRPC streams continue after a restart of the router."""
         return SoakClients(
             self.endpoints["http"], self.endpoints["grpc"], MODEL, self._text_of, resume_seconds=RESUME_SECONDS
         )
 
     def request(self, tokens: int, answer: int, *, over_http: bool = False, **options: object) -> SoakRequest:
-        """Return a request with a fresh prompt and its expected answer."""
+        """Return a request with a new random prompt of `tokens` tokens, and its expected answer of `answer` tokens."""
         prompt = tuple(self.chance.randrange(64, 4000) for _ in range(tokens))
         sampling = Sampling(max_tokens=answer, temperature=0.0, ignore_eos=True)
         return SoakRequest(
@@ -184,7 +184,7 @@ class FaultCluster:
     # State.
 
     async def until_whole(self) -> None:
-        """Wait until every worker has joined, drains not, and reports to the router."""
+        """Wait until the router reports every worker as serving."""
         missing = set(ROLES)
 
         async def is_whole() -> bool:
@@ -195,7 +195,7 @@ class FaultCluster:
         await until_answered(is_whole, JOIN_SECONDS, lambda: f"the router does not know {sorted(missing)}")
 
     async def serving(self) -> Sequence[str]:
-        """Return the workers that the router knows and that take work; none if it does not answer."""
+        """Return the ids of the workers that the router reports as serving; none if the router does not answer."""
         try:
             async with asyncio.timeout(CALL_SECONDS):
                 pools = (await self.operator.status()).pools
@@ -204,20 +204,20 @@ class FaultCluster:
         return [worker.worker_id for pool in pools for worker in pool.workers if worker.state == "serving"]
 
     async def prefilling(self) -> bool:
-        """Return whether a prefill worker has a request."""
+        """Return whether the router has reserved a request on a prefill worker."""
         pools = (await self.operator.status()).pools
         return any(
             worker.booked_requests for pool in pools for worker in pool.workers if worker.worker_id.startswith("p")
         )
 
     async def until_drained(self, name: str) -> None:
-        """Wait for the end of a worker that drains; a fault may have stopped it."""
+        """Wait for the end of a draining worker; kill it if it does not end in time, because a fault may have stopped it."""
         if await self.workers[name].ended(DRAIN_SECONDS + CALL_SECONDS) is None:
             self.workers[name].kill()
             await self.workers[name].ended(CALL_SECONDS)
 
     async def held(self) -> list[str]:
-        """Return what is still held somewhere although no request is live."""
+        """Return a text for each thing that the router, a worker or the store node holds although all requests have ended."""
         status = await self.operator.status()
         left = [f"{status.router.active} requests are active"] if status.router.active else []
         for pool in status.pools:
@@ -242,7 +242,7 @@ class FaultCluster:
             client.close()
 
     async def restore(self) -> None:
-        """Start what is dead, end all faults, and wait until the cluster is whole."""
+        """End the faults of all links, start processes that have ended, and wait until all workers serve."""
         for link in (self.store_link, self.registry_link, *self.links.values()):
             link.heal()
         if not self.node.alive:
@@ -254,7 +254,7 @@ class FaultCluster:
         await self.until_whole()
 
     async def reap(self) -> None:
-        """Wait for the processes that were killed, so that they count as ended."""
+        """Collect the exit statuses of killed processes, so that they count as ended."""
         for process in (*self.workers.values(), self.router):
             await process.ended(0.2)
         if not self.node.alive:

@@ -1,4 +1,4 @@
-"""Experiment: one fault into one component while requests are in every phase; it gives one cell for each phase."""
+"""Experiment: injects one fault into one component while requests are in every phase, and gives one cell for each phase."""
 
 import asyncio
 import time
@@ -14,19 +14,19 @@ from tests.faults.injection import inject
 from tests.faults.matrix import Cell, CellPhase, Component, MatrixFault
 from tests.support.waiting import NotMet, pace, until, until_answered
 
-PHASE_SECONDS = 60.0  # for requests to be in their phases, on a busy machine
-END_SECONDS = 90.0  # for all requests to end
-PROBE_SECONDS = 15.0  # of one request that shows whether the cluster serves
+PHASE_SECONDS = 60.0  # time limit for requests to reach their phases, for a busy machine
+END_SECONDS = 90.0  # time limit for all requests to end
+PROBE_SECONDS = 15.0  # time limit of one request that shows whether the cluster serves
 RECOVERY_SECONDS = 90.0
 LEAK_SECONDS = 30.0  # longer than every lease
 MORE_FILES = 16
 DECODES, TRANSFERS, PREFILLS, IDLE = 4, 2, 2, 2
-LONG_ANSWER = 80  # tokens of 60 ms
+LONG_ANSWER = 80  # number of tokens, each of which takes 60 ms
 
 
 @dataclass(eq=False)
 class _Ask:
-    """One request under way, with the phase in which the fault found it."""
+    """One running request, with its phase at the moment of the fault."""
 
     request: SoakRequest
     clients: SoakClients
@@ -45,7 +45,7 @@ class Experiment:
         self._files = cluster.files()
 
     async def run(self) -> list[Cell]:
-        """Run the experiment, and restore the cluster."""
+        """Run the experiment, restore the cluster, and return a cell for each phase."""
         cluster = self._cluster
         decodes = [self._ask(64, LONG_ANSWER, placement=Placement.AGGREGATED) for _ in range(DECODES)]
         await self._until_tokens(decodes, 2)
@@ -96,7 +96,7 @@ class Experiment:
         return asked
 
     async def _until_tokens(self, asked: Sequence[_Ask], tokens: int) -> None:
-        """Wait until each of these answers has so many tokens."""
+        """Wait until each of these answers has at least `tokens` tokens."""
 
         def failure() -> str:
             told = [(len(each.answer.tokens), each.clients.tally.errors, each.clients.tally.broken) for each in asked]
@@ -105,7 +105,7 @@ class Experiment:
         await until(lambda: all(len(each.answer.tokens) >= tokens for each in asked), PHASE_SECONDS, failure)
 
     async def _until_prefill_workers(self, *, busy: bool) -> None:
-        """Wait until a prefill worker has work, or none has; a prompt that is being transferred is no work of theirs."""
+        """Wait until a prefill worker has a request (`busy`), or none has. A prompt whose blocks are being transferred does not count."""
 
         async def are_there() -> bool:
             return await self._cluster.prefilling() == busy
@@ -138,7 +138,7 @@ class Experiment:
                 return list(ROLES)
 
     async def _recovery(self, began: float) -> float:
-        """Return the seconds until a request that was sent after the fault is answered."""
+        """Return the seconds from `began` until a new request is answered; `RECOVERY_SECONDS` if none is."""
         while time.monotonic() - began < RECOVERY_SECONDS:
             clients = self._cluster.clients()
             try:
@@ -154,7 +154,7 @@ class Experiment:
         return RECOVERY_SECONDS
 
     async def _watch_pauses(self) -> None:
-        """Note the longest time that each answer gets no token, until all have ended."""
+        """Note for each answer the longest time without a new token, until all answers have ended."""
         latest: dict[_Ask, tuple[int, float]] = {}
         while not latest or any(each.task is not None and not each.task.done() for each in latest):
             now = time.monotonic()
@@ -184,7 +184,7 @@ class Experiment:
             left = [*await self._cluster.held(), *self._more_files()]
             return not left
 
-        with suppress(NotMet):  # what is left is reported
+        with suppress(NotMet):  # the caller reports what is left
             await until_answered(nothing_left, LEAK_SECONDS)
         return left
 
@@ -224,7 +224,7 @@ class Experiment:
         return cell
 
     def _broke_with_router(self, asked: _Ask) -> bool:
-        """Return whether an answer over HTTP ended with its router; clients over gRPC go on when a router is back."""
+        """Return whether an HTTP answer ended, with correct tokens, because its router was lost. gRPC answers continue later."""
         if not asked.request.over_http:
             return False
         tally = asked.clients.tally
@@ -233,11 +233,11 @@ class Experiment:
 
 
 def _phase_of(asked: _Ask, phase: CellPhase, most_tokens: int = LONG_ANSWER) -> CellPhase | None:
-    """Return the phase of a request that is under way; None if it has ended or is further."""
+    """Return `phase` if the request still runs and has at most `most_tokens` tokens; otherwise None."""
     is_there = asked.task is not None and not asked.task.done() and len(asked.answer.tokens) <= most_tokens
     return phase if is_there else None
 
 
 def _wrong(asked: _Ask) -> int:
-    """Count the received tokens that are not the expected ones at their place."""
+    """Count the received tokens that differ from the expected token at the same position."""
     return sum(got != want for got, want in zip(asked.answer.tokens, asked.request.expected, strict=False))

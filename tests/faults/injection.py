@@ -1,4 +1,4 @@
-"""Injection: does one fault to processes, links or a disk of a fault cluster, and ends it."""
+"""Injection: begins one fault of processes, links or the disk of a fault cluster, and ends the fault."""
 
 import asyncio
 import resource
@@ -25,13 +25,13 @@ End = Callable[[], Awaitable[None]]
 
 
 async def inject(cluster: FaultCluster, component: Component, fault: MatrixFault, victims: Sequence[str]) -> End:
-    """Begin a fault, and return what ends it.
+    """Begin a fault, and return the coroutine function that ends it.
 
     Args:
         cluster: The cluster.
         component: The component that gets the fault.
         fault: The fault.
-        victims: For a worker component: the workers that get it.
+        victims: For a worker component: the workers that get the fault.
     """
     if fault in (MatrixFault.CUT, MatrixFault.DELAY):
         return _on_links(_links(cluster, component, victims), fault)
@@ -56,7 +56,7 @@ def _pids(cluster: FaultCluster, component: Component, victims: Sequence[str]) -
 
 
 async def _signal(cluster: FaultCluster, component: Component, pids: Sequence[int], fault: MatrixFault) -> End:
-    """Kill or stop processes. This program is their supervisor: it starts killed ones again, and kills stopped ones at the end."""
+    """Kill or stop processes. At the end of the fault, do what a supervisor does: restart killed processes, and kill stopped ones."""
 
     async def start_again() -> None:
         if component is Component.ROUTER:
@@ -89,7 +89,7 @@ async def _signal(cluster: FaultCluster, component: Component, pids: Sequence[in
             await thawed
 
         return thaw
-    if component is Component.ROUTER:  # nothing else can end it for good: its supervisor's liveness probe does
+    if component is Component.ROUTER:  # a stopped router ends only by the liveness probe of its supervisor
 
         async def probe() -> None:
             await pace(LASTING_SECONDS, "the time until the liveness probe of its supervisor fails")
@@ -206,7 +206,7 @@ def _on_redis(cluster: FaultCluster, fault: MatrixFault) -> End:
 
 
 def _limit(pids: Sequence[int], fault: MatrixFault) -> End:
-    """Let processes open no more files, or take no more memory, for a while."""
+    """Let processes open hardly any more files, or allocate hardly any more memory, until the fault ends."""
     which = resource.RLIMIT_NOFILE if fault is MatrixFault.NO_FILES else resource.RLIMIT_AS
     before: dict[int, tuple[int, int]] = {}
     for pid in pids:

@@ -1,7 +1,7 @@
-"""Experiments with a cluster of `fleet up`: faults of its supervisor and of its planner, which are on no path of a request.
+"""Experiments with a cluster of `fleet up`: faults of the supervisor and of the planner, through which no request passes.
 
-The expected answers are those of the healthy cluster. When the supervisor is killed, its whole cluster has to end with it: processes
-without a supervisor would hold ports and memory that nobody gives back. Its answers end with an error, and a new `fleet up` serves.
+The expected answers are those of the cluster before the fault. When the supervisor is killed, all its processes have to end, because
+without a supervisor they would hold ports and memory for ever. Running answers end with an error, and a new `fleet up` serves.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ SIZES = {CellPhase.IDLE: (64, 8), CellPhase.PREFILL: (900, 8), CellPhase.DECODE:
 
 
 class LocalExperiment:
-    """One fault to the supervisor or the planner of a cluster of its own."""
+    """Injects one fault into the supervisor or the planner of a new cluster."""
 
     def __init__(self, folder: Path, component: Component, fault: MatrixFault):
         self._folder, self._component, self._fault = folder, component, fault
@@ -58,7 +58,7 @@ class LocalExperiment:
         self._seconds = 0.0
 
     def run(self) -> list[Cell]:
-        """Run the experiment; the cluster ends with it."""
+        """Run the experiment with a new cluster, end the cluster, and return the cells."""
         topology = self._folder / "topology.toml"
         topology.write_text(TOPOLOGY)
         ports = ("--http-port", str(a_free_port()), "--grpc-port", str(a_free_port()))
@@ -114,7 +114,7 @@ class LocalExperiment:
     async def _end_fault(self, up: LocalClusterProcess, began: float) -> None:
         if self._fault is MatrixFault.KILL:
             up.process.wait(END_SECONDS)
-            with suppress(NotMet):  # what is left is reported
+            with suppress(NotMet):  # processes that are left are reported as leaks
                 await until(lambda: not alive(self._before), END_SECONDS)
             self._orphans = alive(self._before)
             for pid in self._orphans:

@@ -1,4 +1,4 @@
-"""Matrix: the components, faults and phases, what a cell records, and why a combination is impossible."""
+"""Fault matrix: the components, faults and phases, the figures of a cell, and why some combinations are impossible."""
 
 import shutil
 from enum import StrEnum
@@ -19,7 +19,7 @@ class Component(StrEnum):
 
 class MatrixFault(StrEnum):
     KILL = "kill"
-    STOP = "stop"  # for good
+    STOP = "stop"  # SIGSTOP without a SIGCONT
     STOP_6S = "stop_6s"
     CUT = "cut"
     DELAY = "delay"
@@ -33,7 +33,7 @@ class MatrixFault(StrEnum):
 
 
 class CellPhase(StrEnum):
-    IDLE = "idle"  # requests that came after the fault, while it lasted
+    IDLE = "idle"  # requests that were sent after the fault had begun, and before it ended
     PREFILL = "prefill"
     TRANSFER = "transfer"
     DECODE = "decode"
@@ -47,13 +47,13 @@ class Cell(Struct, kw_only=True):
     fault: str
     phase: str
     requests: int
-    lost: int  # tokens
+    lost: int  # number of tokens, as for the next two fields
     repeated: int
     wrong: int
-    failed: int  # answers that ended with an error that permits a retry
-    leaked: int  # things that were still held when all requests had ended
-    seconds: float  # recovery: the longest time after the fault in which an answer of this phase got no token
-    served_seconds: float  # from the fault until a request that was sent after it was answered
+    failed: int  # number of answers that ended with an error that permits a retry
+    leaked: int  # number of things (reservations, leases, files, …) that were held after all requests had ended
+    seconds: float  # the longest time without a token, after the fault, of an answer in this phase
+    served_seconds: float  # seconds from the fault until a request that was sent after the fault was answered
     broken: list[str] = []  # promises that this cell breaks
 
 
@@ -66,7 +66,7 @@ LIMITS = (MatrixFault.NO_FILES, MatrixFault.MEMORY)
 
 
 def why_impossible(component: Component, fault: MatrixFault) -> str:
-    """Return why a combination cannot happen or cannot be produced here; empty if it can."""
+    """Return why a combination cannot happen, or cannot be produced on this machine; empty if it can."""
     no_link = "has no link of its own: it is a part of the links of the other components"
     match component:
         case Component.ROUTER if fault in ON_LINK:

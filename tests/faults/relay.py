@@ -1,7 +1,7 @@
-"""Relay: a Unix socket in front of another one, whose bytes may be held back, delayed or damaged on their way.
+"""Relay: a Unix socket in front of another one; a test can let it hold back, delay or damage the bytes that it forwards.
 
-A cut holds bytes back and closes nothing, as a network does that drops packets. Frames of `kvstore.net.frames` can be damaged one by
-one. `tc netem` is not in every kernel; the relay needs nothing of the machine.
+A cut holds bytes back and closes no connection, like a network that drops packets. Frames of `kvstore.net.frames` can be damaged one by
+one. Not every kernel has `tc netem`; the relay works on every machine.
 """
 
 import asyncio
@@ -23,20 +23,20 @@ CHUNK = 1 << 16
 class Spoiling(Enum):
     NOTHING = auto()
     CORRUPT = auto()  # one frame becomes unreadable
-    DUPLICATE = auto()  # each frame with KV events comes twice
-    REORDER = auto()  # each frame with KV events comes after the next one
+    DUPLICATE = auto()  # each frame with KV events is sent twice
+    REORDER = auto()  # each frame with KV events is sent after the next frame
 
 
 class Relay:
-    """Connections to `target` through `path`; faults apply to all of them."""
+    """Forwards connections from `path` to `target`; a fault affects all of them."""
 
     def __init__(self, path: Path, target: str, *, frames: bool):
         """Prepare a relay.
 
         Args:
-            path: Where it listens.
-            target: Path of the Unix socket to which it connects.
-            frames: Whether what the target sends is worker frames, which `spoiling` can change.
+            path: Path of the Unix socket on which the relay listens.
+            target: Path of the Unix socket to which the relay connects.
+            frames: True if the target sends frames of a worker, which `spoiling` can change.
         """
         self.address = f"unix:{path}"
         self.delay_seconds = 0.0
@@ -76,7 +76,7 @@ class Relay:
         ]
         try:
             await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
-            await self._flows.wait()  # the end of a connection does not pass a cut either
+            await self._flows.wait()  # during a cut, the end of a connection is held back, too
         finally:
             for pump in pumps:
                 pump.cancel()
@@ -97,7 +97,7 @@ class Relay:
                 await writer.drain()
 
     def _spoil(self, payload: bytes, kept: list[bytes]) -> bytes:
-        """Return the bytes that pass on instead of a frame."""
+        """Return the bytes to forward instead of a frame; `kept` holds a frame that is sent after the next one."""
         frame = HEAD.pack(len(payload)) + payload
         if self.spoiling is Spoiling.CORRUPT:
             self.spoiling = Spoiling.NOTHING

@@ -37,7 +37,7 @@ def token_ids(tokens: TokenBytes) -> list[int]:
 
 
 def a_prompt(num_tokens: int = 10, *, first: int = 1) -> TokenBytes:
-    """Return `num_tokens` consecutive ids; prompts with different `first` share no block."""
+    """Return `num_tokens` consecutive ids from `first` on; prompts with different `first` have no block in common."""
     return token_bytes(range(first, first + num_tokens))
 
 

@@ -30,7 +30,7 @@ class Authority:
             name: Name of the certificate and of its files.
             hours: Start and end of its validity, relative to now.
             hosts: DNS names besides 127.0.0.1.
-            rsa_key: True: make an RSA key, with which ciphers without forward secrecy are possible.
+            rsa_key: True: make an RSA key, so that ciphers without forward secrecy are possible; False: an elliptic curve key.
         """
         key = rsa.generate_private_key(65537, 2048) if rsa_key else ec.generate_private_key(ec.SECP256R1())
         certificate = self._sign(

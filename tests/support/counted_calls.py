@@ -23,12 +23,12 @@ class CountedCalls:
 
     @property
     def files(self) -> set[str]:
-        """The files of the called functions, by their paths in `fleet`."""
+        """The files of the called functions, as paths in the folder `fleet`."""
         return {file_of(function) for function in self.by_function}
 
 
 def file_of(function: CodeType) -> str:
-    """Return the file of a function, by its path in `fleet`."""
+    """Return the file of a function, as a path in the folder `fleet`."""
     return function.co_filename.removeprefix(OURS)
 
 
@@ -37,7 +37,7 @@ def count_calls(folder: str = OURS) -> Iterator[CountedCalls]:
     """Count the calls of Python functions on this thread.
 
     Args:
-        folder: Count only functions whose path begins so; an empty string counts those of all libraries too.
+        folder: Count only functions whose file path begins with this text; empty: count the functions of all libraries, too.
     """
     counted = CountedCalls()
     by_function = counted.by_function

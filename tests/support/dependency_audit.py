@@ -1,10 +1,10 @@
-"""Dependency audit: compares every pinned version with the known vulnerabilities: ``python -m tests.support.dependency_audit``.
+"""Dependency audit: compares every pinned version with the known vulnerabilities.
 
 pip-audit queries an advisory service. It passes even if the service knows none of the packages. Therefore this module
 first queries a release that is known to be vulnerable (`CANARY`), and then checks that each package has an answer.
 
-Exit status: 0: every pinned version was audited, and has no vulnerabilities except those in `ACCEPTED`; 1: there are
-others; 3: at least one version was not audited.
+Usage: ``python -m tests.support.dependency_audit``. Exit status: 0: every pinned version was audited, and has no
+vulnerabilities except those in `ACCEPTED`; 1: a version has another vulnerability; 3: a version was not audited.
 """
 
 import argparse
@@ -25,9 +25,9 @@ OSV = "https://api.osv.dev/v1/query"
 CANARY = "jinja2==2.4.1"
 """A release with published vulnerabilities (CVE-2014-1402 and later ones)."""
 
-# The local part of a version is left out, because no advisory names it.
+# The local part of a version (`+cpu`) is left out, because no advisory contains it.
 PIN = re.compile(r"^([A-Za-z0-9][\w.-]*)==([\w.!-]+)(\+[\w.]+)?")
-NAME_PUNCTUATION = re.compile(r"[-_.]+")  # equal in names of packages
+NAME_PUNCTUATION = re.compile(r"[-_.]+")  # these characters are equivalent in package names
 FEWEST_PINS = 20  # fewer pins than these mean that a file was not read
 DEADLINE_S = 1800
 
@@ -52,7 +52,7 @@ class Vulnerability(Struct, frozen=True, kw_only=True):
 
 
 def pinned(root: Path) -> list[str]:
-    """Return every exact version that the project names, as `name==version`: constraints, extras, and torch."""
+    """Return every version that the project pins, as `name==version`, from the lock files, pyproject.toml and the Makefile."""
     lines = [line for name in LOCKS for line in (root / name).read_text().splitlines()]
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
     lines += project["dependencies"]

@@ -1,8 +1,8 @@
 """Dockerfiles: reads them, and runs their steps without a container runtime.
 
-An overlay on this machine's root takes the place of the base image; the files that a step writes are its layer. A
-folder that a stage copies from another stage, and does not change afterwards, is mounted read-only instead of copied,
-because the packages of a worker would take gigabytes of memory.
+This machine's root folder takes the place of the base image. Each stage has an overlay over it, whose layer contains the
+files that the steps write. A folder that a stage copies from another stage, and does not change afterwards, is mounted
+read-only instead of copied, because a copy of a worker's packages would take gigabytes of memory.
 """
 
 import fnmatch
@@ -40,7 +40,7 @@ mount -t overlay base -o lowerdir={environment},upperdir={folder}/{name}/base-up
 
 
 class PythonBase(msgspec.Struct, frozen=True):
-    """Names a virtual environment that stands for the packages of a base image; all stages have it at /opt/base."""
+    """Names a virtual environment that takes the place of a base image's packages; all stages have it at /opt/base."""
 
     environment: Path
     prepare: str
@@ -55,7 +55,7 @@ class Instruction(msgspec.Struct, frozen=True):
 
 
 def instructions(path: Path) -> Iterator[Instruction]:
-    """Yield the instructions of a Dockerfile, without comments; joined if they continue over several lines."""
+    """Yield the instructions of a Dockerfile, without comments. An instruction over several lines is yielded as one line."""
     lines = [line for line in path.read_text().splitlines() if line.strip() and not line.startswith("#")]
     for line in "\n".join(lines).replace("\\\n", " ").splitlines():
         name, _, text = line.partition(" ")
@@ -114,7 +114,7 @@ def run_steps(path: Path, folder: Path, last: str, seconds: float, base: PythonB
 
 
 def _copy_context(path: Path, context: Path) -> None:
-    """Copy the files that the Dockerfile copies, except those that .dockerignore leaves out."""
+    """Copy the files that the Dockerfile copies, without build results; check that .dockerignore leaves none of them out."""
 
     def left_out(_folder: str, names: list[str]) -> list[str]:
         return [name for name in names if name == "__pycache__" or name.endswith(".so")]

@@ -4,10 +4,10 @@ Rules:
 
 1. Each fenced block is a test. A comment on the line before it, `<!-- docs-test: CLAUSE; CLAUSE -->`, says how it is
    tested.
-2. Commands and Python need no comment: they run in the order of the page (`shell_session`). YAML needs none either: the tests of
-   Kubernetes apply it. Every other block has a comment.
+2. Blocks of commands and Python need no comment: they run in the order of the page (`shell_session`). YAML needs no comment
+either: the tests of Kubernetes apply it. Every other block has a comment.
 3. A block that no test can run has `skip, REASON`, with one of `SKIP_REASONS`.
-4. A comment that no block follows is a step of its own: `cluster` starts a cluster for the rest of the page.
+4. The comment `cluster` belongs to no block, and is a step of its own: it starts a cluster for the rest of the page.
 
 `missing_paths` checks the paths that a page names.
 """
@@ -43,12 +43,12 @@ SKIP_REASONS = frozenset(
 LANGUAGES = frozenset({"sh", "python", "toml", "yaml", "json", "text"})
 
 CLAUSES = frozenset({"skip", "settings", "file", "background", "until", "kube", "output", "needs", "cluster"})
-"""Comments that a document may carry.
+"""Clauses that a comment in a document may have.
 
 skip, REASON: no test runs the block. settings KIND: the block loads as settings of that kind. file PATH: the block is that file.
-background: each command of the block keeps running until the page ends. until TEXT: wait for this expression in the output, and
-repeat commands that end before. kube: the tests of Kubernetes run the commands. output: the block is output of the commands
-before it. needs PACKAGE: the block runs where this package is installed. cluster: start a cluster here, with these options.
+background: each command of the block keeps running until the page ends. until TEXT: wait until this regular expression matches the
+output, and repeat a command that ends before. kube: the tests of Kubernetes run the commands. output: the block is the output of the
+commands before it. needs PACKAGE: the block runs only if this package is installed. cluster: start a cluster here, with these options.
 """
 
 _COMMENT = re.compile(r"^<!-- docs-test: (?P<clauses>.*?) -->$")
@@ -56,7 +56,7 @@ _FENCE = re.compile(r"^```(?P<language>\S*)$")
 
 
 class Block(NamedTuple):
-    """Holds a fenced block, or a step without a block, which only the source of its page shows."""
+    """Holds a fenced block, or the step of a `cluster` comment, which has no block."""
 
     page: Path
     line: int
@@ -74,7 +74,7 @@ def blocks(page: Path) -> list[Block]:
     """Return the blocks of a page in their order.
 
     Raises:
-        ValueError: A block does not end.
+        ValueError: A block has no end mark.
     """
     found: list[Block] = []
     said: tuple[int, dict[str, str]] | None = None
@@ -111,7 +111,7 @@ def all_blocks() -> list[Block]:
 
 
 def complaint(block: Block) -> str:
-    """Return why a block is neither tested nor skipped for a known reason, or an empty string."""
+    """Return what is wrong with the comment of a block: empty if the block is tested, or skipped for a known reason."""
     clauses = block.clauses
     if unknown := block.clauses.keys() - CLAUSES:
         return f"{', '.join(sorted(unknown))}: no such clause; tests/support/documents.py lists them"
@@ -130,7 +130,7 @@ def complaint(block: Block) -> str:
 
 
 EVERYWHERE = frozenset({"machine.py", "server.py", "ports.py", "messages.py"})
-"""File names by which pages mean the files of this name in several folders."""
+"""File names for which a page need not name the folder, because they mean the files of this name in several folders."""
 
 _PATH = re.compile(r"(?![./])[\w.*-]+(/[\w.*-]+)*/?")
 _FILE = re.compile(r"\w+\.(py|md|toml|proto|c)")

@@ -1,6 +1,6 @@
 """Fleet processes: runs the command `fleet` in separate processes, as single services or as a cluster of `fleet up`.
 
-Load tests run by their commands, too.
+`run_load_test` runs the command of a load test.
 """
 
 import json
@@ -53,20 +53,20 @@ def start_service(
     within: Sequence[str] = (),
     **started: Any,
 ) -> tuple[subprocess.Popen[Any], dict[str, Any]]:
-    """Start `fleet serve` and wait until it serves or has ended.
+    """Start `fleet serve` and wait until it is ready or has ended.
 
     Args:
-        part: The service: a router, a worker, an operator.
+        part: The service, such as `router`, `worker` or `operator`.
         settings: Settings of the service.
         file: File for the settings.
         options: Further options of the command.
-        within: A command that prepares the process and then runs the service in its place, such as `prlimit`.
-        started: Further arguments of `subprocess.Popen`. A `preexec_fn` is refused, because Python then forks with
-            gRPC's handlers for fork. In a test process whose threads call gRPC, one child of ten then dies of SIGSEGV
+        within: Command in front of the service's command, which prepares the process and then executes it, such as `prlimit`.
+        started: Further arguments of `subprocess.Popen`, but no `preexec_fn`: with it, Python would fork and run gRPC's
+            handlers for forks. In a test process whose threads call gRPC, one child of ten would then die of SIGSEGV
             or SIGABRT.
 
     Returns:
-        The process and the addresses that it announced; no addresses if it ended before it announced them.
+        The process, and the addresses that it printed when it was ready; no addresses if it ended before.
     """
     assert "preexec_fn" not in started, "use `within`"
     file.write_text(json.dumps(settings))
@@ -98,7 +98,7 @@ class LocalClusterProcess:
         return set().union(*map(segments_of, self.pids()))
 
     def pid_of(self, name: str) -> int:
-        """Return the process id of the running child, or 0 if none runs."""
+        """Return the process id of the running child with this name, such as `router`; 0 if it does not run."""
         for process in psutil.Process(self.process.pid).children():
             if any(part.endswith(f"/{name}.json") for part in command_of(process)):
                 return process.pid
@@ -137,7 +137,7 @@ def fleet_up(
 
 
 def alive(pids: Iterable[int]) -> list[int]:
-    """Return the ids of those processes that still run; a zombie does not count as running."""
+    """Return the process ids in `pids` that still run; a zombie does not count as running."""
     return [pid for pid in pids if _runs(pid)]
 
 

@@ -1,4 +1,4 @@
-"""Comparison of a page of metrics, as a process answers it, with the catalogue."""
+"""Comparison of a metrics page, which a process serves to Prometheus, with the catalogue of metrics."""
 
 from collections.abc import Iterable
 
@@ -12,7 +12,7 @@ def differences(page: str, definitions: Iterable[MetricDefinition], *added_label
 
     Args:
         page: The page in the Prometheus text format.
-        definitions: The definitions of the process.
+        definitions: The definitions of the metrics that the process has.
         added_labels: Labels that samples have besides those of their definitions.
     """
     known = {each.name: each for each in definitions}

@@ -1,4 +1,4 @@
-"""Shared-memory segments in /dev/shm: finds those that processes use, and those that no process uses any more."""
+"""Shared-memory segments in /dev/shm: finds segments that processes use, and segments that no process uses any more."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ def abandoned_segments() -> set[str]:
 
 
 def remaining_of(segments: set[str]) -> set[str]:
-    """Return those of these segments that still exist."""
+    """Return the names in `segments` that still exist."""
     return segments & {path.name for path in FOLDER.iterdir()}
 
 

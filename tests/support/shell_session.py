@@ -1,4 +1,4 @@
-"""Shell session: runs the commands of a document in one shell and one folder, with free ports instead of its ports."""
+"""Shell session: runs the commands of a document in one shell and one folder, with free ports instead of the document's ports."""
 
 import os
 import re
@@ -26,7 +26,7 @@ HTTP, GRPC = "127.0.0.1:8000", "127.0.0.1:50051"
 ADDRESS = re.compile(r"\b(?:127\.0\.0\.1|10\.0\.0\.\d+):\d+")
 
 RUNNERS = frozenset({"bash", "make"})
-"""Names of programs that end by themselves when the programs that they have started have ended."""
+"""Names of programs that end when their child processes have ended, so that they need no signal."""
 
 SETUP = """
 set -m -e -o pipefail
@@ -42,7 +42,7 @@ case "$*" in
 esac
 exec {python} -m fleet.cli.main "$@" $ports
 """
-"""Script in place of the command `fleet`; it uses the ports of this session instead of the default ports."""
+"""Script that replaces the command `fleet`; it adds options with the ports of this session."""
 
 PYTHON = """#!/bin/bash
 exec {python} "$@"
@@ -60,7 +60,7 @@ class ShellSession:
         """Prepare a session.
 
         Args:
-            replaced: Replacements in commands, by regular expression; FOLDER stands for the session's folder.
+            replaced: Replacements in commands, by regular expression; FOLDER in a replacement is the session's folder.
             programs: Further programs that commands may call, by name.
             environment: Further environment variables.
         """
@@ -75,7 +75,7 @@ class ShellSession:
         """The output of the last block."""
 
         self.request_id = ""
-        """The id of a request that the page has sent."""
+        """The id of the request that a command has sent; it replaces REQUEST in later commands."""
 
     def __enter__(self) -> Self:
         # Sockets need short paths.
@@ -110,11 +110,11 @@ class ShellSession:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End the processes that still run in the folder, as Ctrl-C does, and remove the folder."""
+        """End the processes that this session has left running, as Ctrl-C does, and remove the folder."""
         found = (each for each in psutil.process_iter(["name", "ppid"]) if _temporary_folder(each) == str(self.folder))
         running = {each.pid: each for each in found if each.info["name"] not in RUNNERS}
         for each in running.values():
-            if each.info["ppid"] not in running:  # the others are ended by their parents
+            if each.info["ppid"] not in running:  # a running parent ends its children
                 with suppress(psutil.NoSuchProcess):
                     each.send_signal(signal.SIGINT)
         _, stubborn = psutil.wait_procs(running.values(), END_SECONDS)
@@ -127,7 +127,7 @@ class ShellSession:
             assert not stubborn, f"these did not end after Ctrl-C: {stubborn}"
 
     def local(self, text: str) -> str:
-        """Return a text with the ports and folders of this session in place of those of the page."""
+        """Return a text of the page with the ports, folders and request id of this session."""
         for there, here in self._replaced.items():
             text = re.sub(there, here.replace("FOLDER", str(self.folder)), text)
         text = re.sub(r"(--\w+-port) (\d+)", lambda found: f"{found[1]} {self._port(f'127.0.0.1:{found[2]}')}", text)
@@ -210,7 +210,7 @@ class ShellSession:
 def _temporary_folder(process: psutil.Process | None) -> str:
     try:
         return process.environ().get("TMPDIR", "") if process else ""
-    except psutil.Error:  # it has ended, or belongs to somebody else
+    except psutil.Error:  # the process has ended, or belongs to another user
         return ""
 
 

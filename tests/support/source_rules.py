@@ -3,16 +3,16 @@
 Rules:
 
 1. A folder holds at most 15 files with code. Generated files and `__init__.py` do not count.
-2. No docstring begins with a word that makes a fragment of it, such as "Of" or "Whether". A constant that it names in
-   backquotes occurs in the code of its module; a constant of another module is named with that module.
+2. No docstring begins with a word that often begins a sentence fragment, such as "Of" or "Whether". A constant that a
+docstring names in backquotes occurs in the code of its module; a constant of another module is named with that module.
 3. The name of a test has at most 60 characters.
 4. A class name occurs once in the product, unless the classes implement the same port (`SAME_PORT`).
 5. Tests read and replace no private attribute of an object, and no private name of another module.
 6. Tests, and the scripts in their strings, wait by the helpers of `tests/support/waiting.py` and never sleep themselves (`MAY_SLEEP`).
-7. No byte from a connection or a file becomes code: the product uses none of `RUNS_CODE` and `PICKLING_METHODS`.
-   ruff's security rules refuse some of them only.
-8. The product makes metrics only from definitions (`kvstore.metric_definitions`), because docs/metrics.md is made from
-   them too. So it imports no class of prometheus_client that makes a metric (`MAKES_METRICS`).
+7. No byte from a connection or a file becomes code: the product uses nothing in `RUNS_CODE` and `PICKLING_METHODS`.
+ruff's security rules refuse only some of these.
+8. The product makes metrics only from definitions (`kvstore.metric_definitions`), because docs/metrics.md is made from the
+definitions, too. So the product imports no class of prometheus_client that makes a metric (`MAKES_METRICS`).
 """
 
 import ast
@@ -30,10 +30,10 @@ MAX_TEST_NAME = 60
 FRAGMENT = re.compile(r"(Of|Those|That|Who|What|As|See|Whether)\b")
 CONSTANT = re.compile(r"(?<!`)`([A-Z][A-Z0-9]*(?:_[A-Z0-9]+)*)`(?!`)")
 SAME_PORT = frozenset({"Captured", "_Captured"})
-"""Class names that several modules share, because the classes implement one port."""
+"""Class names that occur several times, because the classes implement the same port (rule 4)."""
 
 PUBLIC = frozenset({"_asdict", "_fields", "_make", "_replace", "_exit", "_request_id"})
-"""Names with an underscore that are documented: those of named tuples, and of the libraries `os` and `openai`."""
+"""Names with an underscore that are public, because named tuples, `os` or `openai` document them."""
 
 SLEEP = re.compile(r"\bsleep\(")
 MAY_SLEEP = {
@@ -49,10 +49,10 @@ RUNS_CODE = frozenset({
     "yaml.load", "yaml.load_all", "yaml.full_load", "yaml.full_load_all", "yaml.unsafe_load", "yaml.unsafe_load_all", "yaml.Loader",
     "yaml.FullLoader", "yaml.UnsafeLoader", "xmlrpc",
 })  # fmt: skip
-"""Modules and functions that run, or may run, code that their input names. A process pool pickles between processes of one program only."""
+"""Modules and functions that may run code that their input names. Process pools are allowed, because they pickle only within a program."""
 
 PICKLING_METHODS = frozenset({"recv_pyobj", "send_pyobj", "recv_serialized", "send_serialized"})
-"""Methods of pyzmq's sockets that unpickle bytes, or that call a given function on them."""
+"""Methods of pyzmq's sockets that pickle or unpickle, or that call a given function on received bytes."""
 
 MAKES_METRICS = frozenset({
     "Counter", "Gauge", "Histogram", "Summary", "Info", "Enum", "CounterMetricFamily", "GaugeMetricFamily", "HistogramMetricFamily",
@@ -120,7 +120,7 @@ def _of_file(file: Path, tree: ast.Module) -> Iterator[str]:
 
 
 def _unknown_constants(file: Path, tree: ast.Module) -> Iterator[str]:
-    """Yield one line for each constant that a docstring names although the code of the module does not have it."""
+    """Yield one line for each constant in a docstring that the code of the module does not have (rule 2)."""
     docstrings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     known: set[str] = set()
     for node in ast.walk(tree):
@@ -185,7 +185,7 @@ def _runs_code(file: Path, line: int, name: str) -> str:
 
 
 def _private_name(node: ast.AST) -> str:
-    """Return the private name that a node takes from another object or module, or an empty string."""
+    """Return the private name that a node uses of another object or module; empty if there is none (rule 5)."""
     match node:
         case ast.Attribute(value=ast.Name(id="self" | "cls") | ast.Call(func=ast.Name(id="super"))):
             return ""

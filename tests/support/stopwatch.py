@@ -11,8 +11,8 @@ TICK_SECONDS = 0.02
 def at_most(seconds: float) -> Iterator[None]:
     """Fail if the body takes longer than `seconds`.
 
-    The time is measured by short sleeps that a thread counts. While the machine does not run this process, the count
-    does not grow. While the body waits for an answer, it does.
+    A thread sleeps for short times and counts them. The count grows also while the body waits for an answer. It does not
+    grow while the machine does not run this process.
     """
     through = threading.Event()
     ticks = 0

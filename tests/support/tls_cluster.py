@@ -1,4 +1,4 @@
-"""TLS cluster: real processes that use TLS on every port that supports it, with certificates that tests renew."""
+"""TLS cluster: real processes that use TLS on every port that supports TLS, with certificates that tests can renew."""
 
 import re
 import shutil
@@ -31,7 +31,7 @@ class TlsCluster:
     Attributes:
         ports: The address and the application protocol of each port with TLS, by name; for ports with frames, the
             protocol is empty.
-        plain: Names of those ports whose callers need no certificate.
+        plain: Names of the ports whose callers need no certificate of their own.
     """
 
     def __init__(self, folder: Path, model_dir: Path) -> None:
@@ -211,7 +211,7 @@ class TlsCluster:
     def shake_hands(
         self, port: str, *options: str, client: Mapping[str, str] | None = None
     ) -> subprocess.CompletedProcess[bytes]:
-        """Connect to a port by `openssl s_client`, with a client's certificate, and verify the port's certificate."""
+        """Connect to a port by `openssl s_client`, with the client's certificate unless `client` is empty; verify the port's certificate."""
         address, protocol = self.ports[port]
         shown = client if client is not None else self.client
         command = ["openssl", "s_client", "-connect", address, "-CAfile", str(self.authority), "-verify_return_error"]

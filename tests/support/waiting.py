@@ -2,9 +2,9 @@
 
 No other module of the tests sleeps (`tests/support/source_rules.py` checks this). A test waits in one of four ways:
 
-1. For a condition, with a deadline that a busy machine keeps: `eventually` blocks the thread, `until` and `until_answered` do not.
-2. For tasks of its own event loop that wait for nothing else: `turns`.
-3. To see that something does not happen: it waits for a later event that is ordered behind it. Where there is none: `stays`.
+1. For a condition, with a deadline that even a busy machine keeps: `eventually` blocks the thread, `until` and `until_answered` do not.
+2. For tasks of its own event loop that are ready to run: `turns`.
+3. To see that something does not happen: the test waits for an event that would come after it. If there is no such event: `stays`.
 4. For time, because the length of the time is the input of the test or of a fake: `pace` and `pace_thread`, with the reason.
 """
 
@@ -34,7 +34,7 @@ def eventually(look: Callable[[], Found], seconds: float = SECONDS, otherwise: C
     """Wait until `look` returns a true value and return it; the thread is blocked meanwhile.
 
     Args:
-        look: Returns the condition. It may fail itself if the condition cannot become true any more.
+        look: Returns the condition. It may raise an AssertionError if the condition cannot become true any more.
         seconds: Deadline. An idle machine needs a small part of it.
         otherwise: Returns the text of the failure after the deadline.
     """
@@ -59,7 +59,7 @@ async def until(
         look: As for `eventually`.
         seconds: As for `eventually`.
         otherwise: As for `eventually`.
-        between_seconds: Pause between two looks; 0 to look in every round of the event loop.
+        between_seconds: Pause between two calls of `look`; 0: call it in every round of the event loop.
     """
     ends = time.monotonic() + seconds
     while not (found := look()):
@@ -72,7 +72,7 @@ async def until(
 async def until_answered(
     ask: Callable[[], Awaitable[Found]], seconds: float = SECONDS, otherwise: Complaint = _not_met
 ) -> Found:
-    """Wait until `ask` answers with a true value and return it; cancel a call that outlasts the deadline."""
+    """Call `ask` until it answers with a true value, and return this value; cancel a call that runs at the deadline."""
     deadline = asyncio.timeout(seconds)
     try:
         async with deadline:
@@ -86,7 +86,7 @@ async def until_answered(
 
 
 async def until_still(progress: Callable[[], object], seconds: float = 0.5) -> None:
-    """Wait until `progress` has returned the same value for the time `seconds`, because its subject has to stop."""
+    """Wait until `progress` has returned the same value for `seconds`, that is, until what it measures has stopped."""
     ends = time.monotonic() + SECONDS
     value, since = progress(), time.monotonic()
     while time.monotonic() - since < seconds:
@@ -98,12 +98,12 @@ async def until_still(progress: Callable[[], object], seconds: float = 0.5) -> N
 
 
 async def stays(look: Callable[[], object], seconds: float, because: str) -> None:
-    """Check again and again that `look` returns a true value, for a time in which a wrong product would change it.
+    """Check again and again for `seconds` that `look` returns a true value. A wrong product would change it in this time.
 
     Args:
         look: Returns the condition that has to stay true.
         seconds: Duration of the checks.
-        because: The reason why no later event can be waited for, or the limits of the product that pass meanwhile.
+        because: The reason why the test cannot wait for a later event, or the time limits of the product that pass meanwhile.
     """
     ends = time.monotonic() + seconds
     while time.monotonic() < ends:
@@ -113,7 +113,7 @@ async def stays(look: Callable[[], object], seconds: float, because: str) -> Non
 
 
 async def turns(count: int = 1) -> None:
-    """Let the event loop run `count` rounds; in each of them, every task that waits for nothing makes a step.
+    """Let the event loop run `count` rounds; in each round, every task that is ready makes a step.
 
     Bytes that one socket of this process has sent to another one are read after two rounds.
     """
@@ -122,7 +122,7 @@ async def turns(count: int = 1) -> None:
 
 
 async def pace(seconds: float, because: str) -> None:
-    """Let time pass whose length is an input: the delay of a slow peer, the period of a load, a drawn moment.
+    """Let time pass whose length is an input of the test: the delay of a slow peer, the period of a load, a random moment.
 
     Args:
         seconds: The length of the time.

@@ -1,4 +1,4 @@
-"""Promises of settings files."""
+"""Settings files: what loading and saving them guarantees."""
 
 import pytest
 from msgspec import Struct
@@ -187,7 +187,7 @@ def test_settings_of_a_process_survive_their_file(tmp_path, settings):
     save(settings, path)
 
     assert load(path, type(settings)) == settings
-    assert path.stat().st_mode & 0o077 == 0  # there may be secrets in it
+    assert path.stat().st_mode & 0o077 == 0  # the file may contain secrets
 
 
 @pytest.mark.parametrize("kind", [Topology, RouterSettings, StoreSettings, WorkerSettings])

@@ -1,4 +1,7 @@
-"""Calls of instructor, whose answers are objects: python instructor_calls.py URL MODEL MODEL_FOLDER SCRATCH, in its environment."""
+"""Calls of instructor, which parses answers into objects: python instructor_calls.py URL MODEL MODEL_FOLDER SCRATCH.
+
+The script runs in the environment of instructor.
+"""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Calls of LangChain's OpenAI integration: python langchain_calls.py URL MODEL MODEL_FOLDER SCRATCH, in its environment."""
+"""Calls of LangChain's OpenAI integration: python langchain_calls.py URL MODEL MODEL_FOLDER SCRATCH, in LangChain's environment."""
 
 import sys
 from collections.abc import Callable

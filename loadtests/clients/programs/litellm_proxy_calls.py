@@ -1,4 +1,7 @@
-"""Calls of the OpenAI client through LiteLLM's proxy: python litellm_proxy_calls.py URL MODEL MODEL_FOLDER SCRATCH, in its environment."""
+"""Calls of the OpenAI client through LiteLLM's proxy: python litellm_proxy_calls.py URL MODEL MODEL_FOLDER SCRATCH.
+
+The script runs in the environment of LiteLLM's proxy.
+"""
 
 import os
 import secrets

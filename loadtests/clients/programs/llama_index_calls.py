@@ -1,4 +1,4 @@
-"""Calls of LlamaIndex's OpenAI-like model: python llama_index_calls.py URL MODEL MODEL_FOLDER SCRATCH, in its environment."""
+"""Calls of LlamaIndex's OpenAI-like model: python llama_index_calls.py URL MODEL MODEL_FOLDER SCRATCH, in LlamaIndex's environment."""
 
 import sys
 from collections.abc import Callable

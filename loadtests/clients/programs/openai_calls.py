@@ -1,4 +1,4 @@
-"""Calls of the OpenAI client that plain vLLM serves: python openai_calls.py URL MODEL MODEL_FOLDER SCRATCH, in its environment.
+"""Calls of the OpenAI client that plain vLLM serves: python openai_calls.py URL MODEL MODEL_FOLDER SCRATCH, in the client's environment.
 
 Each call checks the answer as a user of the client would.
 """
@@ -40,7 +40,7 @@ def _is_served(call: Call, client: openai.OpenAI, model: str) -> bool:
 
 
 def _refused_field(error: Exception) -> str:
-    """Return the field that a refusal names, or nothing for any other error."""
+    """Return the request field that an answer with HTTP 400 names; empty if it names none, and for all other errors."""
     if not isinstance(error, openai.BadRequestError) or not isinstance(error.body, Mapping):
         return ""
     return str(error.body.get("param") or "")
@@ -272,7 +272,7 @@ CALLS: Mapping[str, Call] = {
     "tokenize": _raw("/tokenize", {"prompt": "Once upon a time"}),
     "detokenize": _raw("/detokenize", {"tokens": [5, 6, 7]}),
 }
-"""The calls, by the names in the results."""
+"""The calls, by the name under which each is reported."""
 
 
 if __name__ == "__main__":

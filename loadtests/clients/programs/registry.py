@@ -36,9 +36,9 @@ def _pinned(name: str, version: str, *packages: str) -> SystemDistribution:
 
 
 CPU_TORCH = (("torch==2.13.0+cpu",), ("torch==2.13.0",))
-"""Step that installs torch before packages that need it, which would otherwise install its CUDA build.
+"""Installation step for torch: the CPU build if pip finds one, otherwise the default build.
 
-The CPU build is used if pip finds one.
+The step comes before the packages that depend on torch, because these would install its CUDA build.
 """
 
 VLLM_BENCH_IMPORTS = (
@@ -139,13 +139,13 @@ def run_script(
     """Run the script of a program with an interpreter that has the program's packages; the rest is as in `run_program`."""
     scratch.mkdir(parents=True, exist_ok=True)
     command = [str(python), str(FOLDER / script), address, model, str(model_folder), str(scratch)]
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # it may name Fleet
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # it may lead to Fleet
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=SECONDS, check=False, cwd=scratch, env=environment
         )
     except subprocess.TimeoutExpired as late:
-        output = (late.stdout or b"").decode(errors="replace").rpartition("\n")[0]  # bytes despite `text`
+        output = (late.stdout or b"").decode(errors="replace").rpartition("\n")[0]  # bytes despite `text=True`
         has_failed, why = True, f"no end within {SECONDS:.0f} s"
     else:
         output, has_failed, why = done.stdout, bool(done.returncode), done.stderr[-300:]

@@ -1,4 +1,4 @@
-"""Calls of Triton's client: python triton_calls.py ADDRESS MODEL MODEL_FOLDER SCRATCH, in its environment."""
+"""Calls of Triton's client: python triton_calls.py ADDRESS MODEL MODEL_FOLDER SCRATCH, in the client's environment."""
 
 import queue
 import sys

@@ -28,7 +28,7 @@ class CodecFigures(Struct, frozen=True, kw_only=True):
 
 
 def kv_like_block(namespace: KvNamespace, seed: int = 0) -> ByteArray:
-    """Make a block of normally distributed values, whose channels differ in magnitude as those of keys do.
+    """Make a block of normally distributed values, whose channels differ in magnitude as the channels of attention keys do.
 
     For dtypes other than float16, bfloat16 and float32, the bytes are random.
     """

@@ -86,7 +86,7 @@ class _DiskContestants:
     def tier_write(self) -> float:
         tier, source, _ = self._open()
         keys = [BlockKey(self._digest, name) for name in next(self._chains)]
-        # The checksums are computed before the measured time, because in a node, blocks are published with their checksums.
+        # The checksums are computed before the measured time, because a node gets them from the writer of the blocks.
         sums = [crc32c([block]) for block in source]
 
         def put() -> None:

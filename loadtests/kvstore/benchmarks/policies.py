@@ -28,7 +28,7 @@ CUTS = ROOT / "tests" / "data"  # the beginnings of the traces, for machines wit
 
 
 @contextmanager
-def lines(plan: BenchmarkPlan, peers: ComparedSystems) -> Iterator[list[BenchmarkLine]]:  # noqa: ARG001 - only their policies are replayed
+def lines(plan: BenchmarkPlan, peers: ComparedSystems) -> Iterator[list[BenchmarkLine]]:  # noqa: ARG001 - their policy is replayed instead
     """Yield a line for each trace and capacity."""
     folder = plan.traces or CUTS
     yield [
@@ -67,7 +67,8 @@ def _replay(trace: Path, policy: str, capacity_blocks: int) -> dict[str, Any]:
 def _blocks(trace: Path) -> int:
     """Return the number of distinct blocks in a trace.
 
-    Requests list block ids completely (`hash_ids`) or as changes (`hash_delta`); in some traces, ids count from 1 in each session.
+    A request lists all its block ids (`hash_ids`) or only the added ones (`hash_delta`). Rows with the scope `local` have block ids
+    of their own, so an equal id in another row is another block.
     """
     content = gzip.decompress(trace.read_bytes()) if trace.suffix == ".gz" else trace.read_bytes()
     shared: set[int] = set()

@@ -42,7 +42,7 @@ def lines(plan: BenchmarkPlan, peers: ComparedSystems) -> Iterator[list[Benchmar
         room = np.ones((blocks, BLOCK_BYTES), dtype=np.uint8)
         source = content(BLOCK_BYTES, blocks)
         fetched = peers.get(BLOCK_BYTES, blocks, fresh=False)
-        # The other compared system has no data path between processes.
+        # LMCache, the other compared system, has no data path between processes.
         over_sockets = {name: each for name, each in fetched.items() if name == MOONCAKE}
 
         def memcpy() -> float:
@@ -67,7 +67,7 @@ def lines(plan: BenchmarkPlan, peers: ComparedSystems) -> Iterator[list[Benchmar
 
 
 def _nixl_settings() -> dict[str, Any]:
-    """Return the settings by which a node offers NIXL, if it can."""
+    """Return the settings by which a node offers NIXL; none if NIXL is not installed."""
     return {"nixl": "require"} if find_spec("nixl") is not None else {}
 
 

@@ -31,13 +31,13 @@ def _names(start: int, count: int) -> list[bytes]:
 
 
 def _fill_a_dict(keys: int) -> object:
-    """Fill a dict from block hash to location, the least that Python can keep."""
+    """Fill a dict from block hash to location, the smallest index that is possible in Python."""
     return {name: start + index for start in range(0, keys, BATCH) for index, name in enumerate(_names(start, BATCH))}
 
 
 def _fill_a_machine(keys: int) -> object:
     """Fill a node's machine, without the bytes of the blocks."""
-    from kvstore.clock import Nanos  # noqa: PLC0415 - the other measurement must not load these
+    from kvstore.clock import Nanos  # noqa: PLC0415 - measuring the dict must not load these
     from kvstore.eviction.lru import LruEviction  # noqa: PLC0415
     from kvstore.pool.extents import PAGE_BYTES  # noqa: PLC0415
     from kvstore.pool.machine import BlockMachine  # noqa: PLC0415
@@ -65,7 +65,7 @@ def _bytes() -> int:
 def main() -> None:
     what, keys = sys.argv[1], int(sys.argv[2])
     fill = {"dict": _fill_a_dict, "fleet": _fill_a_machine}[what]
-    fill(BATCH)  # a small run first, so that memory of the first use is not counted
+    fill(BATCH)  # a small run first, so that memory that only the first use allocates is not counted
     gc.collect()
     before = _bytes()
     held = fill(keys)

@@ -19,7 +19,7 @@ CHUNK_BYTES = 1 << 20  # bytes of one NIXL transfer
 
 
 def serve_by_socket(memory: memoryview, tell: int) -> None:
-    """Send all bytes for each byte that arrives."""
+    """Accept one connection, and send the whole memory for each byte that arrives there."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         _say(tell, {"port": server.getsockname()[1]})
         connection, _ = server.accept()
@@ -30,7 +30,7 @@ def serve_by_socket(memory: memoryview, tell: int) -> None:
 
 
 def serve_by_nixl(memory: memoryview, tell: int) -> None:
-    """Let the other side read the memory by NIXL, and process its messages until standard input ends."""
+    """Let the benchmark read the memory by NIXL, and process its messages until standard input ends."""
     from nixl._api import nixl_agent, nixl_agent_config  # noqa: PLC0415 - optional, and slow to load
 
     agent = nixl_agent("source", nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))

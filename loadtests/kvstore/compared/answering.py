@@ -41,7 +41,7 @@ def untouched(size: int) -> mmap.mmap:
 
 
 def best_of(act: Callable[[], object]) -> float:
-    """Return the seconds of the fastest of several calls. Slower calls mostly show other work of the machine."""
+    """Return the seconds of the fastest of `REPEATS` calls. Slower calls were mostly disturbed by other processes of the machine."""
     times = []
     for _ in range(REPEATS):
         started = time.perf_counter()

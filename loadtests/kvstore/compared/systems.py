@@ -1,4 +1,4 @@
-"""Compared systems as contestants: for each line of the benchmark, a function that asks each system and converts to the line's unit."""
+"""Compared systems as contestants: for each line of the benchmark, functions that ask the systems for a figure in the line's unit."""
 
 from collections.abc import Mapping
 from functools import partial

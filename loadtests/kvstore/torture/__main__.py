@@ -1,4 +1,4 @@
-"""Supervisor of the torture test: starts all processes, kills and stops some at random, and reports the findings.
+"""Supervisor of the torture test: starts all processes, kills (SIGKILL) and stops (SIGSTOP) some at random, and reports the findings.
 
 The docstring of the package has the rules.
 """
@@ -40,7 +40,7 @@ SSD_SIZES = {
     "capacity_bytes": 32 << 20,
     "segment_bytes": 2 << 20,
 }
-KILL_EVERY_SECONDS = 2.0  # mean time between two harms
+KILL_EVERY_SECONDS = 2.0  # mean time between two harms: a kill or a stop of one process
 HARMS = (
     "kill a client",
     "kill a client",
@@ -50,7 +50,7 @@ HARMS = (
     "stop a client",
     "stop the node",
 )
-LONG_STOP_SECONDS = 8.0  # longer than any deadline and the watchdog's grace; no other harm happens meanwhile
+LONG_STOP_SECONDS = 8.0  # longer than any deadline plus the watchdog's grace; no other harm happens during this stop
 STOP_SECONDS = (LONG_STOP_SECONDS, 0.2, 3.0)  # durations of stops, used in turn
 PATIENCE = 4  # a run lasts at most so many times `--seconds`; on busy machines, restarts of the node take long
 END_SECONDS = 30.0  # time limit for clients to finish their calls
@@ -70,7 +70,7 @@ log = logging.getLogger("torture")
 
 @dataclass
 class TortureFindings:
-    """Findings of a run, collected by several threads: `list.append` and the lock make that safe."""
+    """Findings of a run. Several threads add to it: to lists by `append`, which is atomic, and to numbers under the lock."""
 
     operations: int = 0
     kills: int = 0
@@ -99,7 +99,7 @@ class TortureClient:
                 stderr=output,
                 cwd=ROOT,
                 env=environment(),
-                process_group=0,  # the kernel sends SIGHUP to a process group with a stopped member when its shell ends
+                process_group=0,  # own group: the kernel may send SIGHUP to the whole process group of a stopped process
             )
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
@@ -118,7 +118,7 @@ class TortureClient:
         self.process.stdin.close()
 
     def wait(self, timeout_seconds: float) -> None:
-        """Wait for the client that was asked to end. If it does not end in time, note a hang and kill it."""
+        """Wait for the end of the client, which was asked to end. If it does not end in time, note a hang and kill it."""
         try:
             self.process.wait(timeout_seconds)
         except subprocess.TimeoutExpired:
@@ -182,7 +182,10 @@ class Torture:
         self._undisturbed_until = 0.0
 
     def run(self, seconds: float, clients: int, kill_every_seconds: float, least_kills: int) -> TortureFindings:
-        """Do harm for `seconds`, or up to `PATIENCE` times as long until `least_kills` were killed; then end all processes."""
+        """Kill and stop processes for `seconds`; then end all processes.
+
+        With fewer than `least_kills` kills, continue until there are so many, or until `PATIENCE` times `seconds` have passed.
+        """
         self._start_node()
         try:
             self._clients = [self._start_client() for _ in range(clients)]
@@ -235,7 +238,7 @@ class Torture:
                 self._redis.start()
             case _:
                 pid = self._node.pid if kind == "stop the node" else self._rng.choice(self._clients).process.pid
-                os.kill(pid, signal.SIGSTOP)  # the child was not waited for, so its process id was not reused
+                os.kill(pid, signal.SIGSTOP)  # nobody has waited for this child, so its id is not reused
                 pause = next(self._stops[kind])
                 self._stopped.append((now + pause, pid))
                 if pause == LONG_STOP_SECONDS:
@@ -309,7 +312,7 @@ class Torture:
 
 
 def _tracebacks(text: str) -> list[str]:
-    """Return the tracebacks in a log. If several have the same last line, return only the first of them."""
+    """Return the tracebacks in a log; of tracebacks with an equal last line, only the first."""
     found: dict[str, str] = {}
     for each in text.split("Traceback (most recent call last):\n")[1:]:
         lines = each.splitlines()

@@ -1,4 +1,4 @@
-"""Client process of the torture test: its threads use the store like workers and like broken workers, and check every byte.
+"""Client process of the torture test: its threads use the store as workers and broken workers do, and check every byte that they read.
 
 The supervisor starts this process with `TortureOrders` as its argument. The process prints what it did and found, one JSON object per
 line, and ends when its standard input ends.
@@ -54,7 +54,7 @@ class TortureOrders(Struct, frozen=True, kw_only=True):
     block_bytes: tuple[int, ...]  # block sizes; each has its own namespace
     chains: int
     chain_blocks: int
-    longest_pause_seconds: float  # 1.5 times the longer of lease and reservation, so that both may end in a pause
+    longest_pause_seconds: float  # 1.5 times the longest lease, so that a lease may end during a pause
     threads: int = 2
 
 
@@ -199,7 +199,7 @@ class TortureThread:
         session = f"session-{self._rng.randrange(8)}"
         with self._call("hold", CALL_SECONDS):
             client.hold(session, self._names(), seconds=self._orders.longest_pause_seconds)
-        if self._rng.random() < 0.5:  # otherwise the lease expires
+        if self._rng.random() < 0.5:  # in the other half of the cases, the session pin expires
             with self._call("release a hold", CALL_SECONDS):
                 client.release_hold(session)
 
@@ -447,10 +447,11 @@ def main() -> None:
         thread.join()
     deadline = time.monotonic() + 5
     while gc.collect() is not None and _open_files() > files_at_first and time.monotonic() < deadline:
-        time.sleep(0.05)  # gRPC closes connections in its own threads
+        time.sleep(0.05)  # wait, because gRPC closes connections in its own threads
     report.tell(files_at_first=files_at_first, files_at_last=_open_files())
     sys.stdout.flush()
-    os._exit(1 if failed.is_set() else 0)  # daemon threads that read standard input must not delay the end
+    # A normal end would wait for the daemon thread that reads standard input.
+    os._exit(1 if failed.is_set() else 0)
 
 
 if __name__ == "__main__":

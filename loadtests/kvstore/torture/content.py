@@ -14,7 +14,7 @@ STRIDE = np.uint64(0x9E3779B97F4A7C15)  # odd, so that the multiples, and thus a
 
 
 def chain(seed: int, number: int, length: int) -> list[BlockHash]:
-    """Return the names of one prompt's blocks; a shorter chain is a prefix of a longer one."""
+    """Return the block names of one prompt. With the same seed and number, a shorter chain is a prefix of a longer one."""
     return [hashlib.blake2b(f"{seed}:{number}:{index}".encode(), digest_size=16).digest() for index in range(length)]
 
 

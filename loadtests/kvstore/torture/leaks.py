@@ -1,10 +1,10 @@
 """Leaks: functions by which the torture test finds what processes have left behind.
 
-Leaks are looked for after all clients have ended, and after leases and connections had time to end. There is none if:
+The test looks for leaks after all clients have ended, and after leases and connections had time to end. There is no leak if:
 
 1. No pin, lease or reservation is open in the node, and all its space can be written again.
-2. The node and the clients that lived to the end have no more open files than at their start.
-3. No child process lives, and a stopped node removes its sockets.
+2. The node and the clients that were not killed have no more open files than at their start.
+3. No child process is left, and a stopped node has removed its sockets.
 4. No process maps memory with a name in /dev/shm, which a killed process would leave there, and the folder of the SSD tier never
    exceeds its limit. (These two are sampled during the run.)
 """
@@ -83,7 +83,7 @@ def after_the_node(folder: Path) -> list[str]:
 
 
 def occupied_bytes(folder: Path) -> int:
-    """Return the disk space of all files below a folder, without files that vanish meanwhile."""
+    """Return the disk space of all files below a folder, without files that are deleted during the call."""
     total = 0
     for parent, _, names in os.walk(folder):
         for name in names:
@@ -95,7 +95,7 @@ def occupied_bytes(folder: Path) -> int:
 
 
 def children() -> list[str]:
-    """Return the living processes that this process or its children have started."""
+    """Return a text for each process below this one that still lives."""
     return [f"process {child.pid} ({child.name()}) still lives" for child in psutil.Process().children(recursive=True)]
 
 

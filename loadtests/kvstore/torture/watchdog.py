@@ -1,4 +1,4 @@
-"""Watchdog: it reports calls that last too long, by a clock that stands still while this process is stopped."""
+"""Watchdog: it reports calls that last too long; its clock does not run while this process is stopped."""
 
 import contextlib
 import threading
@@ -17,7 +17,7 @@ class CallWatchdog:
         """Start to watch.
 
         Args:
-            late: Called once for every late call with its name and its seconds so far.
+            late: Called once for every call that exceeds its limit, with the call's name and the seconds since its start.
         """
         self._late = late
         self._awake_seconds = 0.0

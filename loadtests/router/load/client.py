@@ -1,4 +1,4 @@
-"""Load client: keep-alive connections that send prepared bytes and wait for the end of each answer, and parse nothing else."""
+"""Load client: keep-alive connections that send prepared bytes; of an answer, they find status, events and end, and parse nothing else."""
 
 import asyncio
 import socket
@@ -55,7 +55,7 @@ class LoadConnection(asyncio.Protocol):
         Args:
             following: Returns the next request.
             until: The instant from which on no request is sent any more.
-            acknowledging: The socket, if it must acknowledge all data at once; None: the system may delay acknowledgements.
+            acknowledging: The connection's socket, if data must be acknowledged at once; None: the system may delay acknowledgements.
         """
         self._acknowledging = acknowledging
         self.following = following
@@ -81,7 +81,7 @@ class LoadConnection(asyncio.Protocol):
             self.ended.set_result(None)
 
     def send(self) -> None:
-        """Send the next request. If there is none, or the time is over, end this connection's part of the round."""
+        """Send the next request. If none is left, or the time is over, set `ended`."""
         now = time.perf_counter()
         request = self.following() if now < self._until.at else None
         if request is None:
@@ -92,7 +92,7 @@ class LoadConnection(asyncio.Protocol):
         self._sent_at = now
         self._transport.write(request)
         if self._acknowledging is not None:
-            # The system may reset this option, so it is set for each request.
+            # The kernel may switch this option off again, so it is set for each request.
             self._acknowledging.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
 
     def data_received(self, data: bytes) -> None:

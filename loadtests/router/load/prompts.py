@@ -1,7 +1,7 @@
 """Requests of the benchmark, as the bytes that go over the wire.
 
 Words come from the text that the tiny model's tokenizer was trained on. A token of this tokenizer never spans two words, so the
-number of tokens of a prompt is the sum over its words. Only for the unique beginning, the number is approximate.
+number of tokens of a prompt is the sum over its words. Only the number of tokens of the unique beginning is approximate.
 """
 
 import importlib
@@ -54,7 +54,7 @@ class Vocabulary:
         }
 
     def text(self, tokens: int, chance: random.Random) -> str:
-        """Return a text with at least `tokens` tokens, and at most the rest of the last word more. It begins with a space."""
+        """Return random words until they have at least `tokens` tokens. The text begins with a space."""
         words = []
         left = tokens
         while left > 0:
@@ -73,9 +73,9 @@ def request(prompt: str, answer_tokens: int) -> bytes:
 
 
 class NewPrompts:
-    """Makes requests whose prompts differ from the first character on.
+    """Makes requests whose prompts differ from the first characters on.
 
-    Everything but these first characters is prepared in advance, so that a request costs the client little CPU time.
+    Everything but the unique beginning is prepared in advance, so that a request costs the client little CPU time.
     """
 
     def __init__(self, scenario: RouterScenario, vocabulary: Vocabulary, seed: int):
@@ -95,7 +95,7 @@ class NewPrompts:
 
 
 class Conversations:
-    """Requests of users who hold one conversation after the other, turn by turn."""
+    """Requests of users who have one conversation after the other; each turn repeats the text of the turns before."""
 
     def __init__(self, sharing: PrefixSharing, vocabulary: Vocabulary, seed: int):
         self._sharing = sharing

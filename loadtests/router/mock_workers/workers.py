@@ -77,7 +77,7 @@ PROMPT = msgspec.json.Decoder(MockPrompt)
 class PrefixCache:
     """Prefix cache with blocks of text instead of tokens. The name of a block is the hash of all text up to its end.
 
-    The least recently used block is evicted first; of one prompt, the last block.
+    The least recently used block is evicted first; among the blocks of one prompt, the last one.
     """
 
     def __init__(self, capacity: int):
@@ -158,7 +158,7 @@ class MockWorker:
         self._cache = PrefixCache(self.settings.cache_blocks)
 
     def complete(self, connection: "MockWorkerConnection", body: bytes, *, chat: bool) -> None:
-        """Count a request, and begin its answer after the time that its uncached blocks take."""
+        """Count a request, and begin its answer after the time that the prefills before it and its own uncached blocks take."""
         counters = self.counters
         counters.requests += 1
         ends = body[:NEAR] + body[-NEAR:]

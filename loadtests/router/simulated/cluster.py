@@ -2,10 +2,10 @@
 
 Rules:
 
-1. The run is one of `fleet.sim`: the production router's machine with a policy, and engines in virtual time. Step times follow the
-   straight lines of `fleet.hardware.latency.linear`. Policies do not know the step times; they can only learn from what the router observes.
-2. All policies get the same requests, from the same seed, at the same times. A turn of a conversation begins when the
-   answer to the previous turn has ended. All other requests arrive at their times, whether the cluster keeps up or not.
+1. `fleet.sim` runs the production router's machine with a policy, and engines in virtual time. Step times follow the linear model of
+`fleet.hardware.latency.linear`. Most policies do not know the step times, and can only learn from what the router observes.
+2. All policies get the same requests from the same seed. A later turn of a conversation arrives a pause after the answer to the turn
+before has ended. All other requests arrive at fixed times, whether the cluster keeps up or not.
 3. Policies are ranked by goodput: requests per second whose TTFT and TPOT kept the goals. The goals depend on the engine, and are
    the same for all policies.
 """
@@ -29,9 +29,9 @@ from loadtests.router.simulated.traffic import RouterTraffic
 
 SLACK_SECONDS, PACES = 0.5, 5.0  # constants of the goals; `goals_of` explains them
 PERCENTILE = 99
-NEVER = Nanos(10**9 * SECOND)  # time between two samples of the timeline: none is taken, because it is not used
+NEVER = Nanos(10**9 * SECOND)  # time between samples of the timeline; none is taken, because nothing uses them
 PATIENT = RouterSettings(explained_requests=1, max_queued=1_000_000, max_queue_seconds=1e9)
-"""Settings with which no request is rejected for waiting, so that overload shows in the latencies."""
+"""Settings with which no request is rejected because it waits too long, so that overload shows in the latencies."""
 
 
 class SimulatedDevice(Struct, frozen=True, kw_only=True):
@@ -54,7 +54,7 @@ class AnswerGoals(Struct, frozen=True, kw_only=True):
     """Latency goals of an answer."""
 
     ttft_seconds: float
-    """TTFT goal of a short prompt; each prompt token adds its computing time on an idle engine."""
+    """TTFT goal of an empty prompt; each prompt token adds `ttft_seconds_per_token`."""
 
     ttft_seconds_per_token: float
     tpot_seconds: float
@@ -84,7 +84,7 @@ class PolicyOutcome(Struct, frozen=True, kw_only=True):
 
 
 def goals_of(device: SimulatedDevice) -> AnswerGoals:
-    """Return the goals: a TTFT of half a second plus twice the prompt's own time, and a TPOT of five idle steps."""
+    """Return the goals: a TTFT of half a second plus twice the time to compute the prompt, and a TPOT of five idle steps."""
     latency = device.latency
     return AnswerGoals(
         ttft_seconds=SLACK_SECONDS,
@@ -144,7 +144,7 @@ def outcome(ended: Sequence[EndedRequest], goals: AnswerGoals, *, imbalance: flo
     """Return the outcome of a run.
 
     Args:
-        ended: Requests, of which at least one was answered.
+        ended: All requests of the run; at least one of them was answered.
         goals: Latency goals. Goodput is counted per second from the first to the last arrival, so that it does not depend on
             how long a slow policy takes for the last answers.
         imbalance: Imbalance of the workers.
@@ -174,7 +174,7 @@ def outcome(ended: Sequence[EndedRequest], goals: AnswerGoals, *, imbalance: flo
 def ideal_rate(workload: RouterTraffic, workers: int, device: SimulatedDevice) -> float:
     """Return the requests per second that the engines could serve with one common cache and no imbalance.
 
-    The work of a request is its uncached prompt tokens in that cache, and its share of decode steps in a half-full batch.
+    The work of a request is to compute the prompt tokens that this cache lacks, and its share of decode steps in a half-full batch.
     """
     latency = device.latency
     room = workers * device.kv_tokens // workload.block_tokens

@@ -1,4 +1,4 @@
-"""Traffic of the leaderboard: recorded and drawn sessions, with prompts as chains of blocks."""
+"""Traffic of the leaderboard: recorded and random sessions, with prompts as chains of blocks."""
 
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -10,16 +10,16 @@ from fleet.core.clock import SECOND, Nanos
 from fleet.recording.agentic_traces import TraceSession, TraceTurn
 from kvstore.eviction.trace_replay import TraceRequest
 
-BLOCK_TOKENS = 64  # tokens per block of drawn prompts
+BLOCK_TOKENS = 64  # tokens per block of random prompts
 MIX = 0x9E3779B97F4A7C15  # odd, so that consecutive numbers become distinct keys that look like hashes
 
 
 class RouterTraffic(Struct, frozen=True, kw_only=True):
-    """Sessions of requests with their beginnings; `at` changes the rate at which they come."""
+    """Sessions of requests, each with the instant at which it begins; `at` changes the rate of requests."""
 
     name: str
     block_tokens: int
-    sessions: Sequence[TraceSession]  # sorted by the beginning
+    sessions: Sequence[TraceSession]  # sorted by the instant at which they begin
 
     @property
     def requests(self) -> int:
@@ -96,7 +96,7 @@ def shared_prefixes(requests: int, seed: int, *, groups: int, skew: float, openi
 
 
 def hot_prefix(requests: int, seed: int) -> RouterTraffic:
-    """Return requests of which half begin with the same long prefix, and the others with a prefix of their own."""
+    """Return requests with a long prefix: on average, half of them have the same prefix, and each other one a prefix of its own."""
     keys = count(1)
     opening = _new(keys, 64)
 
@@ -107,7 +107,7 @@ def hot_prefix(requests: int, seed: int) -> RouterTraffic:
 
 
 def conversations(requests: int, seed: int, *, groups: int = 64, turns: int = 6) -> RouterTraffic:
-    """Return conversations that begin with one of several prefixes and grow turn by turn; users think for a second on average."""
+    """Return conversations that begin with one of several prefixes and grow turn by turn, a second on average after each answer."""
     keys = count(1)
     openings = [_new(keys, 32) for _ in range(groups)]
 

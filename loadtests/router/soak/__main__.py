@@ -45,7 +45,7 @@ RAMP = (16, 32, 64)  # numbers of closed clients in the steps by which the capac
 RAMP_SECONDS = 10.0  # maximum duration of a step
 LEAST_RAMP_SECONDS = 2.5  # minimum duration of a step: twice the duration of an answer
 RAMP_SHARE = 1 / 20  # duration of a step, as a share of the run
-WARM_SHARE = 0.3  # share of a step at its beginning that is not measured
+WARM_SHARE = 0.3  # share of a step, at its beginning, that is not measured
 MOST_IN_FLIGHT = 2000
 END_SECONDS = 240.0  # time limit for running requests to end
 REST_SECONDS = 20.0  # time limit for the router to close the connections of clients that have left
@@ -163,7 +163,7 @@ class Soak:
                 await asyncio.sleep(0.1)
 
     async def _capacity(self) -> float:
-        """Return the requests per second of the best step of the ramp."""
+        """Return the capacity: the requests per second of the best step of `RAMP`."""
         seconds = min(RAMP_SECONDS, max(LEAST_RAMP_SECONDS, self._seconds * RAMP_SHARE))
         tally, best = self.clients.tally, 0.0
         for clients in RAMP:
@@ -186,7 +186,10 @@ class Soak:
             await self.clients.ask(next(self._requests_to_send))
 
     async def _arrivals(self, until: float) -> int:
-        """Send requests at random times until the instant `until`, wait for all answers, and return the number of requests."""
+        """Send requests at random times until the instant `until`, wait for all answers, and return the number of requests.
+
+        If `MOST_IN_FLIGHT` requests are not answered, send no more, and note a complaint.
+        """
         rate = self._load * self.findings.capacity_rps
         under_way: set[asyncio.Task[None]] = set()
         arrived = 0
@@ -225,7 +228,7 @@ class Soak:
         )  # fmt: skip
 
     async def _left_behind(self, operator: AsyncClient) -> list[str]:
-        """Return what the router still holds after all clients have left."""
+        """Wait until the router has no request and no reservation left, and return an empty list; after `END_SECONDS`, what is left."""
         deadline = time.monotonic() + END_SECONDS
         while True:
             status = await operator.status()

@@ -17,7 +17,7 @@ SAME = AnswerDifference()
 
 
 def difference(expected: Sequence[object], received: Sequence[object], *, whole: bool) -> AnswerDifference:
-    """Compare an answer with the expected one. If `whole` is False, the end of the answer may be missing."""
+    """Compare an answer with the expected one. If `whole` is False, a missing end of the answer is no difference."""
     if whole and received == expected:
         return SAME
     if not whole and received == expected[: len(received)]:

@@ -29,7 +29,7 @@ log = logging.getLogger("soak")
 
 
 class ChurningWorkers:
-    """Starts workers, and lets one after the other leave, hang, die or join; only one worker is harmed at a time."""
+    """Starts workers, and lets one at a time leave, hang, die or join."""
 
     def __init__(self, folder: Path, registry: str, store: str, chance: random.Random):
         self.joins = self.leaves = self.deaths = self.hangs = 0
@@ -52,7 +52,7 @@ class ChurningWorkers:
             self._workers.append(await self._born_as(role))
 
     async def harm(self, every_seconds: float, time_left: Callable[[], float]) -> None:
-        """Harm one worker after the other, and stop early enough that all workers are back at the end."""
+        """Let one worker at a time leave, hang, die or join, and stop early enough that all workers are back at the end."""
         while time_left() > 2 * every_seconds:
             await asyncio.sleep(self._chance.uniform(0.5, 1.5) * every_seconds)
             if not self._deck:
@@ -97,7 +97,7 @@ class ChurningWorkers:
         await victim.ended(LONGEST_DRAIN_SECONDS)
         await asyncio.sleep(self._chance.uniform(0, 1))
         role = self._roles[victim.name]
-        if self._chance.random() < 0.5:  # start the same worker again, like a supervisor
+        if self._chance.random() < 0.5:  # start the same worker again, as a supervisor would do
             await victim.start()
             self._workers.append(victim)
         else:

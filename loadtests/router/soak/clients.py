@@ -18,7 +18,7 @@ from loadtests.router.soak.answers import AnswerDifference, difference
 from loadtests.router.soak.requests import SoakRequest
 
 LONGEST_SECONDS = 240.0
-"""Longest time of an answer, which usually takes a second. The limit is high because a machine that is busy with other work can
+"""Time limit of an answer; usually an answer takes a second. The limit is high because a machine that is busy with other work can
 delay everything for minutes."""
 
 PATH = "/v1/completions"
@@ -81,7 +81,7 @@ class SoakClients:
     """All clients of one router."""
 
     def __init__(self, http: str, grpc: str, model: str, text_of: TextOf, *, resume_seconds: float = 0.0):
-        """Prepare the clients. After a broken stream, a gRPC client tries for `resume_seconds` to continue it; 0: it does not."""
+        """Prepare the clients. If a stream breaks, a gRPC client tries for `resume_seconds` to continue the stream; 0: it does not try."""
         self.tally = SoakTally()
         self._model = model
         self._text_of = text_of
@@ -93,7 +93,10 @@ class SoakClients:
         await self._grpc.close()
 
     async def ask(self, wish: SoakRequest, got: ReceivedAnswer | None = None) -> None:
-        """Send one request, read its answer to the end, and count it. The caller can watch the answer in `got` meanwhile."""
+        """Send one request, read its answer, and count the result. Meanwhile, `got` has what was received so far.
+
+        A client with `leaves_after` stops after this number of tokens.
+        """
         tally, got = self.tally, ReceivedAnswer() if got is None else got
         tally.requests += 1
         pieces = self._over_http(wish, got) if wish.over_http else self._over_grpc(wish, got)
@@ -247,10 +250,10 @@ class HttpConnections:
         self._idle = []
 
     async def stream(self, path: str, body: bytes) -> AsyncGenerator[_SoakEvent, None]:
-        """Yield the events of an answer; a rejection is one event.
+        """Yield the events of an answer; the body of a rejection is the only event.
 
         Raises:
-            IncompleteReadError, OSError: The connection ended within the answer.
+            IncompleteReadError, OSError: The connection ended in the middle of the answer.
             ValueError: The stream ended without its last event.
         """
         while self._idle and self._idle[-1][0].at_eof():  # the server has closed the connection after a long idle time

@@ -1,7 +1,7 @@
-"""Processes of a soak test, started like a supervisor starts them, and ended in every way in which a process can end.
+"""Processes of a soak test: started in the same way as by a supervisor; the test can stop, continue, terminate and kill them.
 
-`subprocess` starts them, because it uses vfork. asyncio would use fork, after which gRPC fails, because its threads do not exist in the
-child.
+`subprocess` starts the processes, because it uses vfork. asyncio would use fork. After a fork, gRPC fails, because its threads do not
+exist in the child process.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ class SoakProcess:
         """
         command = [sys.executable, "-m", "fleet.cli.main", "serve", self._kind, "--config", str(self._config)]
         command += ["--parent", str(os.getpid())]
-        with self._log.open("ab") as log:  # not in another thread: a child ends with the thread that started it
+        with self._log.open("ab") as log:  # not in another thread: the child would end with that thread
             process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, cwd=ROOT, env=environment())  # noqa: ASYNC220
         self._process = process
         assert process.stdout is not None
@@ -98,6 +98,6 @@ class SoakProcess:
 
 
 def _first_line(pipe: IO[bytes]) -> bytes:
-    """Return the first line, or nothing if none comes in time."""
+    """Return the first line; empty if none comes within `START_SECONDS`, or if the process ends before."""
     readable, _, _ = select.select([pipe], [], [], START_SECONDS)
     return pipe.readline() if readable else b""

@@ -33,7 +33,7 @@ class SoakRequest(Struct, frozen=True, kw_only=True):
 
 
 def soak_requests(chance: random.Random, oracle: AnswerOracle) -> Iterator[SoakRequest]:
-    """Yield requests without end, for both frontends. Their prompts begin with shared prefixes and end with unique tokens."""
+    """Yield requests without end, for HTTP and gRPC. Each prompt is one of `OPENINGS` shared prefixes and random tokens after it."""
     openings = [_some(chance, OPENING_TOKENS) for _ in range(OPENINGS)]
     while True:
         prompt = chance.choice(openings) + _some(chance, OWN_TOKENS)
@@ -58,7 +58,6 @@ def _sampling(chance: random.Random, length: int) -> Sampling:
     if kind < GREEDY:
         return Sampling(max_tokens=length, temperature=0.0, ignore_eos=True)
     if kind < GREEDY + SAMPLED:
-        # 32-bit floats represent these numbers exactly. Otherwise the conversion on the way would change the expected answer,
-        # which depends on every bit of them.
+        # 32-bit floats represent these numbers exactly. The worker gets them as 32-bit floats, and the answer depends on every bit.
         return Sampling(max_tokens=length, temperature=0.75, top_p=0.875, ignore_eos=True)
     return Sampling(max_tokens=length, temperature=0.75, seed=chance.randrange(1 << 31), ignore_eos=True)

@@ -51,7 +51,7 @@ def vllm_command(python: Path, port: int, workers: Sequence[str], policy: str) -
 
 
 def _options(port: int, workers: Sequence[str], policy: str) -> Sequence[str]:
-    """Return the options that these three routers share, because they have a common origin."""
+    """Return the options that the routers of SGLang, SMG and vLLM share, because they have a common origin."""
     return [
         *("--host", "127.0.0.1", "--port", str(port)),
         *("--worker-urls", *workers),

@@ -42,7 +42,7 @@ def cores_of_this_process() -> Cores:
 
 @contextmanager
 def running_on(cores: frozenset[int]) -> Iterator[None]:
-    """Run this process, and the processes that it starts meanwhile, on these cores."""
+    """Run this process on these cores while the context is open; processes that it starts in this time stay on these cores."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores)
     try:
@@ -202,7 +202,7 @@ def wait_until_it_answers(
 
 
 def ask(port: int, path: str, body: bytes | None = None, *, tls: ssl.SSLContext | None = None) -> tuple[int, bytes]:
-    """Send a request and return status and body of the answer; without a body it is a GET."""
+    """Send a POST with `body`, or a GET if `body` is None; return status and body of the answer."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
     if tls is not None:
         connection = http.client.HTTPSConnection("127.0.0.1", port, timeout=10, context=tls)
@@ -224,5 +224,5 @@ def _tree(pid: int) -> list[psutil.Process]:
 
 
 def _clock_of(pid: int) -> int:
-    """Return the id of a process's CPU clock, as clock_getcpuclockid(3) does on Linux; it counts nanoseconds, not 10 ms ticks."""
+    """Return the id of a process's CPU clock, as clock_getcpuclockid(3) does on Linux. This clock has a resolution of nanoseconds."""
     return (~pid << 3) | 2

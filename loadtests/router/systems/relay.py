@@ -2,8 +2,8 @@
 
     python -m loadtests.router.systems.relay WORKER_PORT... [--tls CERTIFICATE KEY]    prints its port, one JSON line, when it is ready
 
-Bytes that a client sends after an answer has begun are taken as its next request. This is true only for clients that wait for each
-answer, like the client of this benchmark. So the relay is a floor to measure against, not a router.
+The relay takes bytes that a client sends after an answer has begun as the next request. This is right only for clients that wait for
+each answer, like the client of this benchmark. So the relay is only a floor for comparison, and not usable as a router.
 """
 
 import argparse

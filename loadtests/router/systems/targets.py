@@ -1,7 +1,7 @@
 """Targets: starts each router of the benchmark in front of workers that speak the OpenAI API.
 
-A target has the form `name` or `name:policy` on the command line; without a policy, it places requests by the workers' caches.
-With `+tls` after the name, it serves the client over TLS with a certificate of the run, and speaks to workers as before.
+A target has the form `name` or `name:policy` on the command line; without a policy, the router places requests by the workers' caches.
+With `+tls` after the name, the router serves the client over TLS with a certificate of the run; its connections to workers do not change.
 Dynamo's target has workers of its own (Dynamo's mocker), because its frontend can use no others.
 """
 
@@ -28,7 +28,7 @@ from loadtests.router.systems.processes import Cores, ProcessTree, started, star
 
 START_SECONDS = 90.0
 TLS = "+tls"
-DYNAMO_AT_ONCE = 1000.0  # speed-up of Dynamo's simulated engine, if tokens come without a pause
+DYNAMO_AT_ONCE = 1000.0  # speed-up of Dynamo's simulated engine for scenarios without a pause between tokens
 DYNAMO_PACED = 0.007  # seconds per token of Dynamo's simulated engine without a speed-up
 
 
@@ -45,7 +45,7 @@ class BenchmarkSetting(Struct, frozen=True, kw_only=True):
     """Surroundings in which the routers run: workers, folders, cores and certificate."""
 
     workers: tuple[int, ...] = ()
-    """Ports of the workers; these and the next fields come from the scenario."""
+    """Ports of the workers."""
 
     cache_blocks: int = 0
     """Prefix cache of a worker in blocks of about 64 tokens; 0: none."""
@@ -130,7 +130,7 @@ class RouterTarget(Struct, frozen=True, kw_only=True):
 
 
 def targets(names: Sequence[str]) -> list[RouterTarget]:
-    """Return the targets with these names, and before them the client that asks workers directly, which every table needs.
+    """Return the target without a router, which every table needs, and then the targets with these names.
 
     Raises:
         ConfigurationRefused: A target is unknown.
@@ -166,7 +166,7 @@ def _relay(setting: BenchmarkSetting, policy: str) -> Iterator[RunningRouter]:  
 
 @contextmanager
 def _fleet(setting: BenchmarkSetting, policy: str) -> Iterator[RunningRouter]:
-    """Run `fleet serve router` of this checkout in front of the workers; it compares exact token blocks."""
+    """Run `fleet serve router` of this checkout in front of the workers; it finds cached prefixes by blocks of tokens."""
     with _fleet_of(environment(), "fleet", setting, policy) as running:
         yield running
 

@@ -29,10 +29,10 @@ STEP_AT, STEP_ENDS = 1800.0, 3000.0
 LOW, HIGH = 1.0, 5.0
 STARTS = (4, 85, 135)
 SPAN = 30.0
-"""Length in seconds of the spans of arrivals in which recovery is judged (`recovered`)."""
+"""Length in seconds of each span of arrivals in which the goals must be kept (`recovered`)."""
 
 SLACK = 10.0
-"""Seconds after a start-up within which the goals must be kept again."""
+"""Seconds within which the goals must be kept again after new replicas have started."""
 
 COOL_DOWN, DRAIN = 300.0, 120.0
 LENGTHS = (
@@ -40,7 +40,7 @@ LENGTHS = (
     {"seconds": 1200, "rate": 3.0, "prompt_tokens": 3000, "output_tokens": 2000},
 )
 TURNED_AT = 1500.0
-"""Instant at which long prompts give way to long answers."""
+"""Instant, in seconds, at which the load changes from long prompts to long answers."""
 
 HOMOGENEOUS: dict[str, dict[str, Any]] = {
     "four L40S": {"planner.pools.large.least": 0, "planner.pools.large.most": 0},
@@ -74,8 +74,8 @@ class BehaviourRun(Struct, frozen=True, kw_only=True):
     dollars: float
     turns: int
     figure: float = 0.0
-    """Depends on the kind: seconds until the goals were kept again (step), seconds until the pools had their least sizes (end), or number of
-    plans until the ratio of the pools had followed the lengths (lengths)."""
+    """For the kind `step`: seconds until the goals were kept again. For `end`: seconds until the pools had their least sizes. For `lengths`:
+    number of plans until the ratio of the pools had followed the lengths."""
 
     most: int = 0
     """Only for steps: the largest number of replicas by which a pool exceeded its need while replicas started."""
@@ -283,7 +283,7 @@ def recovered(kept: Sequence[tuple[float, bool]], since: float, until: float) ->
 
 
 def plans_until_turned(steps: Sequence[ReplayStep], since: float) -> int:
-    """Return the number of plans after `since` until decode has more, and prefill fewer replicas than at `since`; 0: never."""
+    """Return the number of plans after `since` until decode has more, and prefill fewer replicas than at `since`; 0 if they never do."""
     before = [step for step in steps if step.at <= since][-1]
     plans = 0
     for earlier, step in pairwise([before, *(each for each in steps if each.at > since)]):

@@ -1,8 +1,8 @@
 """Study of planners: Fleet's rule and thirteen baselines size the pools of the same simulated clusters.
 
-Each rule sees three loads: a drawn day, recorded chats whose rate doubles, and recorded coding agents. Starts take 4, 85 or 135 s, and metrics
-come at once or 15 s late. `behaviour` adds further loads, which stay constant, jump, end or change their lengths. The parameters of each
-rule come from the same number of trials (`tuning`), on other seeds and other parts of the traces.
+Each rule gets three loads: a random day, recorded chats whose rate doubles, and recorded coding agents. Replicas start in 4, 85 or
+135 s, and metrics come at once or 15 s late. `behaviour` adds further loads, which stay constant, jump, end or change their lengths. The
+parameters of each rule come from the same number of trials (`tuning`), on other seeds and other parts of the traces.
 """
 
 import tomllib
@@ -40,13 +40,13 @@ MAIN = (85, 15)
 """Start-up and metric delay, in seconds, for which all rules run with all seeds."""
 
 HINDSIGHT = ("static_peak", "static_best", "oracle")
-"""Rules that know the future: they search their plan by replays of the same requests.
+"""Rules that know the future: they find their plan by replays of the same requests.
 
-They do not depend on the delay of metrics, and run with the first seed only.
+These rules do not depend on the delay of metrics, and run with the first seed only.
 """
 
 KNOW_THE_LOAD = (*HINDSIGHT, "melange")
-"""Rules that know the reported load: those that search by its replays, and melange, whose parameters come from it."""
+"""Rules that know the load of the reported figures: those of `HINDSIGHT`, and melange, whose parameters come from this load."""
 
 EVERYWHERE = ("fleet", "hpa", "llmd_slo", "sageserve", "tokenscale")
 """Rules that run with all start-ups and delays."""

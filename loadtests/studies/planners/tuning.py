@@ -95,7 +95,7 @@ def _run(case: tuple[str, str, int]) -> PlannerRun:
 
 
 def _rank(run: PlannerRun) -> tuple[float, float]:
-    """Return the sort key of a trial, the best first: the shortfall from `ATTAINMENT`, and then the GPU-hours."""
+    """Return the sort key of a trial; the best trial has the lowest: what is missing to `ATTAINMENT`, and then the GPU-hours."""
     return max(0.0, ATTAINMENT - run.outcome.attainment), run.outcome.gpu_hours
 
 

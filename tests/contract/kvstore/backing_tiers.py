@@ -27,9 +27,9 @@ Codecs = Callable[[bytes], Codec]
 class BackingTierCase:
     """One kind of tier, with room for at least 64 blocks of `builders.BLOCK_BYTES`."""
 
-    open: Callable[[Codecs], BackingTier]  # opens an empty tier; after `close`, the former content
+    open: Callable[[Codecs], BackingTier]  # opens a tier, first empty; after `close`, again with its content
     damage: Callable[[BackingTier, BlockKey], None] | None = None  # flips a bit of a stored block
-    name: str = ""  # of the kind of tier
+    name: str = ""  # name of the kind of tier
 
 
 def clock() -> MonotonicClock:
@@ -94,7 +94,7 @@ def s3(folder: Path) -> Iterator[BackingTierCase]:
 
 
 def flip_on_disk(folder: Path, key: BlockKey) -> None:
-    """Flip a bit in the payload of a block in the folder's segments."""
+    """Flip a bit in the payload of a block, in the SSD tier's segment that contains it."""
     for path in sorted(folder.glob("segment-*")):
         content = path.read_bytes()
         at = content.find(key.digest + key.name)

@@ -33,7 +33,7 @@ def tier(case):
 
 
 class Reversed:
-    """Codec whose output differs from its input and that detects garbage."""
+    """Codec that reverses the bytes of a block, and rejects bytes that it has not encoded."""
 
     def __init__(self, codec_id: int = 9):
         self.codec_id = codec_id

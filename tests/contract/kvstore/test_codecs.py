@@ -19,7 +19,7 @@ SECRET = "5e" * 32
 
 
 def a_codec(name: str, dtype: str = "bfloat16", **fields):
-    """Return the codec of that name, such as "zstd" or "sealed zstd", for the namespace."""
+    """Return the codec with this name, such as "zstd" or "sealed zstd", and the namespace that it is for."""
     compression = Compression(name.removeprefix("sealed "))
     secrets = (SECRET,) if name.startswith("sealed") else ()
     namespace = a_typed_namespace(dtype, **fields)
@@ -50,7 +50,7 @@ def test_exact_codecs_give_back_the_same_bytes(name, dtype):
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_any_bytes_can_be_encoded(name, seed):
-    """Include infinities and every kind of NaN; exact codecs return such blocks unchanged."""
+    """Encode blocks with infinities and every kind of NaN, too; every codec returns blocks with such values unchanged."""
     codec, namespace = a_codec(name, layers=1, kv_heads=2, head_dim=8)
     block = some_bytes(namespace, seed)
 
@@ -78,7 +78,7 @@ def test_truncated_or_extended_payload_is_rejected(name):
 @every("zstd", "lz4", "fp8", "int8")
 @settings(max_examples=60, deadline=None)
 @given(position=st.integers(0, 1 << 20), bit=st.integers(0, 7))
-@example(position=305, bit=1)  # padding of a zstd bit stream
+@example(position=305, bit=1)  # a bit in the padding of a zstd bit stream
 def test_flipped_bit_is_rejected_or_harmless(name, position, bit):
     codec, namespace = a_codec(name, layers=1, kv_heads=2, head_dim=8)
     block = kv_like_block(namespace)

@@ -74,7 +74,7 @@ def test_former_generation_is_neither_read_nor_written(tier):
 
     assert not tier.write(former, a_block(1))
     assert not tier.read(former, np.zeros(BLOCK_BYTES, np.uint8))
-    tier.discard(former)  # late and without effect
+    tier.discard(former)  # too late, so it has no effect
     into = np.zeros(BLOCK_BYTES, np.uint8)
     assert tier.read(present, into)
     assert np.array_equal(into, a_block(2))

@@ -55,7 +55,7 @@ class Loop:
         self.thread.start()
 
     def do(self, act: Callable[..., Any], *args: Any) -> Any:
-        """Run a function or coroutine function on the loop."""
+        """Run a function or coroutine function on the event loop, wait for its end, and return its result."""
 
         async def run() -> Any:
             result = act(*args)
@@ -70,7 +70,7 @@ class Loop:
 
 
 class NixlPool:
-    """A pool with an agent, shared by the tests because both ends of NIXL start slowly on a busy machine."""
+    """A pool with a NIXL agent. The tests share it, because NIXL starts slowly on a busy machine."""
 
     def __init__(self):
         self.tier = SharedMemoryTier(BLOCKS * BLOCK_BYTES)
@@ -93,7 +93,7 @@ class NixlPool:
 
 
 class Node:
-    """The node's end; only the thread of its event loop touches the machine."""
+    """The node's side of a transport; only the thread of its event loop uses the block machine."""
 
     def __init__(self, kind: str, folder, nixl: Callable[[], NixlPool]):
         self.kind = kind
@@ -119,7 +119,7 @@ class Node:
             self.address = await self.plane.listen("127.0.0.1", 0)
 
     def do(self, act: Callable[..., Any], *args: Any) -> Any:
-        """Run a function or coroutine function on the node's thread, and then what the tier still has to do."""
+        """Run a function or coroutine function on the node's thread; then let the tier perform the machine's commands."""
 
         async def run() -> Any:
             result = act(*args)
@@ -143,7 +143,7 @@ class Node:
                 return NixlTransport(offer, BLOCK_BYTES, CLOCK, deadline_in(30), lambda _: self.offer(digest))
 
     def offer(self, digest: bytes) -> NixlOffer:
-        """Return the offer of the control plane's handshake."""
+        """Return the NIXL offer that the control plane's handshake would make."""
         self.store.machine.namespace(digest)
         offer = self.nixl.node.offer
         if offer is None:
@@ -162,7 +162,7 @@ class Node:
         self.tier.mapping.bytes[slot.offset + 1234] ^= 0x10
 
     def cut(self) -> None:
-        """Cut the transport as if the node had died."""
+        """End the node's side of the transport, as if the node had died."""
         if self.kind == "shared memory":
             self.do(self._end_handout)
         if self.kind == "tcp":
@@ -392,7 +392,7 @@ def test_two_clients_work_independently(node, transport):
 
 
 def test_reader_gets_its_block_or_a_miss_while_slots_change(node, transport):
-    """Give slots to other blocks as fast as possible while they are read."""
+    """Read blocks while their slots are given to other blocks as fast as possible."""
     over = threading.Event()
     names = itertools.count()
 
@@ -412,7 +412,7 @@ def test_reader_gets_its_block_or_a_miss_while_slots_change(node, transport):
         churning = threads.submit(churn)
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline and (counts[BlockOutcome.MOVED] < 20 or counts[BlockOutcome.GONE] < 20):
-            for age in (1, BLOCKS // 4):  # young blocks are mostly present, and the oldest are about to be evicted
+            for age in (1, BLOCKS // 4):  # new blocks are mostly present, and old ones are about to be evicted
                 if len(published) < age:
                     continue
                 slots, blocks = published[-age]
@@ -429,7 +429,7 @@ def test_reader_gets_its_block_or_a_miss_while_slots_change(node, transport):
 
 def test_closed_transport_gives_misses(node, transport):
     if node.kind == "shared memory":
-        return  # this transport keeps its mapping
+        return  # this transport can still read after `close`, because it keeps its mapping
     (slot,) = put_and_publish(node, transport, a_chain(1), [a_block(1)])
     transport.close()
 

@@ -1,4 +1,4 @@
-"""Contract suite of worker directories: what routers and workers rely on, whatever stores the records.
+"""Contract suite of worker directories: the promises on which routers and workers rely, for every kind of directory.
 
 The importing module provides the fixture `a_world`.
 """
@@ -51,15 +51,15 @@ class DirectorySetup(Protocol):
         ...
 
     async def shows(self, addresses: set[str]) -> None:
-        """Wait until clients that learn of workers elsewhere, such as from a Service, see exactly these addresses.
+        """Wait until clients that do not read the directory, but a Service, see exactly these addresses.
 
-        Return at once where there are no such clients.
+        Return at once if this kind of directory has no such clients.
         """
         ...
 
 
 class DirectoryReader:
-    """One router's view of a directory. Its clock stands still until it is moved."""
+    """One router's view of a directory. Its clock changes only when the test moves it."""
 
     def __init__(self, world: DirectorySetup) -> None:
         self.world = world
@@ -87,7 +87,7 @@ async def a_router(world: DirectorySetup, *, far: bool = False) -> AsyncIterator
 
     Args:
         world: The directory.
-        far: Read over the path that can be cut.
+        far: True: read over the path that `cut` cuts.
     """
     router = DirectoryReader(world)
     async with world.open_far() if far else world.open() as opened, asyncio.TaskGroup() as tasks:
@@ -97,7 +97,7 @@ async def a_router(world: DirectorySetup, *, far: bool = False) -> AsyncIterator
 
 
 async def registered(worker: OpenDirectory) -> None:
-    """Register over a path that was just mended."""
+    """Register a worker, and try again until the path to the directory, which was just mended, works."""
 
     async def accepted() -> bool:
         try:

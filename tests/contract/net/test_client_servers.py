@@ -1,4 +1,4 @@
-"""Contract of the gRPC servers of client ports: what a client and a service may expect of each library."""
+"""Contract tests of the gRPC servers of client ports: every gRPC library that Fleet can serve with keeps the same promises."""
 
 import asyncio
 import contextlib
@@ -50,7 +50,7 @@ async def world(library):
 
 @pytest.fixture
 async def crowded_world(library):
-    """Open a server that takes three connections."""
+    """Open a server that accepts at most three connections."""
     async with serving(library, max_connections=3) as world:
         yield world
 
@@ -88,7 +88,7 @@ async def test_a_deadline_ends_a_call_on_both_sides(world):
         async def asked():
             status = await status_of(channel.unary_stream("/x.Y/Wait")(b"", timeout=0.3))
             assert status is grpc.StatusCode.DEADLINE_EXCEEDED
-            return world.service.began  # a client that stood still has not sent it yet
+            return world.service.began  # 0 if the client's process was too slow to send the call before its deadline
 
         await until_answered(asked)
         await until(lambda: world.service.cancelled == world.service.began)

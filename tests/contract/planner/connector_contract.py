@@ -1,4 +1,4 @@
-"""Contract suite of plan connectors: every connector reports the same plans in the same way.
+"""Contract suite of plan connectors: with every connector, equal plans have equal effects and are reported equally.
 
 The importing module provides the fixture `a_world`.
 """
@@ -21,11 +21,11 @@ from tests.support.waiting import until_answered
 SECONDS = 60
 PREFILL, DECODE = PoolName("prefill"), PoolName("decode")
 ROOM = 3
-"""Replicas of both pools together for which every setup has room."""
+"""Number of replicas of both pools together for which every setup has room."""
 
 
 class ProcessKilled(BaseException):
-    """Kill of a planner; it is no Exception, so no supervisor can catch it."""
+    """Raised to simulate the kill of a planner; it is no Exception, so that no supervisor in the code catches it."""
 
 
 class ConnectorSetup(Protocol):
@@ -34,21 +34,21 @@ class ConnectorSetup(Protocol):
     def open(self, writer: PlanWriter = PlanWriter.PLANNER) -> AbstractAsyncContextManager[PlanConnector]: ...
 
     def open_mortal(self, answered: bool) -> AbstractAsyncContextManager[PlanConnector]:
-        """Open a connector whose planner is killed by its first write, before the write or between the write and its answer."""
+        """Open a connector whose first write raises `ProcessKilled`: after the write if `answered`, otherwise before it."""
         ...
 
     def open_cut(self) -> AbstractAsyncContextManager[PlanConnector]:
-        """Open a connector whose other end does not answer."""
+        """Open a connector to an address or a file that does not answer."""
         ...
 
     async def occupy(self) -> None:
-        """Keep every replica busy until `finish`, so that a removed one has to drain."""
+        """Keep every replica busy until `finish`, so that a replica that is removed has to drain first."""
         ...
 
     async def finish(self) -> None: ...
 
     async def pin(self, pool: PoolName, replicas: int) -> None:
-        """Scale a pool like a person at the orchestrator."""
+        """Scale a pool by the orchestrator's own means, as a person would do it."""
         ...
 
 
@@ -58,7 +58,7 @@ def a_plan(name: str, within: int = SECONDS * SECOND, **replicas: int) -> Plan:
 
 
 async def observed(connector: PlanConnector, condition: Callable[[Observation], bool]) -> Observation:
-    """Return the first observation that satisfies the condition."""
+    """Observe until the condition holds, and return this observation."""
     seen = None
 
     async def look() -> Observation | None:
@@ -72,12 +72,15 @@ async def observed(connector: PlanConnector, condition: Callable[[Observation], 
 
 
 def sizes(seen: Observation) -> dict[str, tuple[int, int, int]]:
-    """Return wanted, ready and draining replicas of each pool."""
+    """Return by pool the numbers of wanted, ready and draining replicas."""
     return {each.name: (each.wanted, each.ready, each.draining) for each in seen.pools}
 
 
 async def observed_sizes(connector: PlanConnector, **pools: tuple[int, int, int]) -> Observation:
-    """Wait until the orchestrator has read the plan and the pools have these sizes; before that they may match by chance."""
+    """Wait until the orchestrator has read the plan and the pools have these sizes (wanted, ready, draining).
+
+    Before the orchestrator has read the plan, the sizes may be equal by chance.
+    """
 
     def is_so(seen: Observation) -> bool:
         return sizes(seen) == pools and all(each.why is not PoolGapReason.NOT_TAKEN_UP for each in seen.pools)
@@ -96,7 +99,7 @@ async def test_equal_plans_give_equal_observations(a_world):
         grown = await observed_sizes(planner, decode=(2, 2, 0), prefill=(1, 1, 0))
         assert [(each.plan, each.before) for each in grown.pools] == [("grow", 1), ("", None)]
 
-        # A replica beyond the room stays pending, and the plan is rolled back at its deadline.
+        # A replica for which there is no room stays pending, and the plan is rolled back at its deadline.
         impossible = a_plan("impossible", within=5 * SECOND, decode=3)
 
         def late(seen: Observation) -> None:
@@ -110,11 +113,11 @@ async def test_equal_plans_give_equal_observations(a_world):
         assert outcome is PlanOutcome.ROLLED_BACK
         kept = await observed_sizes(planner, decode=(2, 2, 0), prefill=(1, 1, 0))
 
-        # The pool shrinks: a draining replica finishes its work and keeps its place until then.
+        # The pool shrinks: a draining replica finishes its work, and occupies its room until then.
         await a_world.occupy()
         swap = a_plan("swap", prefill=2, decode=1)
 
-        # The planner is killed before and after each of its writes. The wanted sizes are never outside the old and the new plan.
+        # The planner is killed before and after each of its writes. The wanted sizes stay between those of the old and the new plan.
         for answered in (False, True, False, True):
             async with a_world.open_mortal(answered) as mortal:
                 with suppress(ProcessKilled):
@@ -129,13 +132,13 @@ async def test_equal_plans_give_equal_observations(a_world):
         await a_world.finish()
         swapped = await observed_sizes(planner, decode=(1, 1, 0), prefill=(2, 2, 0))
 
-        # An earlier write stands, and a writer that knows only the state before it comes too late.
+        # A plan that is already in force is accepted and changes nothing. A writer that has not observed this plan is refused.
         await planner.apply(swap, kept)
         assert await planner.observe() == swapped
         with pytest.raises(PlanConflict):
             await planner.apply(a_plan("late", decode=2, prefill=1), kept)
 
-        # A person's number stays, and so does the plan of the other pools.
+        # The number that a person has set stays, and the plan stays in force for the other pool.
         await a_world.pin(PREFILL, 1)
         pinned = await observed_sizes(planner, decode=(1, 1, 0), prefill=(1, 1, 0))
         assert "pinned" in pinned.pool(PREFILL).pinned

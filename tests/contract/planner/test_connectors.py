@@ -1,4 +1,4 @@
-"""Contract tests of connectors: a folder, a real etcd, and the processes of `fleet up`. The Kubernetes connector is in tests/kube."""
+"""Contract tests of connectors: a folder, a real etcd, and `fleet up`. tests/kube tests the Kubernetes connector."""
 
 import asyncio
 import contextlib
@@ -105,7 +105,7 @@ class EtcdConnectorSetup(VirtualConnectorSetup):
 
 
 class LocalConnectorSetup(VirtualConnectorSetup):
-    """A `fleet up` and its command line."""
+    """A cluster of `fleet up`, which a person scales by the command line."""
 
     def __init__(self, endpoints) -> None:
         self.endpoints = endpoints
@@ -131,7 +131,7 @@ class LocalConnectorSetup(VirtualConnectorSetup):
         return {worker.worker_id: worker.booked_requests for pool in status.pools for worker in pool.workers}
 
     async def finish(self) -> None:
-        """Check that a draining worker still answers a second later."""
+        """Check that all workers, also the draining one, go on with their answers; then cancel the answers."""
         for stream in self.streams:
             for _ in range(50):
                 await anext(aiter(stream))

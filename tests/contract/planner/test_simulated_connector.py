@@ -1,4 +1,4 @@
-"""Contract tests of the simulated connector: pools of a simulated cluster, whose virtual time runs beside the tests."""
+"""Contract tests of the simulated connector: pools of a simulated cluster, whose virtual time passes while the tests run."""
 
 import asyncio
 import contextlib
@@ -24,7 +24,7 @@ from tests.support.sim.worlds import a_world as a_cluster
 from tests.support.waiting import pace, until
 
 STRIDE = Nanos(SECOND // 10)
-"""Virtual time that passes at once; answers of hours keep workers busy for longer than any test takes."""
+"""Virtual time that passes in one step. Answers take hours of virtual time, so workers are busy for longer than any test takes."""
 
 
 class SimulatedConnectorSetup:

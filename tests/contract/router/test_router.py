@@ -1,4 +1,4 @@
-"""Contract tests of the router's server, for the real one and the fake one."""
+"""Contract tests of the router server, for the real router server and for the fake one of the tests."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -24,7 +24,7 @@ ANSWER = (5, 6, 7)
 SAMPLING = Sampling(max_tokens=3, temperature=0.0)
 
 Cancellations = Callable[[], Awaitable[int]]
-"""Number of requests cancelled at the engine so far."""
+"""Function that returns the number of requests that were cancelled at the engine so far."""
 
 Opens = Callable[[], AbstractAsyncContextManager[tuple[RouterApi, Cancellations]]]
 

@@ -174,7 +174,7 @@ async def test_sending_to_an_absent_worker_is_unreachable(a_world):
         with pytest.raises(WorkerUnreachable) as error:
             world.workers.start(WorkerId("w1"), a_start())
         assert error.value.worker_id == "w1"
-        world.workers.cancel(WorkerId("w1"), RequestId("r1#1"))  # its attempt is gone too
+        world.workers.cancel(WorkerId("w1"), RequestId("r1#1"))  # no error: the attempt was lost with the worker
 
 
 @every_setup

@@ -1,8 +1,9 @@
 """Contract suite of the engine port (`workers.ports.Engine`), as functions that take any engine.
 
 Functions in `ALONE` take one engine. Functions in `PAIRED` take a prefill engine, an equally configured decode engine, and their
-KV path. `answer_continues_exactly` takes two equally configured engines, or one twice, and parameters of `CONTINUED`. Engines may be shared and warm, so prompts are fresh. The vocabulary has at least 4000 tokens, the model at least 1024
-positions, and the batch at least 4 places.
+KV path. `answer_continues_exactly` takes two equally configured engines, or one engine twice, and parameters of `CONTINUED`. Tests may
+share engines, whose caches are then not empty, so the functions use new prompts. The vocabulary has at least 4000 tokens, the model at
+least 1024 positions, and the batch at least 4 places.
 """
 
 import random
@@ -149,7 +150,7 @@ async def cache_events_name_the_blocks_of_the_chain(one: EngineDriver) -> None:
 
     names = chain(prompt, block_tokens, salt=salt)
 
-    await one.until(lambda: one.cached.issuperset(names[:3]))  # the last block need not become reusable
+    await one.until(lambda: one.cached.issuperset(names[:3]))  # an engine may not keep the last block
 
 
 async def a_stop_token_ends_the_answer(one: EngineDriver) -> None:
@@ -198,7 +199,7 @@ async def unsupported_fields_are_rejected_by_name(one: EngineDriver) -> None:
 
 
 async def disaggregated_tokens_equal_aggregated_ones(prefill: EngineDriver, decode: EngineDriver, path: KvPath) -> None:
-    """Check that the blocks really move; equal tokens alone would not prove it."""
+    """Check that the blocks really move, because equal tokens alone would not prove it."""
     block_tokens = decode.engine.facts.block_tokens
     for length in (1, block_tokens - 1, block_tokens, 2 * block_tokens + 1, 300):
         prompt = fresh_prompt(length)
@@ -307,7 +308,7 @@ async def concurrent_disaggregated_requests_stay_apart(
 
 
 async def structured_output_is_obeyed_or_rejected(one: EngineDriver) -> None:
-    """Obey structured output or reject it by name, in every phase."""
+    """Check that the engine obeys structured output, or rejects the request and names the field."""
     start = an_attempt(fresh_prompt(20), sampling=greedy(8, ignore_eos=False, form=Choice(("no", "yes"))))
     one.submit(start)
 
@@ -322,10 +323,10 @@ async def structured_output_is_obeyed_or_rejected(one: EngineDriver) -> None:
 
 
 async def sampling_fields_are_obeyed(one: EngineDriver) -> None:
-    """Obey the fields that the engine claims to obey."""
+    """Check that the engine obeys the sampling fields that it claims to obey."""
     prompt = fresh_prompt(50)
     plain = (await one.do(an_attempt(prompt, 6)))[0]
-    # Reasoning is limited only where a parser of it is known; test_thinking_budget.py tests this.
+    # An engine limits reasoning only if it has a parser for it; test_thinking_budget.py tests this.
     assert {*ENGINE_FIELDS} - {*one.engine.facts.sampling_fields} <= {"thinking_tokens"}
 
     biased = (await one.do(an_attempt(prompt, sampling=greedy(6, logit_bias=((77, 100.0),)))))[0]
@@ -368,7 +369,7 @@ CONTINUED = {
 
 
 async def answer_continues_exactly(one: EngineDriver, other: EngineDriver, sampling: Sampling) -> None:
-    """Let `other` continue an answer of `one` from several of its tokens."""
+    """Let `other` continue an answer of `one` after 1, after 8, and after all but one of its tokens; compare the tokens."""
     if sampling.form is not None and not other.engine.facts.keeps_forms:
         return
     prompt = token_bytes(random.Random(75).sample(range(300, 4000), 75))
@@ -427,7 +428,7 @@ async def prompt_logprobs_come_once_for_all_but_the_first_token(one: EngineDrive
 async def structured_output_of_a_pair_equals_that_of_one(
     prefill: EngineDriver, decode: EngineDriver, path: KvPath
 ) -> None:
-    """Let the decode side sample every token, since structured output needs the answer from its start."""
+    """Let the decode engine sample every token, because structured output needs the answer from its start."""
     if not decode.engine.facts.keeps_forms:
         return
     sampling = greedy(8, ignore_eos=False, form=Choice(("no", "yes")))

@@ -1,4 +1,4 @@
-"""External server for tests of the relay: it has many paths, and takes uploads and WebSockets."""
+"""External server for tests of the relay: it answers requests on all paths, and takes uploads and WebSockets."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager

@@ -96,7 +96,7 @@ def token(text: str, *, chat: bool = True) -> bytes:
 
 
 async def five_tokens(exchange: ServerExchange) -> None:
-    """Answer with five tokens, as a stream or as one object."""
+    """Answer with five tokens: as a stream if the request asks for one, otherwise as one object."""
     chat = "chat" in exchange.seen.start
     if not exchange.seen.json.get("stream"):
         message = {"message": {"role": "assistant", "content": "abcde"}} if chat else {"text": "abcde"}
@@ -115,7 +115,7 @@ async def five_tokens(exchange: ServerExchange) -> None:
 
 
 async def metered_tokens(exchange: ServerExchange) -> None:
-    """Answer with five tokens and their usage, as OpenAI's servers do."""
+    """Answer with five tokens. Add the usage as OpenAI's servers do: to a stream only if the request asks for it."""
     asked = exchange.seen.json
     if not asked.get("stream"):
         body = {
@@ -160,7 +160,7 @@ class OpenAiServer:
         self._server = await asyncio.start_server(self._connected, "127.0.0.1", self.port)
 
     async def stop(self) -> None:
-        """Close all connections, like a killed process."""
+        """Stop listening, and abort all connections, as if the process were killed."""
         if self._server is not None:
             self._server.close()
         for writer in list(self._writers):
@@ -228,7 +228,7 @@ async def _read(reader: asyncio.StreamReader) -> ReceivedRequest | None:
 
 
 def fetch(address: str, method: str, path: str, body: str | None = None) -> str:
-    """Send one request on its own connection, so that any of the processes may answer."""
+    """Send one request on a new connection, so that any router process at the address may answer; return the body."""
     with closing(HTTPConnection(address, timeout=60)) as connection:
         connection.request(method, path, body, {"content-type": "application/json"})
         answer = connection.getresponse()
@@ -241,7 +241,7 @@ def fetch(address: str, method: str, path: str, body: str | None = None) -> str:
 async def routers_in_front_of(
     folder: Path, servers: Sequence[OpenAiServer], processes: int, **more: Any
 ) -> AsyncIterator[str]:
-    """Run `fleet serve router` with this many processes, and yield its address; stop the servers at the end."""
+    """Run `fleet serve router` with `processes` router processes, and yield its HTTP address; stop the servers at the end."""
     workers = [{"worker_id": f"w{number}", "url": server.url, "model": MODEL} for number, server in enumerate(servers)]
     address = f"127.0.0.1:{a_free_port()}"
     settings = {"http_listen": address, "grpc_listen": f"127.0.0.1:{a_free_port()}", "openai_workers": workers} | more
@@ -305,7 +305,7 @@ async def a_relay(
     records: AccessRecordFile | None = None,
     **worker: object,
 ) -> AsyncIterator[RelaySetup]:
-    """Run a router in front of these servers, for at most `seconds`; they join in order as `w0`, `w1` and so on."""
+    """Run a router in front of these servers, for at most `seconds`. The servers join in order as workers `w0`, `w1` and so on."""
     clock = SystemClock()
     fields = {"model": MODEL, "probe_seconds": 0.1, "tokenizer": str(model_dir or ""), **worker}
     settings = RouterSettings(

@@ -28,7 +28,7 @@ ENVIRONMENT = {
 
 
 class RealServer:
-    """Runs one server. It is started in the folder with the model's folder, whose name is the name of the model."""
+    """Runs one server. The current folder of its process contains the model's folder, which is named like the model."""
 
     def __init__(self, name: str, command: Sequence[str], model: Path) -> None:
         self.name = name
@@ -74,7 +74,7 @@ class RealServer:
 
 
 def commands(model: str) -> Mapping[str, Sequence[str]]:
-    """Return the command of each server for a model folder in the current folder."""
+    """Return the command of each server, by server name. The folder `model` is in the current folder of the server."""
     vllm = (
         *("-m", "vllm.entrypoints.openai.api_server", "--model", model, "--dtype", "float32", "--enforce-eager"),
         *("--max-model-len", "2048", "--max-num-seqs", "8", "--kv-cache-memory-bytes", str(64 << 20)),
@@ -86,7 +86,7 @@ def commands(model: str) -> Mapping[str, Sequence[str]]:
 
 @contextmanager
 def real_servers(folder: Path, model: str) -> Iterator[dict[str, RealServer]]:
-    """Start all servers side by side, each with the built-in model under this name."""
+    """Run all servers at the same time, each with the built-in model under the name `model`."""
     (folder / model).symlink_to(build_tiny_model(folder / "models"))
     servers: dict[str, RealServer] = {}
     try:

@@ -116,7 +116,7 @@ class StreamSetup:
             yield await self.changes.get()
 
     async def peer(self, description: WorkerDescription) -> StreamWorker:
-        """Start a worker that listens, but is not a member."""
+        """Start a worker that listens, but that the router does not know; `announce` makes it known."""
         peer = StreamWorker(description, self._folder)
         await peer.start()
         self._stack.push_async_callback(peer.leave)

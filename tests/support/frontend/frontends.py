@@ -49,7 +49,7 @@ class Frontends(Struct):
         return f"http://{self.http.address}"
 
     def will_answer(self, text: str, *, step: int = 1, then: Sequence[int] = ()) -> list[int]:
-        """Let the router answer with the tokens of this text and then with these tokens; return all token ids."""
+        """Let the router answer with the tokens of `text` and then with the tokens `then`; return all token ids."""
         self.router.answer = [*token_ids(self.codec.encode(text))[1:], *then]
         self.router.step = step
         return self.router.answer

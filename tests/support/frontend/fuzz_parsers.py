@@ -2,7 +2,7 @@
 
 It uses atheris (libFuzzer). The first byte of an input chooses the parser. A rejection is a valid result. Any other
 exception ends the process, and the input is written into the folder. The HTTP parser has to give the same answers
-wherever its bytes are cut.
+for the same bytes, in whichever pieces they arrive.
 """
 
 import faulthandler
@@ -184,11 +184,11 @@ def seeds():
 
 
 def in_a_child() -> None:
-    """Fork, and return only in the child; the parent waits for the child and exits with its status.
+    """Fork, and return only in the child process; the parent waits for the child and exits with the child's status.
 
     libFuzzer compares its memory limit with the peak memory of the process. On Linux, a started program begins with the
-    peak of the process that started it. So the limit would fail if a test run had used more memory before. A forked
-    process begins with a peak of its own.
+    peak of the process that started it. So this program would exceed the limit if the test run that starts it has used
+    more memory before. A forked process begins with a peak of its own.
     """
     if child := os.fork():
         sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
@@ -197,7 +197,7 @@ def in_a_child() -> None:
 def main() -> None:
     in_a_child()
     seconds, folder = int(sys.argv[1]), Path(sys.argv[2])
-    # libFuzzer reports an input that takes too long, but not a hang elsewhere.
+    # libFuzzer reports an input that takes too long; this ends the process if it hangs outside of an input.
     faulthandler.dump_traceback_later(seconds + 300, exit=True)
     corpus = folder / "corpus"
     corpus.mkdir(exist_ok=True)

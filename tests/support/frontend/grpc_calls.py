@@ -7,7 +7,7 @@ from fleet.v1 import inference_pb2 as pb
 
 DETAILS = "grpc-status-details-bin"
 SMALL_WINDOW = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024))
-"""Channel options of a client that buffers few bytes until it reads them."""
+"""Channel options of a client that buffers only few bytes that it has not read."""
 
 
 def details_of(

@@ -52,7 +52,7 @@ class RawHttpClient:
 
 @asynccontextmanager
 async def raw_http_client(frontends: Frontends | RelaySetup, **options: Any) -> AsyncIterator[RawHttpClient]:
-    """Connect over TCP; the options go to `asyncio.open_connection`, such as `limit`, the number of bytes to buffer."""
+    """Connect over TCP; `options` are passed to `asyncio.open_connection`, such as `limit`, the most bytes to buffer."""
     host, _, port = frontends.http.address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port), **options)
     try:

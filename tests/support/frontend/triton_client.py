@@ -1,4 +1,4 @@
-"""Triton's own client in a separate process, because it registers the same protobuf names as Fleet's generated code.
+"""Triton's own client, in a separate process, because this client registers the same protobuf names as Fleet's generated code.
 
 The process reads one JSON object per line, ``{"do": NAME, "address": …, …}``, performs it, and answers with one line.
 """
@@ -38,7 +38,7 @@ class TritonClient:
 
 
 def main():
-    import tritonclient.grpc as triton  # tests import this module without it
+    import tritonclient.grpc as triton  # here, because the tests' own process must not import it
 
     tasks = {
         each.__name__: each
@@ -71,7 +71,7 @@ def protocol(triton, client):
 
 
 def described_protocol(file):
-    """Return the fields of each message and the kind of each method."""
+    """Return by message its fields, and by method whether client and server stream."""
     described = {}
     todo = list(file.message_types_by_name.values())
     for message in todo:
@@ -90,7 +90,7 @@ def infer(triton, client, **request):
 
 
 def infer_until_cancelled(triton, client, **request):
-    """Send a request, and cancel it when the test reports by a line that the server has begun with it."""
+    """Send a request, and cancel it when the test writes a line, which means that the server has begun with the request."""
     errors = queue.Queue()
     call = client.async_infer(callback=lambda result, error: errors.put(error), **asked(triton, **request))
     sys.stdin.readline()
@@ -132,7 +132,7 @@ def stream_until_cancelled(triton, client, **request):
 
 
 def asked(triton, *, text=None, ids=None, streaming=None, sampling=None, outputs=None, datatype="INT32", **options):
-    """Return the arguments of the client's methods."""
+    """Return the arguments for the client's methods that send a request."""
     inputs = []
 
     def add(name, kind, array):

@@ -1,4 +1,4 @@
-"""Endpoint picker for tests: on a real port, with a router behind it; the test takes the place of the gateway."""
+"""Endpoint picker for tests: it listens on a real port and places by a real router; the test plays the gateway."""
 
 import asyncio
 import random
@@ -85,7 +85,7 @@ P1 = a_joined_endpoint("p1", "10.0.1.1:8000", Role.PREFILL)
 async def a_picker_setup(
     model_dir, *workers, picker=None, standing=None, tenants=None, connection_seconds=0, **settings
 ):
-    """Open a router with these workers. They need not exist, because the router itself sends them nothing."""
+    """Open a router with these workers and an endpoint picker. The workers need not exist, because the router sends them nothing."""
     clock, threads = SystemClock(), TokenizerThreads()
     known = Tenants(tenants or {}, clock.now())
     selecting = SelectionAwareWorkers(UnusedWorkers())

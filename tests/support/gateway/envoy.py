@@ -1,4 +1,4 @@
-"""Gateway for tests: Envoy's side of `ext_proc` towards an endpoint picker."""
+"""Gateway for tests: sends an endpoint picker the `ext_proc` messages that Envoy would send."""
 
 import asyncio
 import json
@@ -38,7 +38,7 @@ class PickerAnswer(Struct):
 
 
 class GatewayRequest:
-    """Plays the gateway for one request, which it passes to the picker."""
+    """Plays the gateway for one request: passes the request and its answer to the picker."""
 
     def __init__(self, call) -> None:
         self.call = call
@@ -106,7 +106,7 @@ class GatewayRequest:
     has_no_body = False
 
     async def ask(self, body: bytes, path: str = COMPLETIONS, **head) -> PickerAnswer:
-        """Send the whole request; stop early if the picker answers and ends the call."""
+        """Send the whole request, and return the picker's decision. If the picker ends the call early, send no more."""
         await self.head(path, **head)
         async with asyncio.TaskGroup() as tasks:
             picked = tasks.create_task(self.picked())
@@ -125,7 +125,7 @@ class GatewayRequest:
         assert (await self.hears()).WhichOneof("response") == "response_headers"
 
     async def answer_goes_on(self, piece: bytes, *, ends: bool = False) -> bytes:
-        """Pass on a piece of the answer, and return what the client gets."""
+        """Pass a piece of the answer to the picker, and return the bytes that the client gets for it."""
         await self.say(response_body=pb.HttpBody(body=piece, end_of_stream=ends))
         passed = (await self.hears()).response_body.response.body_mutation.streamed_response
         assert passed.end_of_stream is ends

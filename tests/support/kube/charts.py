@@ -115,7 +115,7 @@ VALUES: Mapping[str, Document] = {
 
 @functools.cache
 def _command() -> Command:
-    """Return Helm 3 as a command that has no cluster."""
+    """Return the command Helm 3 with a kubeconfig that does not exist, so that it reaches no cluster."""
     return Command(helm_3(tools_folder()), Path("/nonexistent"), Path("/nonexistent"))
 
 
@@ -157,12 +157,12 @@ def _rendered(name: str, *options: str) -> bytes:
 
 
 def rendered(name: str, *options: str) -> list[Document]:
-    """Render the chart with Helm 3 and the values of this name, or with the caller's own values."""
+    """Render the chart with Helm 3 and the values of this name, and return the documents."""
     return msgspec.json.decode(_rendered(name, *options))
 
 
 def pods(found: list[Document]) -> Iterator[tuple[str, Document]]:
-    """Return the specification of every pod that the documents define or create through a controller."""
+    """Yield by name the specification of every pod that the documents define, directly or as a controller's template."""
     for each in found:
         name = f"{each['kind']} {each['metadata']['name']}"
         if each["kind"] == "Pod":

@@ -1,4 +1,4 @@
-"""A bare HTTP client for the Kubernetes API, for tests that check requests and answers themselves."""
+"""Simple HTTP client for the Kubernetes API, for tests that check requests and answers themselves."""
 
 import json
 import ssl
@@ -22,12 +22,12 @@ class Answer(msgspec.Struct, frozen=True):
     headers: Any = None
 
     def expect(self, code: int) -> Any:
-        """Return the body of an answer that must have this code."""
+        """Check that the answer has this HTTP status code, and return its body."""
         assert self.code == code, f"expected {code}, got {self.code}: {json.dumps(self.body)[:2000]}"
         return self.body
 
     def refused(self, code: int, reason: str) -> Any:
-        """Return the body of a refusal, which must be a Status with this reason."""
+        """Check that the answer is a refusal with this code, whose body is a `Status` with this reason; return the body."""
         status = self.expect(code)
         assert (status["kind"], status["status"], status["reason"], status["code"]) == (
             "Status",
@@ -88,7 +88,7 @@ def inhabitants(api: Api, namespace: str) -> set[str]:
     groups = [each["preferredVersion"]["groupVersion"] for each in api.get("/apis").expect(200)["groups"]]
     for root in ("/api/v1", *(f"/apis/{group}" for group in groups)):
         listed = api.get(root)
-        # The last kind of a group may have been removed meanwhile.
+        # The group may have vanished since it was listed, because its last kind was removed.
         for each in listed.body["resources"] if listed.code == 200 else ():
             if each["namespaced"] and "list" in each["verbs"] and "/" not in each["name"] and each["name"] != "events":
                 items = api.get(f"{root}/namespaces/{namespace}/{each['name']}").body.get("items", ())

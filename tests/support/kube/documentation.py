@@ -14,7 +14,7 @@ from tests.support.kube.charts import CHART, Document
 
 DEPLOY = CHART.parents[1]
 SHELL = re.compile(r"<<END\n(.*?)^END", re.DOTALL | re.MULTILINE)
-"""Text that marks a command of the documents that reads Helm values from its standard input."""
+"""Helm values in a command of the documents: the here-document between `<<END` and `END`."""
 
 
 def shown_values() -> list[Document]:
@@ -45,7 +45,7 @@ def _is_values(block: Any) -> bool:
 
 
 def _whole(block: Any) -> Document:
-    """Return a manifest that can be applied, made from a pod's or a deployment's specification, or from roles."""
+    """Return a manifest that can be applied. If the block is only a specification or a list of roles, add what is missing."""
     match block:
         case {"apiVersion": _, "kind": _}:
             return block

@@ -24,7 +24,7 @@ PATH = re.compile(r"/apis/custom\.metrics\.k8s\.io/v1beta1/namespaces/(?P<namesp
 
 
 class UnknownMetric(Exception):
-    """Raised if no rule names the metric, or if Prometheus has no series of it."""
+    """Raised if no rule names the metric, or if Prometheus has no series of the metric."""
 
 
 class AdapterRules:
@@ -35,7 +35,7 @@ class AdapterRules:
         self._prometheus = prometheus
 
     def of_pods(self, metric: str, namespace: str, pods: list[str]) -> dict[str, float]:
-        """Return the value of the metric for each of the pods that has one.
+        """Return the value of the metric by pod, without pods that have none.
 
         Raises:
             UnknownMetric: The adapter would not offer the metric.
@@ -53,7 +53,7 @@ class AdapterRules:
         return {each["metric"][labels["pod"]]: float(each["value"][1]) for each in found}
 
     def value(self, query: str) -> float:
-        """Return the only value of a query; a trigger of KEDA uses such a value."""
+        """Return the only value that a Prometheus query gives; KEDA scales by such a value."""
         [found] = self._asked("query", {"query": query})["result"]
         return float(found["value"][1])
 
@@ -106,7 +106,7 @@ def _columns(values: dict[str, float]) -> tuple[list[str], list[float]]:
 
 
 def _item(pod: str, value: float) -> Document:
-    """Return the metric value of one pod, as the API writes it: a quantity in thousandths."""
+    """Return the metric value of one pod as the API writes it; the value is a quantity in thousandths."""
     return {"describedObject": {"kind": "Pod", "name": pod}, "value": f"{round(value * 1000)}m"}
 
 
@@ -141,7 +141,7 @@ class Autoscaler:
             return now
         pods = self._api.get(f"/api/v1/namespaces/{namespace}/pods", labelSelector=selector).expect(200)["items"]
         ratio = sum(values) / len(values) / goal
-        # A pod without a value counts as idle if others ask for more, and as just busy enough if they ask for less.
+        # A pod without a value counts as idle if the other pods are above the goal, and otherwise as exactly at the goal.
         missing = len(pods) - len(values)
         filled = values + [0.0 if ratio > 1 else goal] * missing
         ratio = sum(filled) / len(filled) / goal

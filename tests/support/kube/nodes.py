@@ -1,7 +1,7 @@
 """Simulated nodes: a minimal simulation of controllers, scheduler, nodes and workers for tests of the operator.
 
 It makes pods for Deployments, StatefulSets and LeaderWorkerSets, and the Leases of workers. It runs in the event loop
-of the API server and changes the server's objects directly, so that it takes little time of a test.
+of the API server and changes the server's objects directly, so that tests are fast.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ COST = "controller.kubernetes.io/pod-deletion-cost"
 OPTIONS = Options(manager="nodes")
 NODES = ("", "nodes")
 DOMAIN = "example.com/domain"
-"""The label of Node objects whose values are domains."""
+"""The label of Node objects whose value is the node's topology domain."""
 
 REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 
@@ -66,7 +66,7 @@ class Nodes:
         """Number of warm blocks in a worker's Lease, by pod name."""
 
         self.router_address = ""
-        """Address of all router pods, at which the test serves the API of a router; empty: nobody serves there."""
+        """Address of all router pods, at which the test serves the API of a router; empty: there is no such server."""
 
         self.quota = None
         """Maximum number of pods in a namespace; None: there is no limit."""
@@ -173,7 +173,7 @@ class Nodes:
         self._status(place, item, len(alive), len(ready), len(fresh), failure)
 
     def _digest(self, metadata, template):
-        """Return the hash of a pod template, which is computed once for each generation of its workload."""
+        """Return the hash of a pod template; it is computed only once for each generation of the object with the template."""
         generation, digest = self._digests.get(metadata["uid"], (None, ""))
         if generation != metadata["generation"]:
             digest = hashlib.sha256(json.dumps(template, sort_keys=True).encode()).hexdigest()[:8]
@@ -299,9 +299,9 @@ class Nodes:
         return self.router_address if routes and self.router_address else address(metadata["name"])
 
     def _machine(self, pod):
-        """Return the name of the node for a pod and None; or an empty name and the reason why no node fits.
+        """Return the name of the node for a pod, and None; if no node fits, an empty name and the reason.
 
-        The fullest domain is preferred, as by a scheduler that packs pods and does not know of groups.
+        The fullest domain is preferred, as a scheduler does that packs pods and does not know worker groups.
         """
         free = {}
         for node in self.cluster.storage.items(NODES):
@@ -360,13 +360,13 @@ class Nodes:
 
     def _put(self, place, item, **changes):
         metadata = item["metadata"]
-        # The parts that stay are shared with the object before, because a stored object is never changed in place.
+        # Unchanged parts are not copied: a stored object is never changed in place, so old and new object can share them.
         changed = item | {"metadata": dict(metadata)} | clone(changes)
         return self.cluster.storage.put(place, (metadata["namespace"], metadata["name"]), changed)
 
 
 def address(pod):
-    """Return the IP address of the pod with this name; almost certainly, no other pod has it."""
+    """Return an IP address that is computed from the pod's name, so that hardly ever two pods have the same one."""
     return ".".join(map(str, (10, *hashlib.sha256(pod.encode()).digest()[:3])))
 
 
@@ -401,7 +401,7 @@ def _selected(affinity, labels):
 
 
 def _unrequested(template):
-    """Return the requests that a quota of CPU and memory misses in a pod, as in the quota's message; empty if none."""
+    """Return the error text of a CPU and memory quota: which containers lack which requests; empty if none lacks any."""
     containers = template["spec"]["containers"]
     lacks = {
         resource: [each["name"] for each in containers if resource not in each.get("resources", {}).get("requests", {})]

@@ -1,4 +1,4 @@
-"""Operator within a test: runs it, and waits for the changes that it makes."""
+"""Operator for tests: runs an operator in the test's process, and reads the objects that it writes."""
 
 import asyncio
 import contextlib
@@ -22,7 +22,7 @@ from tests.support.kube.clients import Api
 
 WRITES = ("create", "update", "patch", "delete")
 IMAGES = Images(router="router:1", worker_cpu="cpu:1", worker_cuda="cuda:1", worker_rocm="rocm:1")
-# On a busy machine the Lease is renewed late.
+# The Lease lasts long, because a busy machine renews it late.
 QUICK = {
     "duration_seconds": 10,
     "renew_within_seconds": 7,
@@ -50,7 +50,7 @@ async def an_operator(
 ) -> AsyncIterator[Operator]:
     """Run an operator while the context is open.
 
-    At the end of the context, the operator stops in order. If the context raises, it stops at once, as if killed.
+    At the end of the context, the operator shuts down. If the context raises, the operator is cancelled, as if killed.
     """
     lease = LeaseSettings(namespace=asked.namespace, owner=owner, **QUICK)
     made = OperatorSettings(
@@ -139,7 +139,7 @@ class AskedRouters:
         return found
 
     def writes(self, agent="fleet-operator"):
-        """Return verb, resource and name of the operators' writes in this namespace, except to Leases and Events."""
+        """Return verb, resource and name of each write of an operator in this namespace, without Leases and Events."""
         return [
             (each["verb"], each["resource"], each["name"])
             for each in self.server.requests()

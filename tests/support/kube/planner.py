@@ -1,4 +1,4 @@
-"""Planners of a cluster in tests: processes of `fleet serve kube-planner` beside simulated nodes, and a router whose load the test sets."""
+"""Planners for tests with simulated nodes: processes of `fleet serve kube-planner`, and a router whose load the test sets."""
 
 import base64
 import contextlib
@@ -23,12 +23,12 @@ PLANNED = {"mode": "Planner", "most": 8}
 
 
 def a_loopback_address() -> str:
-    """Return a random loopback address. Routers of all tests listen on one port, so their addresses have to differ."""
+    """Return a random loopback address. The routers of all tests listen on the same port, so their addresses have to differ."""
     return f"127.{random.randint(1, 254)}.{random.randint(0, 254)}.{random.randint(1, 254)}"
 
 
 def planned_deployment(*names: str, **spec: Any) -> dict[str, Any]:
-    """Return a deployment of the demand router's model, all of whose roles are planned; without names it has one role, `both`."""
+    """Return a deployment of the demand router's model with these roles, all planned; without names it has one role, `both`."""
     kinds = {"both": "aggregated"}
     roles = [{"name": name, "type": kinds.get(name, name), "scaling": PLANNED} for name in names or ("both",)]
     return a_deployment(*roles, model={"name": str(MODEL)}, **spec)
@@ -97,14 +97,14 @@ class SeenPlan:
         return found
 
     def condition(self, kind: str) -> dict[str, Any]:
-        """Return a condition; an empty dict if there is none for the present generation of the specification."""
+        """Return a condition; an empty dict if it is missing, or was observed at an earlier generation of the object."""
         whole = self.whole()
         said = whole.get("status", {}).get("conditions", ())
         current = whole["metadata"]["generation"]
         return next((each for each in said if each["type"] == kind and each["observedGeneration"] == current), {})
 
     async def says(self, kind: str, status: str, reason: str = "") -> dict[str, Any]:
-        """Wait until a condition has this status, and this reason if one is given; return it."""
+        """Wait until a condition has this status, and this reason unless it is empty; return the condition."""
 
         def found() -> dict[str, Any] | None:
             there = self.condition(kind)

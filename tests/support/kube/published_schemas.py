@@ -19,7 +19,7 @@ def check(document: dict[str, Any], version: str) -> None:
 
     Raises:
         jsonschema.ValidationError: The object breaks the schema.
-        FileNotFoundError: The version does not have the kind.
+        FileNotFoundError: This version of Kubernetes does not have the kind.
     """
     api = re.sub(r"^([^./]*)(?:\.[^/]*)?/", r"\1-", document["apiVersion"])
     _validator(f"{document['kind'].lower()}-{api}", version).validate(document)
@@ -45,11 +45,11 @@ def _folder(version: str) -> str:
 
 
 UNTYPED = ("IntOrString", "Quantity", "Time", "MicroTime")
-"""Types of Kubernetes that have no single type in a schema. A server checks their values only when it converts an object."""
+"""Types of Kubernetes whose values a schema does not check; a server checks them only when it converts an object."""
 
 
 def untyped_fields(definition: str, version: str) -> dict[tuple[str, ...], str]:
-    """Return the types of `UNTYPED` within a definition, by the path of the field; `*` is any item or any key of a map."""
+    """Return the fields of a definition that have a type in `UNTYPED`: the type by path; `*` in a path is any list item or map key."""
     schema = published.schema_contents(f"{_folder(version)}/_definitions.json", version)
     return dict(_untyped(schema["$defs"][definition], schema["$defs"], (), ()))
 

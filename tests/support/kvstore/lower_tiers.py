@@ -1,4 +1,4 @@
-"""Driver of a store hierarchy for tests: it keeps which blocks each tier has, and performs transfers on request."""
+"""Driver of a store hierarchy for tests: it notes which blocks each tier has, and performs transfers when the test calls it."""
 
 from collections import deque
 
@@ -14,7 +14,7 @@ CRC = 77
 
 
 class HierarchyDriver:
-    """Drives a hierarchy over a block machine, with tiers that answer when the test demands it."""
+    """Drives a hierarchy and its block machine; the tiers answer only when the test calls `perform` or `fail`."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class HierarchyDriver:
             self.asked.append(transfer)
 
     def perform(self, transfer=None):
-        """Perform one transfer, as a tier without faults would do it."""
+        """Perform a transfer (by default the next one that waits), as a tier without faults would do it."""
         transfer = transfer or self.waiting.popleft()
         held = self.held[transfer.tier]
         match transfer:

@@ -1,4 +1,4 @@
-"""Reference caches: plain and slow implementations, written from the papers and not from our policies."""
+"""Reference caches: simple, slow implementations of eviction policies, written from the papers and not from Fleet's code."""
 
 from collections.abc import Iterable
 
@@ -6,7 +6,7 @@ from kvstore.eviction.trace_replay import TraceRequest
 
 
 def hit_tokens(requests: Iterable[TraceRequest], cache: "ReferenceCache", block_tokens: int) -> int:
-    """Return the tokens found by rules 1 to 4 of `kvstore.eviction.trace_replay`."""
+    """Return the number of cached tokens that a replay finds by rules 1 to 4 of `kvstore.eviction.trace_replay`."""
     total = 0
     for request in requests:
         found = 0
@@ -29,10 +29,10 @@ def hit_tokens(requests: Iterable[TraceRequest], cache: "ReferenceCache", block_
 
 
 class ReferenceCache:
-    """Serves as the base of the caches.
+    """Base class of the caches.
 
-    `touch` records the use of a block. Afterwards `order` is called for each block of the request, so that new and old
-    blocks of a request are in the same order.
+    `touch` records the use of a block. After all blocks of a request are stored, `order` is called for each of them, so
+    that new and old blocks of the request are in one common order.
     """
 
     def __init__(self, capacity: int):
@@ -66,11 +66,11 @@ class ReferenceLru(ReferenceCache):
 
 
 class ReferenceSlru(ReferenceCache):
-    """Segmented LRU of two lists, the longest unused block first."""
+    """Segmented LRU: two lists, each sorted by the last use, the oldest use first."""
 
     def __init__(self, capacity: int):
         super().__init__(capacity)
-        self.held: set[int] = set()  # in either list
+        self.held: set[int] = set()  # the blocks of both lists
         self.probation: list[int] = []
         self.protected: list[int] = []
 

@@ -1,4 +1,4 @@
-"""Blocks for tests of remote tiers, which Redis and S3 store alike."""
+"""Blocks for tests of remote tiers (Redis and S3), which all store blocks in the same form."""
 
 import numpy as np
 
@@ -23,5 +23,5 @@ def read_outcomes(tier: RemoteTier, keys=KEYS, seconds: float = 20) -> list[Bloc
 
 
 def a_stored_value(key: BlockKey = KEYS[1], block: np.ndarray = BLOCKS[1]) -> bytes:
-    """Return the value that a remote tier stores under the key."""
+    """Return the value that a remote tier stores for a block."""
     return records.pack(key, PlainCodec.codec_id, block.nbytes, block) + block.tobytes()

@@ -12,7 +12,7 @@ def a_shape(**sizes: int) -> BlockShape:
 
 
 def one_part_per_layer(layout: str, box: Box) -> list[BlockShard]:
-    """Return the parts of an engine that keeps each layer in its own tensor, in order."""
+    """Return the shards of an engine that keeps each layer in its own tensor, in the order of the layers."""
     return [BlockShard(layout, Box(Span(layer, 1), box.heads)) for layer in range(box.layers.first, box.layers.end)]
 
 

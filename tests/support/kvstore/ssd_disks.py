@@ -1,4 +1,4 @@
-"""SSD tiers for tests, with valid default settings, on disks that fail on request."""
+"""SSD tiers for tests, with valid default settings, on disks that fail when a test demands it."""
 
 import errno
 import threading
@@ -52,11 +52,11 @@ class DiskFaults:
         self.write_error = lambda name, offset: OSError(code, "injected")
 
     def fail_start(self, operation: str, error: OSError) -> None:
-        """Let one of the operations fail that the start of a tier needs: open, foreign_bytes, segments or space."""
+        """Let an operation fail that a tier performs at its start: open, foreign_bytes, segments or space."""
         self.start_errors[operation] = error
 
     def check(self, operation: str) -> None:
-        """Raise the error that the operation was told to fail with."""
+        """Raise the error that `fail_start` set for this operation, if there is one."""
         if operation in self.start_errors:
             raise self.start_errors[operation]
 
@@ -139,7 +139,7 @@ class FaultyFile:
 
 
 class HoldPoint:
-    """Blocks its callers until a test opens it, and reports that a caller has arrived."""
+    """Function that blocks its callers until a test calls `open`; `wait` returns when a caller has arrived."""
 
     def __init__(self) -> None:
         self._reached = threading.Event()
@@ -157,7 +157,7 @@ class HoldPoint:
 
 
 class ShiftedClock:
-    """Adds a time that the test sets to the real clock."""
+    """The real clock plus a time that the test sets."""
 
     def __init__(self) -> None:
         self._clock = MonotonicClock()
@@ -187,7 +187,7 @@ def a_tier(
     admit_rewrite: Any = None,
     **fields: Any,
 ) -> SsdTier:
-    """Open a tier of about 100 blocks in five or six segments."""
+    """Open a tier that holds about 100 blocks, in five or six segments."""
     more = {} if admit_rewrite is None else {"admit_rewrite": admit_rewrite}
     return SsdTier.open(
         ssd_settings(*folders, **fields),
@@ -204,7 +204,7 @@ def keys_of(count: int, of: str = "a", first: int = 0) -> list[BlockKey]:
 
 
 def content_of(key: BlockKey, length: int = BLOCK_BYTES) -> np.ndarray:
-    """Return the only correct bytes of a key."""
+    """Return the content of the block with this key, which all tests use."""
     return a_block(int.from_bytes(key.name, "big"), length)
 
 
@@ -251,7 +251,7 @@ def used_bytes(folder: Path) -> int:
 
 
 def record_at(folder: Path, key: BlockKey) -> tuple[Path, int]:
-    """Return the file and the offset of a block's record, which is found by its header."""
+    """Return the file and the offset of a block's record; the record is found by its header."""
     for path in segment_files(folder):
         content = path.read_bytes()
         for page in range(0, len(content), PAGE_BYTES):

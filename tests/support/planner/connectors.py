@@ -1,4 +1,4 @@
-"""Test doubles for plan connectors: a fake orchestrator, a wrapper that raises at a write, and a silent port."""
+"""Test doubles for plan connectors: a fake orchestrator, a wrapper whose first write raises, and a silent port."""
 
 import contextlib
 import json
@@ -32,7 +32,7 @@ class FakeOrchestrator:
 
     It reads plans and writes plan reports in the documented format.
 
-    `read` returns the plan's text or nothing; `write` stores a report's text.
+    `read` returns the plan's text, or empty bytes if there is no plan; `write` stores a report's text.
     """
 
     def __init__(self, room: int, read: Callable[[], Awaitable[bytes]], write: Callable[[bytes], Awaitable[None]]):

@@ -53,7 +53,7 @@ async def serve_demand(
     access: ControlAccess = OPEN_ACCESS,
     incarnation: str = "1",
 ) -> AsyncIterator[None]:
-    """Serve the router's demand at an address, to callers with the proof that `access` demands."""
+    """Serve the router's demand at an address while the context is open, to callers with the proof that `access` demands."""
     server = access.server()
     watch = DemandWatch(router, "router", Incarnation(incarnation), every_seconds=every_seconds)  # type: ignore[arg-type]
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("fleet.v1.Cluster", watch.methods()),))

@@ -86,7 +86,7 @@ def table(rows: Sequence[CandidateRow], settings: RouterSettings) -> CandidateTa
 def decide(
     request: PlacementRequest, rows: Sequence[CandidateRow], settings: RouterSettings, rng: RandomSource
 ) -> DecisionExplanation | WaitForRoom | Rejection:
-    """Return the explained decision of the policy that the settings name."""
+    """Let the policy that the settings name decide; return the explained decision, or the outcome if no worker was chosen."""
     chosen = policy(settings.policy, parameters(settings))
     outcome = decide_in_table(request, table(rows, settings), chosen, settings, rng)
     return outcome.explained() if isinstance(outcome, Decision) else outcome

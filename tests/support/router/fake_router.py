@@ -44,16 +44,16 @@ class FakeRouter:
         self.step = step
         self.image_tokens = image_tokens  # number of tokens by which images make each prompt longer
         self.logprobs: Sequence[Logprobs] = ()  # one for each token of the answer
-        # Sent with the first tokens, if the request demands them; empty: the same number for each token of the prompt.
+        # Sent with the first tokens, if the request asks for them; empty: every token of the prompt gets the same value.
         self.prompt_logprobs: Sequence[Logprobs] = ()
         self.parsed: Sequence[ParsedDelta] = ()  # one for each step
-        self.refuse: RequestRejected | None = None  # raised on entering the stream
+        self.refuse: RequestRejected | None = None  # raised when the stream is opened
         self.break_after: int | None = None  # number of steps after which the stream fails with WORKER_LOST
         self.breaks: set[str] = set()  # ids of the requests that `break_after` concerns; empty: all requests
-        self.in_turn: Sequence[tuple[Sequence[int], Sequence[Logprobs]]] = ()  # one answer for each request
-        self.start_over_after: int | None = None  # number of steps after which the stream starts over, once
+        self.in_turn: Sequence[tuple[Sequence[int], Sequence[Logprobs]]] = ()  # one answer for each request, in order
+        self.start_over_after: int | None = None  # number of steps after which the stream starts over, only once
         self.bug: Exception | None = None  # raised by the stream's iterator
-        # number of steps after which the attempt fails, and another worker continues the answer
+        # Number of steps after which the attempt fails and another worker continues the answer.
         self.retry_after: int | None = None
         self.searches = 0  # number of searches for kept tokens
         self.search_turns = 0  # turns of the event loop that a search for kept tokens takes
@@ -76,7 +76,7 @@ class FakeRouter:
         self.demanded: tuple[ModelDemand, ...] = ()
 
     async def tokens(self, key: int, most: int) -> tuple[int, ...]:
-        """Find kept tokens as `AnswerSearch` does."""
+        """Return at most `most` tokens that workers keep under an answer key, as `AnswerSearch` does; empty if none are kept."""
         self.searches += 1
         await turns(self.search_turns)
         return tuple(self.kept.get(key, ())[:most])
@@ -132,7 +132,7 @@ class FakeRouter:
         return FakeStream(self, arrived)
 
     async def until(self, what: object, count: int = 1) -> None:
-        """Wait until one of the lists above holds that many requests."""
+        """Wait until `what`, a collection of this router such as `submitted`, has at least `count` entries."""
         async with asyncio.timeout(60):
             while len(what) < count:  # type: ignore[arg-type]
                 self.changed.clear()
@@ -198,7 +198,7 @@ class FakeStream:
             known = router.kept[self._answer_key]
             self._answer_key += 1
             router.kept[self._answer_key] = known[:]
-            known += [0] * 100  # the lost worker has generated more, which nobody has got
+            known += [0] * 100  # the lost worker has generated more tokens, which nobody received
             return AnswerKeyChanged(self._answer_key)
         if self._steps == router.break_after and (not router.breaks or self._arrived.request_id in router.breaks):
             raise RequestRejected(Reason.WORKER_LOST, "its worker is gone", retry_after_ms=1500)

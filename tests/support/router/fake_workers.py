@@ -1,4 +1,4 @@
-"""Fake workers in memory, driven by a test; they pass tests/contract/router/test_workers_port.py."""
+"""Fake workers in memory, which a test controls; they pass tests/contract/router/test_workers_port.py."""
 
 import asyncio
 from collections.abc import Callable
@@ -82,11 +82,11 @@ class FakeWorkers:
         self.tell(WorkerLeft(worker_id=worker_id))
 
     def cut(self, worker_id: WorkerId) -> None:
-        """Make the worker unreachable without an event, like a broken connection that nobody has noticed."""
+        """Make the worker unreachable without an event, as if its connection had broken and nobody had noticed."""
         del self._up[worker_id]
 
     def tell(self, event: WorkerEvent) -> None:
-        """Deliver the event at the end of this turn of the event loop, never from within a call of the router."""
+        """Deliver the event in the next turn of the event loop, because the router may be calling this object now."""
         self._untold.append(event)
         asyncio.get_running_loop().call_soon(self._tell)
 

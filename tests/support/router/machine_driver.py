@@ -1,4 +1,4 @@
-"""Driver of a router machine: checks the invariants after every event, and has short methods for workers' messages."""
+"""Driver of a router machine: checks the machine's invariants after every event, and has short methods for common events."""
 
 import random
 from collections.abc import Sequence
@@ -84,7 +84,7 @@ class RouterMachineDriver:
 
 
 def the(kind: type[AnyCommand], commands: Sequence[Command]) -> AnyCommand:
-    """Return the only command of its kind."""
+    """Return the command of this kind, after a check that there is exactly one."""
     found = [command for command in commands if isinstance(command, kind)]
     assert len(found) == 1, commands
     return found[0]

@@ -1,4 +1,4 @@
-"""Peer routers in one process: a router with its selection service, and a link between two of them that can be cut."""
+"""Peer routers in one process: routers with their selection services, and links between two routers that a test can cut."""
 
 import asyncio
 import random
@@ -44,7 +44,7 @@ class CountingRouterServer(RouterServer):
 
 
 class SeverableLink:
-    """Forwards one socket to another unless the link is cut; each piece arrives `latency_seconds` later."""
+    """Forwards connections from one socket to another unless the link is cut; bytes arrive `latency_seconds` later."""
 
     def __init__(self, folder, number, latency_seconds=0.0):
         self._latency_seconds = latency_seconds
@@ -93,7 +93,7 @@ class PeerRouterSetup:
     def __init__(self, folder, number, count, *, link="", joined=a_joined_worker, limits=None, private=0, **settings):
         """Create a router, which dials each peer at the path `link` with the number of the peer.
 
-        `joined` makes the event by which a worker joins. `limits` has the requests per minute of tenants. `private` is
+        `joined` makes the event by which a worker joins. `limits` has the requests per minute by tenant. `private` is
         the fingerprint of the routers' secret.
         """
         others = tuple(f"unix:{folder}/{link}{each}" for each in range(count) if each != number)

@@ -1,7 +1,7 @@
 """Headless Chromium for tests, driven through its debugging pipe.
 
-Messages of the DevTools protocol are JSON and end with a zero byte. Tests write to the browser's file descriptor 3, and
-read from its descriptor 4.
+Messages of the DevTools protocol are JSON and end with a zero byte. The browser reads messages from its file
+descriptor 3, and writes messages to its descriptor 4.
 """
 
 import base64
@@ -20,7 +20,7 @@ from typing import Any, Self
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 ABSENT = "no chromium found: apt-get install chromium"
 
-PATIENCE = 60.0  # seconds to wait for any answer, generous for busy test machines
+PATIENCE = 60.0  # most seconds to wait for an answer; long, because test machines are busy
 
 OPTIONS = (
     "--headless",
@@ -35,7 +35,7 @@ OPTIONS = (
 
 
 class Browser:
-    """Runs one browser process, and calls its methods."""
+    """Runs one browser process, and calls its DevTools methods."""
 
     def __init__(self, profile: Path) -> None:
         assert CHROMIUM is not None, ABSENT
@@ -91,7 +91,7 @@ class Browser:
             self.events.append(answer)
 
     def wait(self, method: str, session: str) -> dict[str, Any]:
-        """Return the first event of this kind, even if it arrived before this call."""
+        """Return the first event of this kind in a session; wait for it if none has arrived yet."""
         while True:
             for event in self.events:
                 if (event.get("method"), event.get("sessionId")) == (method, session):
@@ -112,7 +112,7 @@ class Browser:
 
 
 def _pipe() -> tuple[int, int]:
-    """Return the reading and the writing end of a pipe; both numbers are above those of the well-known descriptors."""
+    """Return the reading and the writing end of a pipe. Both descriptor numbers are at least 10, so they never collide with 3 and 4."""
     low = os.pipe()
     reading, writing = (fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for end in low)
     _close(low)
@@ -146,7 +146,7 @@ class BrowserPage:
         return self._browser.call(method, self._session, **parameters)
 
     def ask(self, expression: str) -> Any:
-        """Evaluate a JavaScript expression on the page; the page's content policy does not apply to it."""
+        """Evaluate a JavaScript expression on the page, even if the page's content security policy forbids scripts."""
         found = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
@@ -158,13 +158,13 @@ class BrowserPage:
 
     @property
     def asked_for(self) -> list[str]:
-        """Return the addresses that the page requested, except its own."""
+        """The addresses that the page has requested, without its own address."""
         sent = self._seen("Network.requestWillBeSent")
         return [url for each in sent if (url := each["request"]["url"]) != self._url]
 
     @property
     def complaints(self) -> list[dict[str, Any]]:
-        """Return console messages, dialogs and uncaught script errors."""
+        """The page's console messages, log entries, dialogs and uncaught script errors."""
         kinds = (
             "Runtime.consoleAPICalled",
             "Runtime.exceptionThrown",

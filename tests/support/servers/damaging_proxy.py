@@ -1,7 +1,7 @@
 """Damaging proxies: stand in front of real servers, and damage their answers.
 
-`DamagingProxy` forwards bytes. It damages pieces at random with a seed, or each long piece in the same way. `DamagingHttpProxy`
-understands HTTP, so that it can send wrong bodies in well-formed answers.
+`DamagingProxy` forwards bytes. It damages random pieces of what it reads (a seed chooses them), or each long piece in the same way.
+`DamagingHttpProxy` understands HTTP, so that it can send wrong bodies in well-formed answers.
 """
 
 import http.client
@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 PIECE_BYTES = 1 << 14
-WHOLE_PIECES = 6  # one of so many pieces is damaged, on average
+WHOLE_PIECES = 6  # on average, one of this number of pieces is damaged
 LONG_PIECE_BYTES = 1000  # longer than a greeting, shorter than a block
 
 
 class DamagingProxy:
-    """Cuts, flips, drops, repeats or invents bytes of answers now and then, unless `forwards_unchanged` is set."""
+    """Now and then cuts, flips, drops, repeats or invents bytes of answers; with `forwards_unchanged`, it does no damage."""
 
     def __init__(
         self,
@@ -27,7 +27,7 @@ class DamagingProxy:
         seed: int,
         damage: Callable[[bytes], bytes] | None = None,
     ):
-        """Listen from now on.
+        """Begin to listen.
 
         Args:
             server: Address of the real server.

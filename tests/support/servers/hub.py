@@ -1,4 +1,4 @@
-"""Fake Hugging Face Hub on loopback for the official client: repositories, commits, files in git and LFS, tokens."""
+"""Fake Hugging Face Hub on loopback for the official client: it has repositories, commits, files in git and LFS, and tokens."""
 
 import hashlib
 import json
@@ -50,13 +50,13 @@ class FakeHub:
         """Method and path of every request."""
 
         self.authorised: list[str] = []
-        """Values of the header Authorization."""
+        """Values of the header Authorization of all requests."""
 
         self.failing = 0
         """Number of further requests that the hub answers with 503."""
 
         self.held = ""
-        """File of which the hub sends only one half until `go_on` is called."""
+        """Name of a file whose second half the hub holds back until `go_on` is called; empty: none."""
 
         self.holding = threading.Event()
         self.going_on = threading.Event()

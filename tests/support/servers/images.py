@@ -1,4 +1,4 @@
-"""Image server: a web server that serves images, and that behaves like a hostile or broken one on request."""
+"""Image server: a web server that serves images; some of its paths behave like a hostile or broken server."""
 
 import asyncio
 import gzip
@@ -38,7 +38,7 @@ class ImageServer:
         match request.path:
             case "/red.png":
                 return web.Response(body=an_image("red"), content_type="image/png")
-            case "/blue":  # a wrong type, because the type that a server states must have no effect
+            case "/blue":  # a wrong type, because the router must ignore the type that a server states
                 return web.Response(body=an_image("blue"), content_type="text/plain")
             case "/to":
                 return web.Response(status=302, headers={"Location": request.query["url"]})

@@ -24,10 +24,10 @@ SLOW_SECONDS = 0.5
 
 
 class CollectorMode(StrEnum):
-    """Names the ways in which the collector can handle an export."""
+    """Says what the collector does with every export."""
 
     TAKES = "takes"
-    HANGS = "hangs"  # it takes the connection and never answers
+    HANGS = "hangs"  # it accepts connections and never answers
     REFUSES = "refuses"  # it answers that it has no room
     SLOW = "slow"  # it takes each export after `SLOW_SECONDS`
 
@@ -52,7 +52,7 @@ class CollectedSpan(Struct, frozen=True, kw_only=True):
 
 
 class OtlpCollector(ServerProcess):
-    """Runs a collector in its own process. It keeps its ports when it is started again in another mode."""
+    """Runs a collector in its own process. A restart in another mode does not change the ports."""
 
     def __init__(self, folder: Path, mode: CollectorMode = CollectorMode.TAKES) -> None:
         self.file = folder / "spans"
@@ -74,7 +74,7 @@ class OtlpCollector(ServerProcess):
         return [sys.executable, "-c", code, str(self.file), *ports, mode.value]
 
     def spans(self) -> list[CollectedSpan]:
-        """Return all spans that the collector has taken so far."""
+        """Return all spans that the collector has accepted so far."""
         whole = self.file.read_bytes().rpartition(b"\n")[0]
         return [msgspec.json.decode(line, type=CollectedSpan) for line in whole.splitlines()]
 

@@ -21,14 +21,14 @@ from tests.support.kvstore.builders import a_short_folder
 from tests.support.waiting import eventually
 
 START_SECONDS = 60
-PORTS = 10_000  # to choose from
+PORTS = 10_000  # number of ports to choose from
 
 
 _given: set[int] = set()  # ports that this process has returned; their servers may listen later
 
 
 def a_free_port() -> int:
-    """Return a free port outside the ephemeral range, in which the system chooses ports; return each port only once."""
+    """Return a free port, each one only once; below the range in which the system chooses ports, if this range begins high enough."""
     first, _ = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
     for _ in range(100):
         port = random.SystemRandom().randrange(int(first) - PORTS, int(first)) if int(first) > 2 * PORTS else 0
@@ -42,7 +42,7 @@ def a_free_port() -> int:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return consecutive ports, each of them free as those of `a_free_port`."""
+    """Return `count` consecutive free ports, the first one from `a_free_port`."""
     for _ in range(100):
         ports = list(range(first := a_free_port(), first + count))
         with suppress(OSError), ExitStack() as held:
@@ -119,7 +119,7 @@ class RedisServer(ServerProcess):
         super().__init__(command, folder, lambda: can_connect(str(self.socket)))
 
     def client(self, **options):
-        """Return a separate client, with which a test plants and reads data."""
+        """Return a separate client, with which a test writes and reads data."""
         import redis
 
         return redis.Redis(unix_socket_path=str(self.socket), socket_timeout=10, **options)
@@ -136,7 +136,7 @@ class S3Server(ServerProcess):
 
     @functools.cached_property
     def client(self):
-        """Return a separate client, with which a test plants and reads data."""
+        """Return a separate client, with which a test writes and reads data."""
         import boto3
 
         return boto3.session.Session().client(
@@ -151,7 +151,7 @@ class S3Server(ServerProcess):
 
 @contextmanager
 def s3_credentials() -> Iterator[None]:
-    """Set the environment variables that the library reads first; the test server accepts any credentials."""
+    """Set the environment variables in which the S3 library looks for credentials first; the test server accepts any credentials."""
     with mock.patch.dict(os.environ, {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "s"}):
         yield
 
@@ -178,7 +178,7 @@ def an_s3_server() -> Iterator[S3Server]:
 
 @functools.cache
 def shared_redis() -> RedisServer:
-    """Return one server for the whole test run, for tests that use keys of their own and change no setting."""
+    """Return the only Redis server of the test run, for tests that use keys of their own and change no setting."""
     return _until_exit(RedisServer)
 
 
@@ -193,7 +193,7 @@ def _until_exit(kind):
     owner = os.getpid()
 
     def end() -> None:
-        if os.getpid() == owner:  # a forked child inherits this handler
+        if os.getpid() == owner:  # a forked child inherits this handler, and must not end the server
             server.kill()
             shutil.rmtree(folder, ignore_errors=True)
 

@@ -78,7 +78,7 @@ def a_prometheus_server(
 
 
 class RouterPage:
-    """Serves the metrics page of a router whose demand the test sets; port 0 is any free one."""
+    """Serves the metrics page of a router whose demand the test sets; port 0: any free port."""
 
     def __init__(self, incarnation: str, port: int = 0) -> None:
         self.router = DemandRouter()
@@ -99,7 +99,7 @@ class RouterPage:
         yield running
 
     def restart(self, incarnation: str) -> None:
-        """Begin another incarnation; the test then sets its counts, which begin at zero."""
+        """Begin another incarnation, whose counts begin at zero."""
         self._incarnation = Incarnation(incarnation)
         self._began, _, _ = self.router.demand()
 

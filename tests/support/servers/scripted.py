@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Script:
-    says: tuple[bytes, ...]  # each part follows one received message
+    says: tuple[bytes, ...]  # parts to send, each one after a further message was received
     hold: bool = False  # keep silent at the end instead of closing
-    drip: bytes = b""  # sent byte by byte before the end, while the client listens
+    drip: bytes = b""  # sent byte by byte after the parts, until the client leaves
 
 
 @contextmanager
 def a_scripted_server(script: Script) -> Iterator[int]:
-    """Yield the port; each connection starts the script anew."""
+    """Run the server, and yield its port; the script begins anew for each connection."""
     over = threading.Event()
     held: list[socket.socket] = []
     listener = socket.create_server(("127.0.0.1", 0))
@@ -39,7 +39,7 @@ def a_scripted_server(script: Script) -> Iterator[int]:
                         break
                 if not script.hold:
                     connection.shutdown(socket.SHUT_WR)
-            held.append(connection)  # closing a socket with unread bytes would discard the sent ones
+            held.append(connection)  # kept open: closing a socket with unread bytes would discard sent bytes
 
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()

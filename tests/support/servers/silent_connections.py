@@ -1,4 +1,4 @@
-"""Connections without a call: silent ones, and HTTP/2 connections that only answer settings and pings."""
+"""Connections without a call: TCP connections that send nothing, and HTTP/2 connections that only answer settings and pings."""
 
 import selectors
 import socket
@@ -37,7 +37,7 @@ def ended_count(connections: list[socket.socket]) -> int:
 
 
 def is_ended_while_sending(connection: socket.socket, data: bytes, pause_seconds: float = 0.05) -> bool:
-    """Send one byte at a time; return whether the server ends the connection meanwhile."""
+    """Send the data byte by byte; return whether the server ends the connection before all bytes are sent."""
     connection.settimeout(pause_seconds)
     for byte in data:
         try:
@@ -52,7 +52,7 @@ def is_ended_while_sending(connection: socket.socket, data: bytes, pause_seconds
 
 
 class IdleHttp2Connections:
-    """Keeps HTTP/2 connections open without calls. It acknowledges settings and pings, so no timeout ends them."""
+    """Keeps HTTP/2 connections open without calls. It acknowledges settings and pings, so that the server does not take them for dead."""
 
     def __init__(self) -> None:
         self.ended = 0
@@ -94,7 +94,7 @@ class IdleHttp2Connections:
 
 
 def acknowledgements(content: bytes) -> Iterator[bytes]:
-    """Yield the answers to those complete frames that are settings or pings."""
+    """Yield the acknowledgement of each complete frame with settings or a ping."""
     at = 0
     while at + FRAME_HEAD.size <= len(content):
         high, low, kind, flags, stream = FRAME_HEAD.unpack_from(content, at)

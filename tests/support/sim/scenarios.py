@@ -1,4 +1,4 @@
-"""Scenario of `fleet sim`. It reads its model from `model.json` in the same folder, for example `model_configs.LLAMA_8B`."""
+"""Scenario of `fleet sim` as text. Tests write its model, such as `model_configs.LLAMA_8B`, into `model.json` in the same folder."""
 
 SCENARIO = """
 model = "model.json"

@@ -1,4 +1,4 @@
-"""Worlds for tests: small clusters in virtual time with the production router machine, and their workloads."""
+"""Simulated worlds for tests: small clusters in virtual time with the production router machine, and their workloads."""
 
 from fleet.batching.attempts import EngineLimits
 from fleet.core.clock import SECOND, Nanos

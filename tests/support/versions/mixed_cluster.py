@@ -1,4 +1,4 @@
-"""Mixed cluster: its processes are of this version or of the previous one, and clients use it without a pause."""
+"""Mixed cluster: each process runs this version of Fleet or the previous one, and clients use the cluster without a pause."""
 
 import itertools
 import signal
@@ -93,7 +93,7 @@ class MixedCluster:
         self._start(tree, "worker", name, settings)
 
     def stop(self, name: str) -> None:
-        """Stop a process in order: by SIGTERM, after which it drains."""
+        """Stop a process by SIGTERM, and wait until it has drained and ended."""
         process = self._running.pop(name)
         process.send_signal(signal.SIGTERM)
         assert process.wait(STOP_SECONDS) in (0, -signal.SIGTERM), self.log(name)
@@ -140,7 +140,7 @@ class Clients:
         self.errors: list[str] = []
         self.answered = 0
         self.handed_over = 0
-        """Number of answers whose prompt another worker computed, and whose blocks came through the store."""
+        """Number of disaggregated answers whose blocks came through the store."""
         self._routers = routers
         self._numbers = itertools.count()
         self._lock = threading.Lock()
@@ -202,7 +202,7 @@ class Clients:
 
 
 def _prompt(number: int) -> list[int]:
-    """Return a prompt that differs from those of other numbers in its first block, so that no cache holds any of it."""
+    """Return a prompt whose first block differs from those of all other numbers, so that no cache has a block of it."""
     first, second = number % (VOCABULARY - 3), number // (VOCABULARY - 3)
     return [
         3 + first,

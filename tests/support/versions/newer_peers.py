@@ -1,4 +1,4 @@
-"""Newer peers: makes messages with fields and values that this version does not know."""
+"""Newer peers: makes the messages of a later version of Fleet, with fields and values that this version does not know."""
 
 from typing import TypeVar
 
@@ -39,7 +39,7 @@ unknown_values = st.text(st.characters(codec="utf-8"), max_size=20).map(lambda t
 
 
 def with_unknown_fields(message: AnyMessage, fields: bytes) -> AnyMessage:
-    """Return a copy in which the message and all messages inside it have these further fields."""
+    """Return a copy of a message; the copy and all messages inside it have these further fields."""
     copy = type(message).FromString(message.SerializeToString())
     _add(copy, fields)
     assert copy.SerializeToString() != message.SerializeToString()

@@ -1,9 +1,9 @@
 """Previous version of Fleet: unpacks its source tree from the history of this repository, so that tests can run it.
 
-`previous_version.toml` names its commit. The tree is unpacked once into `build/previous`. Its native modules are built
-there, and its processes run in the environment of this tree. As a command, this module unpacks the tree, and ends with
-status 3 if the history lacks the commit. `.ci/run` calls it, so that nobody overlooks that tests of mixed versions are
-skipped.
+`previous_version.toml` names the commit. The source tree is unpacked once into `build/previous`, and its native modules are
+built there. Its processes run with the Python environment of the tests. As a command, this module unpacks the tree, and
+ends with status 3 if the history lacks the commit. `.ci/run` calls the command, so that nobody overlooks that tests of
+mixed versions are skipped.
 """
 
 import fcntl
@@ -32,11 +32,11 @@ def previous_tree() -> Path:
     """Return the folder of the previous version's tree; unpack and build it first if necessary.
 
     Raises:
-        NoPreviousVersion: This checkout has no history, or a part without the commit.
+        NoPreviousVersion: This checkout has no history, or only a part of it that lacks the commit.
     """
     TREE.parent.mkdir(parents=True, exist_ok=True)
     with (TREE.parent / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # several processes run tests
+        fcntl.flock(lock, fcntl.LOCK_EX)  # several test processes may call this function
         if not TREE.exists():
             unfinished = TREE.with_suffix(".new")
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -50,7 +50,7 @@ def previous_tree() -> Path:
 def environment_of(tree: Path) -> dict[str, str]:
     """Return environment variables with which Python imports the packages of a tree.
 
-    The working folder of a process has to be the tree, too.
+    The process must also be started in the folder of the tree.
     """
     return {**os.environ, "PYTHONPATH": str(tree)}
 

@@ -1,7 +1,7 @@
 """Protobuf contract: the fields of all protobuf messages of the previous version of Fleet, in `proto/contract.json`.
 
-As a command, this module records the messages of that version. Run it when `previous_version.toml` gets another commit.
-Do not run it to make a test pass, because the previous version would read a changed field wrongly.
+As a command, this module writes this file. Run it when `previous_version.toml` gets another commit. Do not run it to make
+a test pass: if a field has changed, the previous version reads it wrongly.
 """
 
 import json
@@ -17,7 +17,7 @@ from google.protobuf.descriptor_pool import DescriptorPool
 
 from tests.support.versions.previous_version import COMMIT, ROOT, previous_tree
 
-PACKAGES = ("fleet.v1", "kvstore.v1")  # those of KServe and Envoy are contracts of other projects
+PACKAGES = ("fleet.v1", "kvstore.v1")  # without KServe and Envoy, whose contracts belong to other projects
 RECORD = ROOT / "proto" / "contract.json"
 TYPES = {
     value: name.removeprefix("TYPE_").lower()
@@ -55,7 +55,7 @@ def contract_of(protos: Path) -> Contract:
 
 def _compiled(protos: Path) -> FileDescriptorSet:
     files = [str(path.relative_to(protos)) for path in sorted(protos.rglob("*.proto"))]
-    # In a process of its own, because protoc's library and NIXL's cannot be in one process: the second one ends it with an invalid pointer.
+    # protoc runs in another process, because its library and that of NIXL crash a process that loads both.
     compiler = [sys.executable, "-m", "grpc_tools.protoc"]
     with tempfile.NamedTemporaryFile() as output:
         arguments = [f"-I{protos}", "--include_imports", f"--descriptor_set_out={output.name}", *files]
@@ -64,7 +64,7 @@ def _compiled(protos: Path) -> FileDescriptorSet:
 
 
 def breaks(recorded: Contract, present: Contract) -> list[str]:
-    """Return a text for each part of the recorded contract that the present one lacks or has changed.
+    """Return a text for each part of the recorded contract that is missing or changed in the present contract.
 
     New fields, values and methods are allowed.
     """

@@ -1,4 +1,4 @@
-"""Drivers for engines: submit attempts, collect their output, and check the contract of the engine port."""
+"""Drivers for engines: submit attempts, collect the outputs, and check the contract of the engine port."""
 
 import asyncio
 import random
@@ -33,7 +33,7 @@ _numbers = count()
 
 
 def fresh_prompt(num_tokens: int) -> TokenBytes:
-    """Return a prompt that no engine has cached; tests share engines, because these start slowly."""
+    """Return a new random prompt, which no engine has cached. Tests share engines, because engines start slowly."""
     chance = random.Random(next(_numbers))
     return token_bytes(chance.randrange(300, 4000) for _ in range(num_tokens))
 
@@ -96,7 +96,7 @@ class EngineDriver:
             await self._news.wait_for(condition)
 
     async def idle(self) -> None:
-        """Wait until nothing runs and no block is held. Leases must be returned, because they end only after 30 s."""
+        """Wait until no request runs and no block is in use. Handoff leases must have been returned: they end only after 30 s."""
         await until(lambda: msgspec.structs.replace(self.engine.load(), pulled=NOTHING_PULLED) == IDLE)
 
     async def read_outputs(self) -> None:
@@ -159,7 +159,7 @@ async def run_disaggregated(
     pass_first_token: bool = True,
     **fields,
 ) -> tuple[tuple[int, ...], Progress, Progress]:
-    """Prefill on one engine and decode on the other, as a router does; return all tokens and both ends.
+    """Prefill on one engine and decode on the other, as a router does; return all tokens and the last progress of each engine.
 
     Args:
         between: Function that changes the handoff between the two engines.
@@ -175,7 +175,7 @@ async def run_disaggregated(
 
 
 def reported_early_and_late(told: list[KvReport], early: KvReport, late: KvReport) -> bool:
-    """Return whether the engine reported `early` with its first tokens and `late` with its last; both may have come at once."""
+    """Return whether the engine reported `early` with its first tokens and then `late`; `late` alone if all tokens came at once."""
     return told in ([early, late], [late])
 
 

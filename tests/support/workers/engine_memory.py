@@ -1,7 +1,7 @@
 """Engine memory: writes to the KV memory of a running vLLM engine, to damage blocks that it hands over.
 
-NIXL's side channel says where the memory is, as it does for a decode engine. The operating system lets a process write
-to the memory of its descendants.
+The side channel of vLLM's NIXL connector tells where the memory is, as it tells a decode engine. The operating system lets
+a process write to the memory of its descendants.
 """
 
 import os
@@ -14,8 +14,8 @@ import zmq
 
 ANSWER_MS = 30_000
 DESCRIBE = (b"get_meta_msg", 0, 0)
-"""Request of vLLM's NIXL connector for the description of its first rank. vLLM's own names are not imported, because that
-takes seconds."""
+"""Request to vLLM's NIXL connector for the description of its first rank. It is written out here, because importing vLLM's
+own names takes seconds."""
 
 
 class LentMemory:

@@ -1,4 +1,4 @@
-"""Plain vLLM in a process of its own: computes the results that Fleet's workers have to give too.
+"""Plain vLLM in a process of its own: computes the results with which tests compare those of Fleet's workers.
 
 Usage: python -m tests.support.workers.plain_vllm CASES.json ANSWERS.json
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def main(cases: Path, answers: Path) -> None:
-    """Compute the vectors of token ids, or the scores of pairs of texts, for each case: a model folder and its inputs."""
+    """Compute for each case (a model folder and inputs) the vectors of prompts of token ids, or the scores of pairs of texts."""
     os.environ.update(
         HF_HUB_OFFLINE="1", VLLM_CPU_OMP_THREADS_BIND="nobind", OMP_NUM_THREADS="1", TORCHDYNAMO_DISABLE="1"
     )

@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from transformers import BertConfig, BertForSequenceClassification, BertModel, PreTrainedTokenizerFast
 
 VOCABULARY = 512
-LONGEST = 256  # tokens
+LONGEST = 256  # maximum number of tokens of a prompt
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 

@@ -21,10 +21,10 @@ from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3I
 from fleet.local.tiny_model import CONFIG, GENERATION_CONFIG, build_tiny_model
 
 SIDE, PATCH, SCALE = 64, 8, 2
-IMAGE_TOKENS = (SIDE // PATCH // SCALE) ** 2  # of one image, without the markers around them
+IMAGE_TOKENS = (SIDE // PATCH // SCALE) ** 2  # tokens of one image, without the markers around them
 MARKERS = 3  # tokens around the tokens of an image
 NEW_TOKENS = ("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>")
-LONGEST = 512  # tokens
+LONGEST = 512  # maximum number of tokens of a prompt and its answer
 
 CHAT_TEMPLATE = (
     "{{ bos_token }}"
@@ -85,7 +85,7 @@ def an_image(color: str, size: tuple[int, int] = (48, 40), kind: str = "PNG") ->
 
 
 def answer_of_transformers(folder: Path, text: str, images: Sequence[bytes], tokens: int) -> list[int]:
-    """Return the greedy answer of transformers to a prompt with a placeholder ``<image>`` for each image."""
+    """Return the first `tokens` token ids of the greedy answer of transformers; `text` has a placeholder ``<image>`` for each image."""
     processor: Any = Idefics3Processor.from_pretrained(folder)
     model = Idefics3ForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
     decoded = [Image.open(io.BytesIO(each)) for each in images]

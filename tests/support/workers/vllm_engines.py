@@ -1,4 +1,4 @@
-"""Real vLLM engines on an event loop of their own; the tests of a module share them, because they start slowly."""
+"""Real vLLM engines on an event loop of their own; the tests of a module share the engines, because engines start slowly."""
 
 import asyncio
 import gc
@@ -41,7 +41,7 @@ def vllm_worker(
 
 
 def tiny_namespace(model_dir: Path) -> KvNamespace:
-    """Return the namespace of the built-in model's blocks, field by field."""
+    """Return the namespace of the built-in model's blocks, written out so that a test can compare it with the computed one."""
     return KvNamespace(
         model="tiny",
         revision=weights_revision(model_dir),
@@ -64,7 +64,7 @@ class VllmEngines:
         self.ended: Future[None] = Future()
 
     def run(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Run a coroutine on the engines' event loop."""
+        """Run a coroutine on the engines' event loop, wait for its end, and return its result."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(TEST_SECONDS)
 
     def stop(self) -> None:
@@ -88,7 +88,7 @@ def hosted(*settings: WorkerSettings) -> Iterator[VllmEngines]:
         engines = ready.result(START_SECONDS)
     except TimeoutError:
         cancel.result(START_SECONDS)()
-        thread.join(60)  # otherwise the next tests of this process would find these engines among theirs
+        thread.join(60)  # otherwise the next tests in this process would count these engines as theirs
         raise
     try:
         yield engines
@@ -121,7 +121,7 @@ async def _host(
                     await stopping.wait()
             finally:
                 over.set()
-    except BaseException as error:  # noqa: BLE001 - supervisor: whatever it was is told to the tests
+    except BaseException as error:  # noqa: BLE001 - supervisor: the error is passed to the tests
         (ready.result().ended if ready.done() else ready).set_exception(error)
     else:
         ready.result().ended.set_result(None)

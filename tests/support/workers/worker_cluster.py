@@ -84,6 +84,6 @@ def worker_settings(
 
 
 def sources(complete: Complete, phase: Phase) -> dict[Source, tuple[int, int]]:
-    """Return the numbers of blocks and bytes in one phase, by source."""
+    """Return by source how many blocks, and how many bytes, came from there in one phase."""
     (found,) = [one for one in complete.kv if one.phase is phase]
     return {origin.source: (origin.blocks, origin.bytes) for origin in found.report.origins}

@@ -20,7 +20,7 @@ SECONDS = 60  # time limit for a process to start or to end
 
 
 class WorkerProcess:
-    """Runs a worker process. Its standard error goes to the file `log`, or else to the standard error of the tests."""
+    """Runs a worker process. Its standard error goes to the file `log`; if `log` is None, to the standard error of the tests."""
 
     def __init__(self, folder: Path, settings: WorkerSettings, log: Path | None = None) -> None:
         self.settings = settings
@@ -158,7 +158,7 @@ class RouterStream:
         return await self.until(lambda message: message if isinstance(message, kind) else None)
 
     async def do(self, start):
-        """Start an attempt and wait for its end; return its tokens and the last progress or the rejection."""
+        """Start an attempt and wait for its end; return its tokens, and the last progress or the rejection."""
         await self.say(start)
         return await self.end_of(start.request_id)
 
@@ -196,7 +196,7 @@ async def a_router_stream(address: str, router_id: str = "router") -> AsyncItera
 
 @asynccontextmanager
 async def a_silent_stream(address: str) -> AsyncIterator[RouterStream]:
-    """Open a stream on which the router sends nothing."""
+    """Open a stream to a worker on which the router sends nothing, not even its first message."""
     opened: list[RouterStream] = []
 
     def accept(connection: FrameConnection) -> RouterStream:

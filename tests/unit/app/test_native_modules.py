@@ -1,4 +1,4 @@
-"""C modules: which are missing, whether a rebuild helps, and the router's warning."""
+"""Native (C) modules: which ones are missing, whether a rebuild helps, and the router's warning."""
 
 import logging
 import sys

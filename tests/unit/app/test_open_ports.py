@@ -1,4 +1,4 @@
-"""Open ports: a process warns at its start of those at which other hosts need no credentials, and docs/security.md lists all."""
+"""Open ports: a process warns at its start of ports at which other hosts need no credentials; docs/security.md lists all ports."""
 
 import re
 from pathlib import Path
@@ -103,22 +103,22 @@ def test_each_open_port_is_logged_with_its_remedy(caplog):
 
 PAGE = Path(__file__).parents[3] / "docs" / "security.md"
 PARTS = {"store": "kvstore", "topology": "up"}
-"""Names of parts in the tables of ports, if they differ from those of `KINDS`."""
+"""Names in the tables of ports that differ from those in `KINDS`, with the name in `KINDS`."""
 
 NESTED = ("embedded_store.", "router.", "pools.simulated.")
 """Sections that have the same ports as the settings file of another process."""
 
 NO_PORTS = {"share_ports", "endpoint_picker.target_port"}
-"""Keys that are named like those of ports, but open none."""
+"""Keys that have a name like a port setting, but open no port."""
 
 
 def keys_of(part):
-    """Return the keys of a settings file by their paths, without the marks of arrays."""
+    """Return the keys of a settings file by their paths, without the `[]` of arrays."""
     return {key.path.replace("[]", ""): key for key in settings_keys(KINDS[part])}
 
 
 def stated_default(key):
-    """Return the default of a key in the words of the page."""
+    """Return the default of a key in the words that docs/security.md uses."""
     if key.default == "none":
         if re.search("mpty: a (Unix )?socket", key.meaning):
             return "a Unix socket of the user"
@@ -128,7 +128,7 @@ def stated_default(key):
 
 
 def rows_of_ports():
-    """Return the default that the tables of ports state, by part and key."""
+    """Return by part and key the default that the tables of ports in docs/security.md state."""
     rows = {}
     for line in PAGE.read_text(encoding="utf-8").splitlines():
         cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]

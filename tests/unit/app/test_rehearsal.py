@@ -1,4 +1,4 @@
-"""Tests of the rehearsal in the simulator: more replicas serve better, samples decide, and failures are said."""
+"""Rehearsal of a plan in the simulator: more replicas serve better, the sampled requests matter, and failures are reported."""
 
 import asyncio
 import errno
@@ -79,7 +79,7 @@ def test_shared_prefixes_are_cached_in_the_rehearsal():
 
 @pytest.mark.parametrize(("block_tokens", "shared"), [(16, 10), (64, 3)])
 def test_other_block_sizes_share_the_same_tokens(block_tokens, shared):
-    """The prompts share 160 tokens, or 192 tokens with the long blocks."""
+    """Compare samples whose prompts have equally many common tokens, in blocks of another length."""
     usual = a_sample(shared=shared * block_tokens // 32)
     other = a_sample(shared=shared, block_tokens=block_tokens)
 

@@ -10,7 +10,7 @@ from tests.support.sim.scenarios import SCENARIO
 
 @pytest.fixture
 def scenario(tmp_path):
-    """Return a scenario file that can be run."""
+    """Return the path of a valid scenario file, next to its model file."""
     (tmp_path / "model.json").write_text(json.dumps(LLAMA_8B))
     file = tmp_path / "scenario.toml"
     file.write_text(SCENARIO)

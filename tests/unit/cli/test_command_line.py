@@ -1,4 +1,4 @@
-"""The command line of `fleet`, before anything runs."""
+"""The command line of `fleet`: help, completion, and what is refused before anything starts."""
 
 import os
 import re
@@ -149,7 +149,7 @@ def test_bash_completes_a_command_and_an_option(capsys):
 
 
 def completed(script, *words):
-    """Return what bash offers for the last word."""
+    """Return the completions that bash offers for the last word of a command line."""
     ask = f"COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}; COMP_LINE='{' '.join(words)}'; COMP_POINT=${{#COMP_LINE}}"
     call = "$(complete -p fleet | sed -E 's/.*-F ([^ ]+) .*/\\1/')"
     source = f'{script}\n{ask}\n{call} fleet "${{COMP_WORDS[COMP_CWORD]}}" "${{COMP_WORDS[COMP_CWORD-1]}}"\nprintf "%s\\n" "${{COMPREPLY[@]}}"\n'

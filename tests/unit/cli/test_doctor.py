@@ -17,7 +17,7 @@ from fleet.cli.doctor import PROBES, DoctorVerdict, PackagesProbe, examine
 from fleet.cli.main import run
 
 ROOT = Path(__file__).parents[3]
-NEEDS_AN_ENGINE_PROCESS = {"engine vllm", "nixl"}  # seconds each; the integration tests have them
+NEEDS_AN_ENGINE_PROCESS = {"engine vllm", "nixl"}  # these take seconds; integration tests run them
 
 
 def light_probes():
@@ -61,7 +61,7 @@ def test_unusable_parts_come_with_a_fix():
 
 
 def optional_requirements() -> dict[str, set[str]]:
-    """Return the distributions that each extra of the installed Fleet requires; the empty extra has those that it always needs."""
+    """Return the distributions that each extra of the installed Fleet requires; the extra "" has those that Fleet always requires."""
     found: dict[str, set[str]] = {}
     for line in importlib.metadata.requires("fleet-serving"):
         requirement = Requirement(line)

@@ -1,4 +1,4 @@
-"""`fleet hardware`: its output, and what it refuses."""
+"""`fleet hardware`: its output, and which input it refuses."""
 
 import json
 

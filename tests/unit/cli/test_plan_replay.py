@@ -1,4 +1,4 @@
-"""`fleet plan replay`: figures of rules, its page, and one line for invalid input."""
+"""`fleet plan replay`: figures of the planner rules, the report page, and one line for invalid input."""
 
 import json
 

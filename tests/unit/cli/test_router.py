@@ -29,7 +29,7 @@ def test_the_policies_as_json_have_their_parameters(capsys):
 
 
 def test_older_router_without_measurements_prints_none():
-    """A router of an earlier version, without the field."""
+    """Read the thresholds of an earlier version's router, which lack the field with the measurements."""
     assert list(break_even_lines(remote_prefill_of(pb.Thresholds().remote_prefill))) == []
 
 

@@ -26,7 +26,7 @@ def target(*argv):
 
 @pytest.fixture
 def plans(tmp_path):
-    """Return a folder whose orchestrator has taken up revision 0 and has ended."""
+    """Return a folder of plans with the report of an orchestrator that has ended."""
     pools = {
         "decode": {"asked": 2, "ready": 1, "draining": 1, "why": "failing", "message": "decode-1 does not start"},
         "prefill": {"asked": 1, "ready": 1},

@@ -87,7 +87,7 @@ def test_a_sweep_has_a_row_for_each_combination(scenario, tmp_path, capsys):
 
 
 def test_sweep_with_one_invalid_case_is_refused_before_any_run(scenario, capsys):
-    # the first one would take hours
+    # The run of the first case would take hours.
     over = ["--over", "router.policy=fleet,nope", "--set", "workload.requests=100000000"]
 
     assert run(["sim", "sweep", str(scenario), *over, "--processes", "1"]) == 3

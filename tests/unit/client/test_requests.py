@@ -4,7 +4,7 @@ import pytest
 
 from fleet.client import AsyncClient, Client, InvalidRequest
 
-ADDRESS = "127.0.0.1:1"  # no router listens there, so only errors that are found before a request is sent are `InvalidRequest`
+ADDRESS = "127.0.0.1:1"  # no router listens there, so an `InvalidRequest` is raised before anything is sent
 
 
 @pytest.mark.parametrize(

@@ -135,7 +135,7 @@ def test_request_of_which_nothing_arrived_is_sent_as_it_was():
 
 
 def test_begun_answer_without_a_resume_token_is_not_sent_again():
-    """Its first tokens would come twice."""
+    """Break an answer that has begun and has no resume token: a new request would repeat the first tokens."""
     answer = Received(pb.GenerateResponse(admitted=pb.Admitted(request_id="mine", model="tiny")), a_delta("Hel", 1, 2))
     with pytest.raises(Unavailable, match="set prompt_secret or tenant_secret"):
         tries().request(answer)

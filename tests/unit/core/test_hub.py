@@ -76,7 +76,7 @@ def test_fingerprint_of_large_weights_is_equal_on_two_hosts(tmp_path, monkeypatc
     monkeypatch.setattr(weights, "WHOLE_CONTENT_BYTES", 0)
 
     def fetched(host, name, age):
-        """Lay the folder out like the hub's client."""
+        """Make a weights file in the folder layout of the Hugging Face client; return the fingerprint of the weights."""
         blob, link = tmp_path / host / "blobs" / name, tmp_path / host / "snapshots" / "c" / "model.safetensors"
         blob.parent.mkdir(parents=True)
         link.parent.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Log deduplication: which of several equal events are logged."""
+"""Log deduplication: which of several log messages about the same subject are logged."""
 
 from fleet.core.clock import SECOND, Nanos
 from fleet.core.repeats import REPEAT_AFTER, LogDeduplicator

@@ -106,7 +106,7 @@ def test_histograms_of_requests_reach_600_s(definition):
 
 @pytest.mark.parametrize("seconds", [0.154, 0.0031, 7.7])
 def test_median_of_equal_times_reads_within_an_eighth(seconds):
-    """Interpolate within the bucket, as Prometheus does."""
+    """Compare a time with the middle of its bucket, which Prometheus shows as the median of equal times."""
     place = bisect_left(LATENCY_BUCKETS, seconds)
     below, above = LATENCY_BUCKETS[place - 1 : place + 1]
 
@@ -124,7 +124,7 @@ def test_no_series_tells_when_a_metric_was_created():
 
 
 def test_a_log_entry_is_one_line_with_its_extras():
-    # Not makeLogRecord, because libraries (vLLM) replace the factory that it uses.
+    # `makeLogRecord` is not used, because vLLM replaces the factory of log records that it calls.
     record = logging.LogRecord("fleet.x", logging.WARNING, __file__, 1, "worker %s", ("lost\nfake",), None)
     record.worker, record.code = "w1", 7
 

@@ -270,7 +270,7 @@ def test_answer_longer_than_the_context_is_rejected():
 
 @pytest.mark.parametrize("prompt_tokens", [101, 100, 99])
 def test_clients_know_a_full_context_by_its_words(prompt_tokens):
-    """Check the words by which LiteLLM, LangChain and Anthropic's clients tell a full context from other errors."""
+    """Check the words by which LiteLLM, LangChain and Anthropic's clients recognise the error of a full context."""
     with pytest.raises(RequestRejected, match="this model's maximum context length is 100 tokens") as refused:
         validate(a_request(sampling=Sampling(max_tokens=2)), a_model_card(max_model_len=100), prompt_tokens)
 

@@ -1,4 +1,4 @@
-"""The samples of deployments ask for contexts that their models take and their GPUs hold."""
+"""Sample deployments: the longest request that a sample allows fits its model and the memory of its GPUs."""
 
 from pathlib import Path
 
@@ -31,7 +31,7 @@ def main_of(role):
 
 
 def settings_of(role, tmp_path):
-    """Return the settings of a role in the sample, as the worker reads them."""
+    """Return the settings that a worker of this role reads from its command line in the sample."""
     changes = parse_changes([each.removeprefix("--set=") for each in main_of(role)["args"]])
     file = tmp_path / "worker.json"
     file.write_text('{"worker_id": "w", "model": "m"}')

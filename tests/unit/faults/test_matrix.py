@@ -1,4 +1,4 @@
-"""Fault matrix: what is impossible has a reason, and a relay spoils, delays and holds back what passes it."""
+"""Fault matrix: every impossible combination has a reason; a relay damages, delays and holds back the bytes that it forwards."""
 
 import asyncio
 from contextlib import asynccontextmanager
@@ -25,7 +25,7 @@ LOAD = encode_worker_message(LoadReport(running=1, waiting=0, kv_blocks_used=3))
 
 @asynccontextmanager
 async def a_relay(sent):
-    """Yield a relay to a server that sends these payloads at once, and a function that reads some bytes through the relay."""
+    """Yield a relay to a server that sends these payloads as soon as a client connects, and the path of the relay's socket."""
 
     ended = []
 
@@ -46,7 +46,7 @@ async def a_relay(sent):
 
 
 async def received(path, count):
-    """Read so many payloads."""
+    """Connect to a socket, and return the first `count` payloads."""
     reader, writer = await asyncio.open_unix_connection(path)
     decoder, found = FrameDecoder(), []
     async with asyncio.timeout(30):

@@ -1,4 +1,4 @@
-"""The access log's treatment of names that clients choose."""
+"""Access log: how it shows names that clients choose."""
 
 import pytest
 from msgspec import to_builtins
@@ -38,7 +38,7 @@ def test_refused_request_id_cannot_forge_a_field(caplog):
 
 
 class KeptRecords:
-    """A file of access records that keeps them in memory."""
+    """Stand-in for a file of access records; it keeps the records in memory."""
 
     content = True
 

@@ -58,7 +58,7 @@ SECRET = b"secret"
 
 
 class Stopped:
-    """A clock that stands still until it is set."""
+    """A clock whose time changes only when the test sets it."""
 
     def __init__(self) -> None:
         self.instant = Nanos(10 * SECOND)
@@ -101,7 +101,7 @@ def generations(codec):
 
 
 def ids_of(codec: TextCodec, text: str) -> list[int]:
-    return token_ids(codec.encode(text))[1:]  # without the token that begins a prompt
+    return token_ids(codec.encode(text))[1:]  # without the start token of a prompt
 
 
 async def collect(events: AsyncIterator[GenerateEvent]) -> tuple[str, list[int], Finished]:
@@ -539,11 +539,11 @@ async def test_two_running_requests_cannot_share_an_id(generations):
 
     assert refused.value.field == "request_id"
     router.release.set()
-    await collect(generation.generate(a_request()))  # free again
+    await collect(generation.generate(a_request()))  # the id can be used again
 
 
 class Slow:
-    """A codec that tokenizes for as long as a test wants."""
+    """A codec that tokenizes until a test lets it end."""
 
     def __init__(self, codec: TextCodec, threads_may_go: "asyncio.Event") -> None:
         self._codec = codec
@@ -567,7 +567,7 @@ async def test_long_prompts_tokenize_in_threads_in_bounded_number(generations, c
         async with asyncio.TaskGroup() as tasks:
             for number in range(MAX_TASKS):
                 tasks.create_task(collect(generation.generate(a_request(id=f"r{number}", prompt=TextPrompt(text)))))
-            await turns()  # the loop still turns
+            await turns()  # the event loop is not blocked
             with pytest.raises(RequestRejected) as refused:
                 await collect(generation.generate(a_request(id="one-more", prompt=TextPrompt(text))))
             may_go.set()

@@ -23,7 +23,7 @@ ADA = a_model_card(name=ModelName("ada"), parent=MODEL, revision="1")
 
 @pytest.fixture
 def served(model_dir):
-    """Return a router with one model and its LoRA adapter, and its generation."""
+    """Yield a router with one model and its LoRA adapter, and the `Generation` in front of this router."""
     clock = SystemClock()
     router = FakeRouter([300], cards=[a_model_card(), ADA])
     threads = TokenizerThreads()

@@ -59,7 +59,7 @@ def test_text_that_is_no_token_is_refused(token):
 
 @pytest.mark.parametrize("length", [0, 1, 2])
 def test_token_in_another_form_is_refused(length):
-    """Otherwise, each form of one token would be free once."""
+    """Write a token in other forms: if they were accepted, one token could be used for free once in each form."""
     token = a_router().issue(structs.replace(CLAIMS, fingerprint="w" * length))
 
     for other in (f"{token}=", f"{token}====", f"!!!!{token}", f"{token}\n\n\n\n"):
@@ -77,7 +77,7 @@ def test_expired_token_is_refused_with_its_lifetime():
 
 
 def test_second_use_of_a_stream_and_many_resumes_are_charged():
-    """A token may be used before and after the worker is known, which only the later token of a stream names."""
+    """Use an early token of a stream, which names no fingerprint, and then a later one: the second use is charged."""
     tokens = a_router()
     first, other = structs.replace(CLAIMS, fingerprint=""), structs.replace(CLAIMS, stream=8)
     assert tokens.is_free(first)
@@ -89,7 +89,7 @@ def test_second_use_of_a_stream_and_many_resumes_are_charged():
 
 
 def test_answer_is_resumed_for_free_eight_times_at_a_router():
-    """Two routers give each other's streams new ones, so the chain to each stream is short."""
+    """Resume many streams of one answer, each after few resumptions: a router makes only `MAX_FREE_RESUMES` of them free."""
     tokens = a_router()
     streams = [structs.replace(CLAIMS, resumes=stream % 3, stream=stream) for stream in range(2 * MAX_FREE_RESUMES)]
     free = 0
@@ -112,7 +112,7 @@ def test_remembered_answers_are_bounded(monkeypatch):
 
 @pytest.mark.parametrize("moved", [b"a", b"ac", b"acme"])
 def test_start_of_a_tenant_cannot_pass_as_content(moved):
-    """The signature covers content and tenant one after the other, without a mark between them."""
+    """Move letters from the tenant's name to the end of the content: the signature covers both without a mark between them."""
     token = a_router().issue(structs.replace(CLAIMS, tenant="acme"))
     signed = urlsafe_b64decode(token + "=" * (-len(token) % 4))
     longer = urlsafe_b64encode(signed[:-16] + moved + signed[-16:]).decode().rstrip("=")

@@ -1,4 +1,4 @@
-"""Tests of resumed generations: at every cut, text and tokens together are those of an undisturbed answer."""
+"""Tests of resumed answers: wherever a stream is cut, both streams together give the text and tokens of an undisturbed answer."""
 
 import asyncio
 from collections.abc import Sequence
@@ -55,7 +55,7 @@ def codec(model_dir):
 
 @pytest.fixture
 def open_generation(codec):
-    """Return a factory of the generations of several routers of one cluster."""
+    """Return a factory that makes the `Generation` of a router; all routers belong to one cluster."""
     threads = TokenizerThreads()
 
     def make(router, codec=codec, counts: Tenants | None = None, **tenants) -> Generation:
@@ -155,7 +155,7 @@ async def test_resumed_request_counts_once_against_limits(open_generation, codec
     resumed = structs.replace(request, resume=resumption(seen))
 
     await events_of(second, resumed)
-    await events_of(second, request)  # the one request of this minute
+    await events_of(second, request)  # the only request that the limit allows in this minute
 
     with pytest.raises(RequestRejected) as refused:
         await events_of(second, resumed)
@@ -163,7 +163,7 @@ async def test_resumed_request_counts_once_against_limits(open_generation, codec
 
 
 async def test_charged_resumption_counts_the_tokens_that_it_brings(open_generation, codec):
-    """Otherwise a client could write its prompts as tokens of an answer, which nobody has charged."""
+    """Resume with invented tokens: if they did not count, a client could send a prompt as tokens of an answer for free."""
     answer = token_ids(codec.encode(TEXT))[1:]
     tenants = Tenants({"acme": TenantSettings()}, SystemClock().now())
     request = a_request(sampling=GREEDY, resumable=True, tenant="acme")
@@ -203,13 +203,13 @@ async def test_stop_string_in_known_tokens_gives_no_tokens_back(open_generation,
 
 
 async def test_resumption_over_the_limit_is_refused_unsearched(open_generation):
-    """The search and the replay cost more than most answers."""
+    """Resume over the rate limit: it is refused before the search for tokens, which costs more than most answers."""
     router = FakeRouter(range(100, 120))
     generation = open_generation(router, acme=TenantSettings(requests_per_minute=1))
     request = a_request(sampling=Sampling(max_tokens=20), resumable=True, is_kept=True, tenant="acme")
     seen = await events_of(generation, request)
     resumed = structs.replace(request, resume=Resume(token=received(seen)[2], position=5))
-    await events_of(generation, resumed)  # free
+    await events_of(generation, resumed)  # this resumption is free
     searches = router.searches
 
     with pytest.raises(RequestRejected) as refused:
@@ -220,7 +220,7 @@ async def test_resumption_over_the_limit_is_refused_unsearched(open_generation):
 
 
 async def test_resumptions_of_long_request_ids_do_not_collide(open_generation):
-    """The id of the resumption has only the beginning of an id with the maximum length, and several requests may share that beginning."""
+    """Resume requests with ids of the maximum length that begin alike, because a resumption's id has only their beginning."""
     router = FakeRouter(range(100, 120))
     generation = open_generation(router)
     resumed = []
@@ -241,7 +241,7 @@ async def test_resumptions_of_long_request_ids_do_not_collide(open_generation):
 
 
 async def test_of_simultaneous_uses_of_a_token_one_is_free(open_generation, codec):
-    """A long prompt is tokenized in a thread, so that all of these requests arrive before the first one is admitted."""
+    """Send requests with a long prompt, which a thread tokenizes, so that all of them arrive before the first one is admitted."""
     answer = token_ids(codec.encode(TEXT))[1:]
     limit = TenantSettings(requests_per_minute=1)
     prompt = TextPrompt(text="a " * INLINE_CHARACTERS)
@@ -270,14 +270,14 @@ async def test_tokens_of_both_routers_are_charged_once(open_generation, codec):
 
 
 async def test_streams_of_one_answer_at_random_keep_their_tokens_apart(open_generation):
-    """A client may resume twice from one event, if its first try reached a router that hung and goes on later."""
+    """Resume twice from one event, as a client does whose first try reached a router that hangs and goes on later."""
     router = FakeRouter()
     generation = open_generation(router)
     request = a_request(sampling=Sampling(max_tokens=100), resumable=True, is_kept=True)
     begun = Resume(token="")
 
     async def got(answer: Sequence[int], events: int, resume: Resume = begun) -> Resume:
-        """Return what a client has that gets so many events of a stream with this answer."""
+        """Return the next `Resume` of a client that gets only the first `events` events of a stream with this answer."""
         router.answer = list(answer)
         asked = request if resume is begun else structs.replace(request, resume=resume)
         seen = (await events_of(generation, asked))[:events]
@@ -301,7 +301,7 @@ async def resumed_after(open_generation, router, request, cut):
 
 @pytest.mark.parametrize("cut", range(1, 22))
 async def test_random_answer_with_lost_worker_and_router_goes_on(open_generation, cut):
-    """The lost worker keeps tokens that no client got; the resume token must name those of the other worker."""
+    """Lose a worker that keeps tokens which no client got: the resume token must name the tokens of the other worker."""
     router = FakeRouter(range(100, 120))
     router.retry_after = 9
     request = a_request(sampling=Sampling(max_tokens=20), resumable=True, is_kept=True)
@@ -309,12 +309,12 @@ async def test_random_answer_with_lost_worker_and_router_goes_on(open_generation
 
     tokens = received(seen)[1]
     assert tokens + received(rest)[1] == tuple(range(100, 120))
-    if len(router.submitted) > 1:  # else the answer had ended
+    if len(router.submitted) > 1:  # otherwise the answer had ended before the cut
         assert router.submitted[-1].answered == tokens
 
 
 async def test_resumed_answer_lost_before_new_tokens_goes_on(open_generation):
-    """The second router dies before a worker has got its attempt, so only the first worker has the tokens."""
+    """Lose the second router before a worker gets its attempt, so that only the first worker keeps the tokens."""
     router = FakeRouter(range(100, 120))
     request = a_request(sampling=Sampling(max_tokens=20), resumable=True, is_kept=True)
     seen, rest = await resumed_after(open_generation, router, request, 9)
@@ -328,7 +328,7 @@ async def test_resumed_answer_lost_before_new_tokens_goes_on(open_generation):
 
 
 async def test_resumable_answer_has_one_time_of_its_beginning(open_generation):
-    """Clients see it as `created`, in each part of the answer."""
+    """Compare the time at which the answer began: clients see it as `created`, before and after the resumption."""
     router = FakeRouter(range(100, 120))
     request = a_request(sampling=Sampling(max_tokens=20), resumable=True, is_kept=True)
     seen, rest = await resumed_after(open_generation, router, request, 9)
@@ -337,7 +337,7 @@ async def test_resumable_answer_has_one_time_of_its_beginning(open_generation):
 
 
 async def test_many_long_answers_are_resumed_at_once(open_generation):
-    """After a router's death, all its streams come back at the same time, and none may be refused for that."""
+    """Resume 100 long answers at the same time, as after the loss of a router: none may be refused."""
     router = FakeRouter(range(100, 100 + INLINE_TOKENS + 100))
     request = a_request(sampling=Sampling(max_tokens=INLINE_TOKENS + 100), resumable=True)
     seen = (await events_of(open_generation(router), request))[: INLINE_TOKENS + 50]
@@ -371,7 +371,7 @@ async def resumption_of_kept_answer(generation) -> GenerateRequest:
 
 
 async def test_second_resumption_during_a_search_is_served(open_generation):
-    """A client's connection may break while the router searches, and the client comes back."""
+    """Resume twice, as a client does whose connection breaks while the router searches for its tokens."""
     router = FakeRouter(range(100, 120))
     generation = open_generation(router)
     again = await resumption_of_kept_answer(generation)
@@ -398,7 +398,7 @@ async def test_client_that_leaves_during_a_search_is_counted(open_generation):
 
 @pytest.mark.parametrize("stream", [-1, -(2**40)])
 def test_token_with_an_impossible_stream_is_refused(stream):
-    """Without a secret, anybody can sign a token; it must not spoil the searches of others."""
+    """Forge a token, as anybody can if the router has no secret: it must not disturb the searches of other clients."""
     tokens = ResumeTokens(b"", 60, lambda: 0)
     forged = tokens.issue(ResumeClaims(RequestId("r"), "", 0, 0, b"", stream))
     with pytest.raises(RequestRejected):
@@ -408,7 +408,7 @@ def test_token_with_an_impossible_stream_is_refused(stream):
 @pytest.mark.parametrize("name", [0, 1.5, None, {}, []])
 @pytest.mark.parametrize("field", ["request_id", "fingerprint"])
 def test_token_with_a_name_of_another_type_is_refused(monkeypatch, field, name):
-    """Without a secret, anybody can sign any content."""
+    """Sign a token with a field of another type, as anybody can if the router has no secret."""
     tokens = ResumeTokens(b"", 60, lambda: 0)
     monkeypatch.setattr("fleet.frontend.resume_tokens._packed", lambda packed: packed)
     claims = ResumeClaims(RequestId("r"), "", 0, 0, b"", 1, "f")
@@ -428,7 +428,7 @@ async def test_late_token_comes_with_the_first_tokens_alone(open_generation):
 
 
 async def test_answer_that_ends_after_a_lost_worker_keeps_its_token(open_generation):
-    """The attempt on another worker gives no tokens, so the token that names the weights stays valid."""
+    """Let the attempt on another worker end without tokens, so that the earlier resume token, which names the weights, stays valid."""
 
     class EndingStream(FakeStream):
         async def __anext__(self):
@@ -449,7 +449,7 @@ async def test_answer_that_ends_after_a_lost_worker_keeps_its_token(open_generat
 
 @pytest.mark.parametrize("retry_after", range(1, 20))
 async def test_last_ids_of_a_parsed_answer_name_its_own_tokens(open_generation, tmp_path, retry_after):
-    """A stop string may end the answer in the first step of another worker, whose delta is joined with the rest of the text."""
+    """End the answer by a stop string, for some cases in the first step of another worker, whose delta joins the rest of the text."""
     folder = write_model(tmp_path)
     template = "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}{{ messages[0].content }}"
     (folder / "chat_template.jinja").write_text(template)
@@ -472,7 +472,7 @@ async def test_last_ids_of_a_parsed_answer_name_its_own_tokens(open_generation, 
 
 
 async def test_parsed_answer_of_a_client_without_tokens_is_not_resumed(open_generation):
-    """It is not known which part of the text the client has, and no part may come twice."""
+    """Resume a parsed answer without its tokens: the router cannot know which part of the text the client has, and refuses."""
     router = FakeRouter(range(100, 110))
     router.cards = (a_model_card(parsers=AnswerParsers(reasoning="qwen3", in_engine=True)),)
     router.parsed = [ParsedDelta(text=letter) for letter in "abcdefghij"]
@@ -508,7 +508,7 @@ async def test_answer_that_has_ended_can_be_resumed_again(open_generation):
 
 
 async def test_access_log_names_resumed_request_and_its_tenant(open_generation, codec, caplog):
-    """The tenant follows from the key, as for any request; a client need not name it."""
+    """Resume with an API key and no tenant: the access log names the key's tenant, as for any request."""
     answer = token_ids(codec.encode(TEXT))[1:]
     request = a_request(sampling=GREEDY, resumable=True, tenant="acme")
     seen = (await events_of(open_generation(FakeRouter(answer)), request))[:5]
@@ -595,7 +595,7 @@ async def test_impossible_tokens_of_an_answer_are_refused(open_generation, codec
 
 
 async def test_event_ids_are_refused_by_a_router_without_tokens(codec):
-    """Ids without tokens would look as if the stream could be resumed."""
+    """Ask for event ids at a router that issues no resume tokens: with ids, the stream would look as if it could be resumed."""
     router, threads = FakeRouter(token_ids(codec.encode(TEXT))[1:]), TokenizerThreads()
     generation = Generation(
         router,
@@ -642,7 +642,7 @@ def test_engine_parsed_answer_goes_on_after_what_the_client_has():
 
 
 def replayed(codec, text: str) -> Delta | None:
-    """Replay an answer of which the caller leaves out what the client has; return its known part."""
+    """Replay an answer with these known tokens, without events for them; return the known part as one delta."""
     templates, parsers = ResponseTemplates(), AnswerParsers(tool_calls="hermes", reasoning="qwen3")
     templates.load()
     decoded = AnswerText(codec.decoder(b"", special=True), end_token_ids=frozenset({EOS}))
@@ -667,7 +667,7 @@ def test_known_reasoning_text_and_calls_are_one_part(codec):
 
 @pytest.mark.parametrize("text", [f"{CALL} then", f"Wait. {CALL}then {CALL}", f"{CALL}<think>why</think>"])
 def test_known_text_after_a_call_is_refused(codec, text):
-    """One part cannot tell that the text comes after the call, so the client would get it in a wrong block."""
+    """Replay text after a tool call: one delta cannot say that the text comes after the call, so the resumption is refused."""
     with pytest.raises(RequestRejected) as refused:
         replayed(codec, text)
 

@@ -1,4 +1,4 @@
-"""The answer counter estimates the tokens of passing answers."""
+"""Answer counter: it estimates how many tokens the answers have that a gateway passes on."""
 
 import pytest
 

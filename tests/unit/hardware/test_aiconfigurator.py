@@ -1,4 +1,4 @@
-"""Rows of the public sample: how they are read, mended and told apart."""
+"""Rows of the public sample of measurements: how they are read, corrected and distinguished."""
 
 import csv
 import io

@@ -1,4 +1,4 @@
-"""Power of GPUs: published figures are met, and every figure has a source."""
+"""Power of GPUs: the model agrees with published figures, and every figure has a source."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Sharding: what fits on which GPUs, and the errors if it does not."""
+"""Sharding: which models fit on which GPUs, and the error if one does not fit."""
 
 import pytest
 from msgspec import structs
@@ -33,7 +33,7 @@ def test_kv_gets_memory_left_by_weights():
 
 
 def test_data_parallel_attention_has_room_for_more_sequences():
-    """Each tensor-parallel rank holds all latent vectors of its group; groups hold different ones."""
+    """Compare tensor with data parallelism: all ranks of a tensor-parallel group hold the same latent vectors, groups hold different ones."""
     together = a_placement(DEEPSEEK_V3, on="b200", tp=8)
     apart = a_placement(DEEPSEEK_V3, on="b200", tp=1, dp=8, ep=8)
 

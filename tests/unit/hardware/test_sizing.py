@@ -1,4 +1,4 @@
-"""Sizing: the formula row by row, and properties that hold for every request."""
+"""Sizing: known results for a table of demands, and properties that hold for every request."""
 
 from math import ceil, inf
 
@@ -272,7 +272,7 @@ def test_engines_use_tensor_parallelism_alone(model, on, most):
 
 
 def test_running_requests_are_limited_by_kv():
-    """Memory limits an 8B model with answers of 4,000 tokens on GPUs of 45 GiB; more memory needs fewer engines."""
+    """Size an 8B model with answers of 4,000 tokens: on GPUs of 45 GiB, memory is the limit, so larger GPUs need fewer engines."""
     demand = a_demand(2, prompt=8000, answer=4000)
     small = found(demand, on="l40s", ttft=20, tpot=0.3, model="meta-llama/Llama-3.1-8B-Instruct", per_node=1)
     large = found(demand, on="h200", ttft=20, tpot=0.3, model="meta-llama/Llama-3.1-8B-Instruct", per_node=1)
@@ -280,7 +280,7 @@ def test_running_requests_are_limited_by_kv():
 
 
 def test_room_is_left_for_random_bursts():
-    """An engine with room for few requests needs room for random bursts, not only for the mean."""
+    """Size engines with room for few requests: random bursts must fit, too, and not only the mean number of requests."""
     demand = a_demand(1, prompt=8192, answer=8192)
 
     got = found(demand, ttft=60, tpot=2, per_node=2)

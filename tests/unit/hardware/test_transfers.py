@@ -1,4 +1,4 @@
-"""Transfers: links between GPUs, and the bytes on each."""
+"""KV transfers between workers: which links of the GPUs they use, and how many bytes go over each link."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Block hashes: equal in two processes and two languages, and never shared by two salts."""
+"""Block hashes: equal in all processes and languages, and different for different salts."""
 
 import json
 import shutil
@@ -117,7 +117,7 @@ def test_tenants_share_a_salt_only_with_themselves(tenant, other, secret, other_
 
 
 def test_adapter_salts_match_the_test_vectors():
-    """These are plain SHA-256, so any language can compute them."""
+    """Compare the salts of LoRA adapters with fixed values; they are plain SHA-256, so any language can compute them."""
     assert adapter_salt("ada@1").hex() == "6ed43e4547fe7dc5efd9408744a83bff179d0c3f1dd74a1fbe6105c2b125ff80"
     assert (
         adapter_salt("ada@1", bytes(range(32))).hex()
@@ -127,7 +127,7 @@ def test_adapter_salts_match_the_test_vectors():
 
 @given(tokens, st.integers(0, 15), st.binary(min_size=36, max_size=36), st.binary(min_size=36, max_size=36))
 def test_blocks_with_distinct_images_differ(ids, where, one, other):
-    """An extra is the offset of an image and the digest of its content."""
+    """Compare chains with and without an image at a block; `one` and `other` are its offset and the digest of its content."""
     mine = chain(packed(ids), 4, extras={where: one})
     theirs = chain(packed(ids), 4, extras={where: other})
     without = chain(packed(ids), 4)

@@ -14,7 +14,7 @@ from tests.support.kvstore.shapes import a_typed_namespace
     ],
 )
 def test_digests_do_not_change_between_versions(fields, digest):
-    """The next version must find the blocks that this one stored."""
+    """Compare digests with fixed ones, because a later version must find the blocks that this version has stored."""
     assert a_typed_namespace("float32", **fields).digest.hex() == digest
 
 

@@ -1,4 +1,4 @@
-"""Tests of the choice of connections that give way on a full gRPC port."""
+"""Full gRPC port: which connection is closed for a new one."""
 
 from kvstore.net.socket_guard import GuardedConnection, select_displaced
 

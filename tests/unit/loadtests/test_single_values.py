@@ -1,4 +1,4 @@
-"""Load tests with a single round or a single value end with figures."""
+"""Load tests with a single round or a single value: they still give figures."""
 
 from loadtests.first_token import quartiles
 from loadtests.kvstore.embedded import spread

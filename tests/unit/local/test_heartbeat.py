@@ -1,4 +1,4 @@
-"""Samples of a process, taken by its supervisor."""
+"""Process samples: what a supervisor reads about a child process."""
 
 import os
 import signal

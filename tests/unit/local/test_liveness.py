@@ -1,4 +1,4 @@
-"""Liveness: a hung child is told from one that is slow, traced, loading or suspended with the machine."""
+"""Liveness: a hung child process is distinguished from one that is slow, traced, loading or suspended with the machine."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,7 +19,7 @@ STOPPED = ProcessSample(stopped=True)
 
 
 class Watched:
-    """A child that is sampled in time."""
+    """A child process that the supervisor samples at regular intervals."""
 
     def __init__(self, limits: LivenessLimits = LIMITS, *, beats: bool = True) -> None:
         self.now = Nanos(0)
@@ -34,7 +34,7 @@ class Watched:
         return self.liveness.observe(look, heartbeat=heartbeat, now=self.now)
 
     def until_hang(self, look: ProcessSample, most_seconds: int = 3600) -> float | None:
-        """Return the seconds of equal samples until it counts as hung."""
+        """Give equal samples, and return the seconds until the child counts as hung; None if it never does."""
         began = self.now
         while self.now < began + most_seconds * SECOND:
             if self.look(look) is not None:
@@ -94,7 +94,7 @@ def test_a_child_that_gets_no_core_does_not_hang():
 
 def test_time_that_a_child_waited_for_a_core_does_not_count():
     watched = Watched()
-    waiting = 4 * SAMPLE_INTERVAL // 5  # a fifth of the time remains for it, as beside four busy loops
+    waiting = 4 * SAMPLE_INTERVAL // 5  # the child runs for a fifth of the time, as beside four busy loops
     found = [watched.look(ProcessSample(waited=Nanos(n * waiting), ran=Nanos(n))) for n in range(1, 60)]
 
     assert found.index(HangDetected("has said nothing for 5 s")) == 49

@@ -1,4 +1,4 @@
-"""Pools of a local cluster follow plans; the processes are a list here."""
+"""Pools of a local cluster follow plans; the processes are fakes."""
 
 import asyncio
 
@@ -27,7 +27,7 @@ from workers.settings import SimulatedSettings, WorkerSettings
 
 
 class Processes:
-    """Fake of `LocalProcesses`."""
+    """Fake of `LocalProcesses`, which starts no processes."""
 
     def __init__(self, *names: str) -> None:
         self.has = dict.fromkeys(names, ChildState.READY)
@@ -105,7 +105,7 @@ class World:
         assert await self.records.write(Intent(revision=revision, pools=kept.intent.pools | pools), kept)
 
     async def step(self):
-        """Return the report by pool: asked, ready, draining, why."""
+        """Let the pools make a step, and return their report by pool: asked, ready, draining, why."""
         self.pools.step()
         report = (await self.records.read()).report
         return {name: (each.asked, each.ready, each.draining, each.why) for name, each in report.pools.items()}
@@ -214,7 +214,7 @@ async def test_a_plan_that_cannot_be_read_is_not_obeyed(world):
 
 
 async def test_plans_are_obeyed_without_a_lock_file(world, capsys):
-    (world.pools.folder / ".orchestrator").mkdir()  # stands for a full disk
+    (world.pools.folder / ".orchestrator").mkdir()  # a folder instead of the lock file, so that it cannot be made
     following = asyncio.create_task(world.pools.follow())
     try:
         await until(lambda: following.done() or (world.pools.folder / "report.json").exists())
@@ -233,7 +233,7 @@ def test_pools_of_one_role_are_numbered():
 
 
 def test_simulated_loading_time_extends_the_limit_of_a_start(tmp_path):
-    """A simulated worker that loads for ten minutes is not taken for one that never starts."""
+    """Plan a simulated worker that loads for ten minutes: its time limit for the start is longer than this."""
     (tmp_path / "config.json").write_text("{}")
     sections = tuple(
         PoolSection(role=Role.BOTH, simulated=SimulatedSettings(start_ms=start_ms)) for start_ms in (0, 600_000)
@@ -269,7 +269,7 @@ def test_all_processes_trace_alike(tmp_path):
     ],
 )
 def test_router_with_keys_gets_a_secret_of_its_cluster(tmp_path, router, makes_one):
-    """Its streams can be resumed then, also after the router was started again."""
+    """Check the router's settings file: with a secret, streams can be resumed, also after a restart of the router."""
     (tmp_path / "config.json").write_text("{}")
     router = structs.replace(router, http_listen="127.0.0.1:0", grpc_listen="127.0.0.1:0")
     topology = Topology(cluster=ClusterSection(engine="simulated"), router=router)

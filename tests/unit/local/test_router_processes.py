@@ -10,7 +10,7 @@ LOCAL = {"http_listen": "127.0.0.1:0", "grpc_listen": "127.0.0.1:0"}
 
 
 def told(folder, **settings):
-    """Return the settings of three processes."""
+    """Return the settings of three router processes that `plan_routers` writes."""
     folder.mkdir()
     plan_routers(RouterSettings(**LOCAL, **settings), 3, folder)
     return [msgspec.json.decode(file.read_bytes(), type=RouterSettings) for file in sorted(folder.glob("*.json"))]

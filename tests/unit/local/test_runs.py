@@ -17,7 +17,7 @@ def run(tmp_path):
 
 
 def test_supervisor_is_found_after_the_wall_clock_was_set(run, monkeypatch):
-    """The kernel's boot time in seconds since 1970 follows the wall clock; here it moves by a second."""
+    """Move the boot time by a second, as happens when the wall clock is set, because the kernel computes it from the wall clock."""
     boot_time = psutil.boot_time()
     monkeypatch.setattr("psutil._pslinux.boot_time", lambda: boot_time + 1.0)
 

@@ -37,7 +37,7 @@ from fleet.local.supervision import (
 )
 
 START = Nanos(1_000)
-LONG = 12  # deaths in a row with which the pause reaches its ceiling
+LONG = 12  # number of deaths in a row after which the pause has its maximum
 
 
 def a_child(name: str, start_stage: int = 0, stop_stage: int = 0) -> ChildProcess:
@@ -57,7 +57,7 @@ ANOTHER = a_child("another", start_stage=1, stop_stage=1)
 
 
 class WholePauses:
-    """Jitter source that leaves out no part of a pause."""
+    """Source of jitter that never shortens a pause."""
 
     def uniform(self, a: float, b: float, /) -> float:
         assert (a, b) == (1 - JITTER, 1)
@@ -125,7 +125,7 @@ def test_a_child_that_dies_is_started_again_alone_after_a_pause():
 
 
 def deaths_in_a_row(machine: Supervision, number: int, status: int = 1) -> list[ReportRestart]:
-    """Let the worker die several times, and restart it each time."""
+    """Let the worker die `number` times, restart it each time, and return the reports."""
     now, reports = START, []
     for _ in range(number):
         [report] = machine.handle(ChildExited("worker", status), now)
@@ -330,7 +330,7 @@ def test_removed_child_drains_then_stops_then_is_killed():
     [
         ([], [AskToStop("another")]),
         ([ChildExited("another", 1)], [ForgetChild("another")]),
-        ([SupervisionTicked()], []),  # it was not ready in time and is being killed
+        ([SupervisionTicked()], []),  # the child was not ready in time, and is being killed
     ],
     ids=["starting", "paused", "killed"],
 )
@@ -359,7 +359,7 @@ def test_names_must_differ():
 
 
 class World:
-    """Children that do everything that the commands allow."""
+    """Child processes that may do anything that is possible after the supervisor's commands."""
 
     def __init__(self) -> None:
         self.machine = Supervision([STORE, ROUTER, WORKER], random.Random(0))
@@ -422,7 +422,7 @@ STEPS = st.lists(
 
 
 @given(STEPS)
-@example([("ready", "store", 0), ("ready", "worker", 0), ("hang", "router", 0)])  # killed when it is asked to stop
+@example([("ready", "store", 0), ("ready", "worker", 0), ("hang", "router", 0)])  # killed while it stops
 @settings(max_examples=300, deadline=None)
 def test_random_events_never_start_a_child_twice_and_all_end(steps):
     world = World()

@@ -63,7 +63,7 @@ def test_a_conversation_renders_with_the_tokens_of_the_template(model):
 
 
 def test_prompt_ends_the_thinking_only_if_it_is_turned_off(model):
-    """Check also that the template is not taken for that of a model which reasons."""
+    """Check also that Fleet does not take the chat template for that of a reasoning model."""
     codec, question = load_codec(model), [ChatMessage(role="user", content="hi")]
     plain, on, off = [
         codec.decode(codec.render(question, template_args=arguments))

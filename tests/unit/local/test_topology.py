@@ -1,4 +1,4 @@
-"""Addresses that `fleet up` reserves for its router and for metrics, and those that it gives to its endpoint picker."""
+"""Topology of `fleet up`: the addresses that it reserves for its router and for metrics, and those of its endpoint picker."""
 
 import re
 import socket
@@ -69,11 +69,11 @@ def planned_with_picker(tmp_path, model_dir, host, **picker):
 
 
 MOST = 4
-"""Most workers of the clusters that `planned` plans."""
+"""Maximum number of workers of the clusters that `planned` plans."""
 
 
 def planned(tmp_path, first, *, second="", store="", kv_paths=("store",)):
-    """Return the settings files of a topology with two pools, whose first has two workers and the port `first`."""
+    """Return the settings files of a topology with two pools; the first pool has two workers and the metrics address `first`."""
     (tmp_path / "config.json").write_text("{}")
     topology = {
         "cluster": {"engine": "simulated", "most_workers": MOST, "kv_paths": kv_paths},

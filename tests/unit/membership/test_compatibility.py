@@ -1,4 +1,4 @@
-"""Tests of the list of refused peers: it is short, and entries end by themselves."""
+"""Tests of the list of refused peers: its length is limited, and its entries expire."""
 
 from fleet.core.clock import SECOND, Nanos
 from fleet.membership.compatibility import MOST_REFUSED, REFUSED_FOR, IncompatiblePeers, Link
@@ -34,7 +34,7 @@ def test_refusals_are_logged_once_a_minute_with_their_number():
     for second in range(0, 131, 5):
         clock.at = Nanos(second * SECOND)
         logged.append((second, peers.refused(Link.REGISTRY, "w", "upgrade it")))
-        peers.present()  # shows the peer, and keeps its count
+        peers.present()  # reading the list does not change the count
     assert [each for each in logged if each[1]] == [(0, 1), (60, 12), (120, 12)]
     assert peers.refused(Link.REGISTRY, "w", "upgrade the router") == 3
     assert peers.refused(Link.REGISTRY, "other", "upgrade it") == 1

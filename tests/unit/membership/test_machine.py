@@ -122,7 +122,7 @@ def test_a_member_that_is_reached_again_holds_its_name_again():
 
 
 def test_name_is_free_if_another_process_has_the_address():
-    """The successor of a killed worker takes over its socket, and the router dials it before it registers."""
+    """Let the router reach a restarted worker at the address of the killed one before the restarted worker registers."""
     membership = a_membership()
     membership.handle(a_registration(), START)
     restarted = a_registration(incarnation="two")
@@ -180,7 +180,7 @@ def disconnected(event: Register) -> WorkerStreamClosed:
 
 
 def a_draining_stream(holder: Register) -> Membership:
-    """A stream continues although the directory has lost its worker."""
+    """Return a membership whose stream to a worker continues, although the directory has lost the worker."""
     membership = a_membership()
     membership.handle(found(holder), START)
     membership.handle(connected(holder), START)
@@ -289,7 +289,7 @@ def test_a_deregistration_is_immediate():
 
 
 def found(event: Register, lease: Nanos = LEASE) -> DirectoryRenewal:
-    """A record in a directory, for a worker that registers in another way."""
+    """Return the event that a directory contains the record of a worker."""
     return DirectoryRenewal(
         worker_id=event.worker_id, incarnation=event.incarnation, address=event.address, lease=lease
     )
@@ -322,7 +322,7 @@ def told(event: Register, lease: Nanos = LEASE) -> Registration:
 
 
 def test_registrations_have_the_rest_of_their_leases():
-    """Two registries that tell each other must not keep a dead worker alive."""
+    """Pass registrations to another router: they keep their remaining leases, so that two routers cannot keep a dead worker for ever."""
     membership, other = a_membership(), a_membership()
     membership.handle(a_registration(), START)
     membership.handle(found(a_registration("found")), START)
@@ -346,7 +346,7 @@ def test_announcement_of_another_router_extends_no_lease():
 
 
 def test_old_announcement_replaces_and_blocks_no_worker():
-    """The other router has missed the restart, and tells a router that knows it from a third one."""
+    """Let a router that missed a restart announce the old incarnation to a router that knows the new one."""
     old, new = a_registration(incarnation="one"), a_registration(incarnation="two")
     membership = a_membership()
     membership.handle(told(new), START)

@@ -18,7 +18,7 @@ from fleet.net.connection_limits import (
 
 
 class Clients:
-    """A table, and the slots of its connections by name."""
+    """A connection table, and the slots of its connections by name."""
 
     def __init__(self, most: int, share: float = 1.0) -> None:
         self.table: ConnectionTable[str] = ConnectionTable(most, share)
@@ -30,7 +30,7 @@ class Clients:
             assert self.displaced_by(name, address) is None
 
     def displaced_by(self, name: str, address: str = "a") -> str | None:
-        """Return the connection that gave way to an admitted newcomer."""
+        """Admit a new connection, and return the name of the connection that was closed for it; None if none was."""
         admission = self.table.admit(name, address, self.now)
         assert admission.slot is not None
         self.slots[name] = admission.slot
@@ -225,7 +225,7 @@ def test_displaced_connection_has_no_effect_any_more():
 
 
 def assert_fair(displaced: ConnectionSlot[int], others: list[ConnectionSlot[int]], now: float) -> None:
-    """Assert that no other connection of the same address should have been displaced instead."""
+    """Assert that no other connection from the same address had to be displaced first."""
     assert not displaced.served
     owing = (WaitingFor.SILENT, WaitingFor.CLOSING, WaitingFor.HEAD)
     alike = [each for each in others if not each.served and each.address is displaced.address]

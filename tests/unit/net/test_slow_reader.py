@@ -1,4 +1,4 @@
-"""Slow reader limit."""
+"""Slow reader limit: it ends connections of clients that read too slowly."""
 
 from fleet.net.connection_limits import SlowReader, WriteBufferCounter
 
@@ -60,7 +60,7 @@ class Transport:
 
 
 def seconds_of(reader: SlowReader, *, rate: int, high: int = 64_000, low: int = 16_000) -> int:
-    """Return for how many seconds a client with this rate is served, at most 2,000, by a writer that refills the buffer."""
+    """Return the seconds (at most 2,000) until a client that reads `rate` bytes a second is overdue; the buffer is always refilled."""
     transport, buffer = Transport(), WriteBufferCounter()
     for second in range(2000):
         transport.unread -= min(rate, transport.unread)

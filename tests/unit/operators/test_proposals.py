@@ -55,7 +55,7 @@ def on(gpu, count, **fields):
 
 
 TABLE = [
-    # request, and its result: role: (replicas, GPUs of each), or the reason of a refusal
+    # The fields of the request, and the result: (replicas, GPUs per replica) by role, or the reason of a refusal.
     ({}, {"workers": (3, 4)}),
     ({"workload": work(2048, 256, rate=60)}, {"workers": (1, 4)}),
     ({"workload": work(2048, 256, rate=1200)}, {"workers": (6, 4)}),
@@ -140,7 +140,7 @@ def main(got):
 
 
 def test_longest_request_fits_the_engine():
-    """An engine that cannot hold its longest request refuses to start."""
+    """Check the proposed longest request: an engine whose memory cannot hold it refuses to start."""
     got = propose(
         asked(
             model={"name": "q", "uri": "Qwen/Qwen3-32B"},
@@ -256,7 +256,7 @@ def test_infeasible_reply_names_goal_best_value_and_change(changes, field, best,
 
 
 def test_advice_of_infeasible_reply_helps():
-    """The named GPUs keep the goal, and the named number of them is enough."""
+    """Follow the advice of a refusal: the GPUs that it names keep the goal, and the number that it names is enough."""
     slow = propose(asked(objective=goals(100, 50)))
     named = slow.message.partition("other GPUs (")[2].partition(")")[0].split(", ")
     assert named
@@ -321,7 +321,7 @@ def test_user_text_appears_in_no_message():
     tpot=st.integers(1, 600_000),
     percentile=st.integers(50, 99),
 )
-@example(  # A batch of 13 takes longer for a token than one of 132.
+@example(  # A batch of 13 requests takes longer for a token than a batch of 132.
     model="deepseek-ai/DeepSeek-V3",
     gpu="gb200",
     count=8,
@@ -350,7 +350,7 @@ def test_any_valid_request_gets_a_consistent_reply(
 
     assert got.message
     if isinstance(got, Proposal):
-        # The schema bounds the replicas of a role and refuses more.
+        # The schema refuses roles with more replicas than this.
         if all(role.replicas <= 10_000 for role in got.spec.roles):
             msgspec.convert(proposed("x", got)["spec"], DisaggDeploymentSpec)
         assert list(contradictions(got.spec, "x")) == []
@@ -358,7 +358,7 @@ def test_any_valid_request_gets_a_consistent_reply(
 
 
 def filled(size, *, fields=1):
-    """Return a pod template of this many bytes as JSON, filled up by annotations."""
+    """Return a pod template whose JSON has `size` bytes; annotations fill it up."""
     annotations = {f"k{at}": "" for at in range(fields)}
     template = {"metadata": {"annotations": annotations}}
     annotations["k0"] = "a" * (size - len(msgspec.json.encode(template)))

@@ -1,4 +1,4 @@
-"""The Kubernetes reference page has every field of the sections that it describes in tables, with its default."""
+"""Reference page of the Kubernetes kinds: its tables have every field of the sections that they describe, with its default."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "kubernetes" / "reference.md"
 
 
 def table_of(heading):
-    """Return the first two columns of the table whose first column has this heading, without the marks of code."""
+    """Return the first two columns of the table whose first column has this heading, without backquotes."""
     lines = iter(PAGE.read_text().splitlines())
     next(line for line in lines if line.startswith(f"| {heading} |"))
     rows = {}

@@ -1,4 +1,4 @@
-"""Scaling while pods change at random: the budget, the availability and the ratio hold, and the end is reached."""
+"""Scaling in steps while pods change at random: budget, availability and ratio hold at every step, and the target is reached."""
 
 import random
 
@@ -20,7 +20,7 @@ def a_pool(name="prefill", target=1, *replicas, **fields):
 
 
 def up(count, revision="new"):
-    """Return replicas that all serve."""
+    """Return `count` replicas of a revision, all of which serve."""
     return RevisionReplicas(revision=revision, asked=count, pods=count, ready=count)
 
 
@@ -29,7 +29,7 @@ def as_dict(changes):
 
 
 class World:
-    """Children follow requests in an order that the test chooses."""
+    """Child objects whose pods follow the requested numbers, in an order that the test chooses."""
 
     def __init__(self, pools, bounds):
         self.pools, self.bounds = {pool.name: pool for pool in pools}, bounds
@@ -38,7 +38,7 @@ class World:
         self.pools[name] = msgspec.structs.replace(self.pools[name], **fields)
 
     def reconcile(self):
-        """Request the next changes; return whether there were any."""
+        """Request the next changes of replicas; return whether there were any."""
         pools = targets(list(self.pools.values()), self.bounds)
         changes = next_changes(pools, self.bounds)
         for change in changes:
@@ -52,7 +52,7 @@ class World:
         return bool(changes)
 
     def events(self):
-        """Return what may happen next, as (role, the replicas afterwards)."""
+        """Yield each event that may happen next, as a pair: role, and its replicas after the event."""
         for pool in self.pools.values():
             for at, each in enumerate(pool.replicas):
                 after = []
@@ -73,7 +73,7 @@ class World:
                     yield pool.name, tuple(replicas)
 
     def settle(self, most=3000):
-        """Let everything happen, in turn, until nothing is left to do."""
+        """Let events happen and changes be requested, in turn, until nothing is left to do."""
         for _ in range(most):
             happened = next(self.events(), None)
             if happened:
@@ -98,9 +98,9 @@ def test_rebalance_under_full_budget_drains_before_growing():
 
     assert world.reconcile()
     assert [pool.asked for pool in world.pools.values()] == [2, 1]
-    assert not world.reconcile()  # the pod is still there
+    assert not world.reconcile()  # the pod still exists
     world.desired("decode", replicas=(RevisionReplicas(revision="new", asked=1, pods=1, ready=1, leaving=1),))
-    assert not world.reconcile()  # and drains
+    assert not world.reconcile()  # the pod is draining
     world.desired("decode", replicas=(up(1),))
     assert world.reconcile()
     assert [pool.asked for pool in world.pools.values()] == [3, 1]
@@ -159,7 +159,7 @@ def test_targets_are_lowered_to_what_is_possible(asked, bounds, possible):
 
 
 def serving(pools, name):
-    """Return the ready replicas of a role whose partner is ready in the same revision."""
+    """Return how many replicas of a role are ready and have a ready partner role in the same revision."""
     own = {each.revision: each.staying for each in pools[name].replicas}
     if name == "alone":
         return sum(own.values())
@@ -197,7 +197,7 @@ def test_limits_hold_at_every_step_and_the_end_is_reached(seed):
         if {each.revision: each.asked for each in pool.replicas if each.asked}
         != ({pool.revision: pool.target} if pool.target else {})
     ]
-    # Without room for a surge a rollout waits, which a condition reports.
+    # If the GPU budget has no room for a surge, a rollout waits; a condition reports this.
     without_room = [pool for pool in unfinished if bounds.gpu_budget and world.gpus + pool.gpus > bounds.gpu_budget]
     assert not unfinished or without_room, (bounds, world.pools)
 
@@ -221,5 +221,5 @@ def step_within_limits(world):
             partner = {"prefill": "decode", "decode": "prefill", "alone": "alone"}[name]
             least = meant[name].least_serving
             if resting and pool.asked == before[name].asked:
-                least = min(1, least)  # both sides waited for each other
+                least = min(1, least)  # prefill and decode waited for each other
             assert left >= least or not meant[partner].least_serving

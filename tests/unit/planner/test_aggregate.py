@@ -1,4 +1,4 @@
-"""Tests of the aggregation of demand: sums over routers, restarts, gaps, and requests that are no demand."""
+"""Tests of the aggregation of demand: sums over routers, restarts, gaps, and requests that do not count as demand."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -190,7 +190,7 @@ def test_workers_belong_to_the_pool_of_their_name():
         ("x", "prefill"),
         ("y", "both"),
     ]
-    assert aggregator.window(at(60)).workers == ()  # a silent router knows nothing of them
+    assert aggregator.window(at(60)).workers == ()  # the router is silent, so its workers are unknown
 
 
 def test_workers_of_numbered_pools_are_told_apart():
@@ -219,7 +219,7 @@ steps = st.lists(
     st.tuples(
         st.sampled_from(["a", "b"]),
         st.integers(0, 20),  # arrivals
-        st.integers(0, 20),  # of which so many are abandoned at some time
+        st.integers(0, 20),  # arrivals that are abandoned later
         st.booleans(),  # the process restarts
         st.booleans(),  # a window ends
     ),
@@ -256,7 +256,7 @@ def test_windows_together_count_each_request_once(played):
             seen += window.arrivals
     seen += aggregator.window(at(len(played) + 1)).arrivals
     owed = seen - demanded
-    assert owed >= 0  # abandoned requests that later arrivals have still to make up for
+    assert owed >= 0  # abandoned requests that were not yet subtracted from later arrivals
     aggregator.hear(
         "a", a_report(f"a{runs['a']}", arrivals=totals["a"][0] + owed, abandoned=totals["a"][1]), at(len(played) + 1)
     )

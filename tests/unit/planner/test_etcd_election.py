@@ -1,4 +1,4 @@
-"""Tests of the election in etcd: when a candidate leads. Time is virtual, and etcd's answers are given."""
+"""Tests of the election in etcd: when a candidate leads. Time is virtual, and the test gives etcd's answers."""
 
 import asyncio
 
@@ -23,7 +23,7 @@ class LoopClock:
 
 
 class Channels:
-    """Channels to an etcd in which this candidate owns the key as long as the test says so."""
+    """Fake channels to an etcd; this candidate owns the key while the test says so (`owned`)."""
 
     def __init__(self):
         self.owned = True

@@ -1,4 +1,4 @@
-"""Execution of plans against records in memory."""
+"""Execution of plans, with the plan and the report in memory."""
 
 import asyncio
 from datetime import UTC, datetime

@@ -1,4 +1,4 @@
-"""Forecasts, their back-test, and levels."""
+"""Forecasts of the demand, the back-test that chooses a method, and smoothed levels."""
 
 import math
 import random
@@ -76,7 +76,7 @@ def test_upper_bound_covers_most_values() -> None:
         value = noisy(40.0, chance)
         above += step >= 100 and value > chosen.forecast(STEP).upper
         chosen.update(value)
-    assert 0.05 < above / 500 < 0.3  # one standard error: a sixth
+    assert 0.05 < above / 500 < 0.3  # one standard error: about a sixth of the values is above
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -1.0])

@@ -1,4 +1,4 @@
-"""History of the demand: when late requests are more than the goals allow, cached shares, and rates that rise slowly."""
+"""History of the demand: when more requests are late than the goals allow, the share of cached tokens, and slowly rising rates."""
 
 import random
 
@@ -24,7 +24,7 @@ def counts(*values: tuple[float, int]) -> tuple[int, ...]:
 
 
 class Minutes:
-    """Windows of five seconds, in which a share of the requests is late."""
+    """Gives the history windows of five seconds in which a share of the requests is late."""
 
     def __init__(self, field: str = "ttft", scale: float = 1.0) -> None:
         self.attainment = Attainment(GOALS)
@@ -68,7 +68,7 @@ def test_budget_that_is_overspent_for_long_is_a_miss() -> None:
 
 def test_chance_around_the_allowed_share_is_no_miss() -> None:
     world = Minutes()
-    world.run(25, 0.06, each=16)  # one of 16 in each window
+    world.run(25, 0.06, each=16)  # one of 16 requests is late in each window
     assert world.attainment.overspent
     assert not world.attainment.misses_ttft
 

@@ -41,7 +41,7 @@ class LoopClock:
 
 
 class Rule:
-    """A rule that decides what the test says."""
+    """A planner rule whose decisions the test sets."""
 
     interval = Nanos(SECOND)
 
@@ -80,7 +80,7 @@ class Demand:
 
 
 class Pools:
-    """An orchestrator whose replicas come after `start` seconds; None: never."""
+    """An orchestrator whose new replicas are ready after `start` seconds; None: never."""
 
     def __init__(self, start=2.0, **wanted):
         self.start = start
@@ -192,7 +192,7 @@ class World:
 
 
 def played(world, *steps):
-    """Run the loop; each step is a time to wait and what happens then."""
+    """Run the planner loop in virtual time; each step is a time to wait in seconds, and a function to call then."""
 
     async def play():
         async with world.running():
@@ -450,7 +450,7 @@ def test_hanging_write_fails_the_plan_at_its_deadline():
 
 
 def test_connector_that_obeys_nothing_is_rolled_back():
-    """A connector lies: it says that it has written numbers, and no replica ever comes."""
+    """Use a connector that accepts every plan, but whose replicas never become ready."""
     world = World(start=None)
     world.rule.replicas = {DECODE: 4}
     wanted = []
@@ -465,7 +465,7 @@ def test_connector_that_obeys_nothing_is_rolled_back():
 
     assert set(world.states()[:-1]) == {PlanState.ROLLED_BACK}
     assert set(wanted) == {1, 4}
-    # One plan in a deadline (twice the start and 30 s) and the pause after it, each rolled back once.
+    # One plan for each deadline (twice the start-up, and 30 s) with the pause after it; each plan is rolled back once.
     assert len(wanted) <= 2 * (500 // 60 + 1)
 
 

@@ -1,4 +1,4 @@
-"""The planner's rule in a small world: growth, shrinking, steadiness and doubt."""
+"""The planner's rule in a small simulated world: it grows and shrinks pools, keeps steady, and changes nothing on doubtful data."""
 
 import math
 from itertools import pairwise
@@ -143,7 +143,7 @@ def test_large_pool_loses_at_most_half_in_one_step() -> None:
 
 
 def test_measured_latency_corrects_the_capacity() -> None:
-    """P5: an engine that is slower than its profile gets more replicas, without any miss of the goals."""
+    """Check property P5: an engine that is slower than its profile gets more replicas, even before a goal is missed."""
     exact, slow = (World(machine(), POOLS, {"prefill": 2, "decode": 4}) for _ in range(2))
     exact.run(3600, 80.0)
     predicted = CAPACITY.latency(POOLS[0], LOAD, 0.95, 4, 80.0).tpot

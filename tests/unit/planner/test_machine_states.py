@@ -24,7 +24,7 @@ NAMES = st.sampled_from([each.name for each in POOLS])
 BUDGET = PlanBudget(gpus=14, dollars_per_hour=54.0, least_ratio=0.25, most_ratio=3.0)
 GOALS = PlanGoals(ttft_seconds=1.0, tpot_seconds=0.03)
 ENDS = {"superseded", PlanOutcome.SETTLED, PlanOutcome.ROLLED_BACK}
-"""How plans end while no pool has bounds of its own. With such bounds, nothing may be left to roll back at a deadline."""
+"""How plans end if no pool has bounds that a person set. With such bounds, there may be nothing to roll back at a deadline."""
 
 CAPACITY = StepCapacity(
     {each.name: engine("b200" if each.gpu == "b200" else "h100") for each in POOLS},
@@ -32,7 +32,7 @@ CAPACITY = StepCapacity(
 
 
 class PlannerStates(RuleBasedStateMachine):
-    """A planner and its pools, while load, obstacles and people change."""
+    """A planner and its pools in random histories of load, obstacles and people who change bounds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class PlannerStates(RuleBasedStateMachine):
     @precondition(lambda self: self.world.plans)
     @rule()
     def rest(self) -> None:
-        """End every plan by waiting for longer than a deadline and a drain."""
+        """Remove all obstacles, and wait longer than a deadline and a drain; then check that every plan has ended."""
         for each in self.world.pools.values():
             each.why = None
         self.run(100)
@@ -115,7 +115,7 @@ class PlannerStates(RuleBasedStateMachine):
 
     @invariant()
     def replicas_that_serve_or_start_are_the_wanted_ones(self) -> None:
-        """So bounds and ratio of the wanted numbers hold for what serves and starts, too; the budget also counts what drains."""
+        """Check the numbers of replicas: ready and starting ones are the wanted ones, and draining ones hold GPUs in addition."""
         for each in self.world.pools.values():
             assert each.ready + len(each.starting) == each.wanted
             assert each.held == each.wanted + len(each.draining)

@@ -1,4 +1,4 @@
-"""Tests of the metrics demand source: a router whose page is no page, cut off or endless costs the planner nothing but the signal."""
+"""Tests of the demand source that reads metrics: if a router's page is invalid, cut off or endless, only its demand is missing."""
 
 import asyncio
 from contextlib import asynccontextmanager
@@ -33,7 +33,7 @@ def answer(body, length=None):
 
 @asynccontextmanager
 async def a_page(*answers):
-    """Serve the answers in turn, the last one again and again; yield the URL."""
+    """Serve the answers in turn, and then the last one again and again; yield the URL."""
     left = list(answers)
 
     async def serve(reader, writer):

@@ -1,4 +1,4 @@
-"""Tests of the records of plans: the last state counts, files are rotated, and damage costs one line."""
+"""Tests of the records of plans: the last state of a plan counts, files are rotated, and a damaged line costs only itself."""
 
 import os
 

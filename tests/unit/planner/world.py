@@ -1,4 +1,4 @@
-"""A world of pools for tests of the planner: chance arrivals, start-up times, drains and obstacles, in virtual time."""
+"""A simulated world of pools for tests of the planner: random arrivals, start-up times, drains and obstacles, in virtual time."""
 
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -29,17 +29,17 @@ class PoolState:
     wanted: int
     ready: int
     starting: list[float] = field(default_factory=list)
-    """Instants at which replicas begin to serve."""
+    """Instants at which starting replicas will begin to serve."""
 
     draining: list[float] = field(default_factory=list)
-    """Instants at which drains end."""
+    """Instants at which draining replicas will end."""
 
     why: PoolGapReason | None = None
     plan: PlanId = NO_PLAN
     before: int | None = None
     pinned: str = ""
     stuck: bool = False
-    """New replicas find no room."""
+    """True if there is no room for new replicas."""
 
     def advance(self, now: float) -> None:
         if not self.stuck:
@@ -89,7 +89,7 @@ class PlanRecord:
 
 
 class World:
-    """Pools under a rule."""
+    """Pools whose sizes a planner rule decides."""
 
     def __init__(
         self, rule: ScalingRule, pools: Sequence[PlannedPool], ready: Mapping[str, int], seed: int = 1
@@ -109,7 +109,7 @@ class World:
         self._chance = random.Random(seed)
 
     def run(self, duration: float, rate: Callable[[float], float] | float, **fields: object) -> None:
-        """Run for some seconds under a rate of Poisson arrivals."""
+        """Let `duration` seconds pass with Poisson arrivals at a rate, which may depend on the time."""
         until = self.now + duration
         while self.now < until - 1e-9:
             step = self.rule.interval / SECOND
@@ -131,7 +131,7 @@ class World:
         return decision
 
     def begin_plan(self, decision: PlanDecision) -> None:
-        """Write a decision; the plan before it is superseded unless it has ended."""
+        """Make a plan of a decision, and apply it; the plan before is superseded unless it has ended."""
         if self.plans and self.plans[-1].outcome is None:
             self.plans[-1].outcome = "superseded"
         plan = Plan(
@@ -147,7 +147,7 @@ class World:
                 self.pools[name].want(count, self.now)
 
     def end_plan(self) -> None:
-        """End the plan if it is settled, or roll its rest back at its deadline, as the planner's server does."""
+        """End the plan if it is settled; at its deadline, roll back what is not settled, as the planner's server does."""
         if not self.plans or self.plans[-1].outcome is not None:
             return
         record, seen = self.plans[-1], self.observation
@@ -187,7 +187,7 @@ class World:
         return {name: each.wanted for name, each in self.pools.items()}
 
     def direction_changes(self, name: str, since: int = 0) -> int:
-        """Return how often a pool's number turned from growth to shrinking or back."""
+        """Return how often the size of a pool changed from growing to shrinking, or back."""
         numbers = [each[PoolName(name)] for each in self.history[since:]]
         moves = [later - earlier for earlier, later in pairwise(numbers) if later != earlier]
         return sum((one > 0) != (other > 0) for one, other in pairwise(moves))

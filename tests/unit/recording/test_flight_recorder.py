@@ -1,4 +1,4 @@
-"""Flight recorder: complete, bounded, without content, and without effect on the router."""
+"""Flight recorder: recordings are complete, limited in size and without content, and recording does not affect the router."""
 
 import json
 import os
@@ -131,7 +131,7 @@ def test_recording_leaves_out_every_byte_field_of_an_arrival():
 
 
 def test_prompts_with_images_keep_their_block_keys(tmp_path):
-    """The keys include the digests of the images, so the replay and a simulation share exactly the blocks that were shared."""
+    """Record prompts with images: the recorded block keys cover the images, so a replay shares exactly the blocks that were shared."""
     path, prompt = tmp_path / "flight", token_bytes([9, *range(500, 599)])
     keys = [
         image_keys(prompt, 32, b"", [sha256(image).digest()], placeholders=(9,)) for image in (b"cat", b"dog", b"cat")
@@ -178,7 +178,7 @@ def test_event_that_breaks_the_machine_is_recorded(tmp_path):
         machine.handle(joined(), START)
         machine.handle(an_arrival(), START)
         with pytest.raises(AssertionError):
-            machine.handle(an_arrival(), START)  # a duplicate, which the server prevents
+            machine.handle(an_arrival(), START)  # a duplicate id, which the server would refuse before
     replayed = RecordingReplay(path).run()
     assert replayed.agree
     assert replayed.events == 3

@@ -1,4 +1,4 @@
-"""Recording of a planner: a rule decides the same again, and a damaged recording is refused by its line."""
+"""Recording of a planner: in a replay, the rule makes the same decisions; a damaged recording is refused with the line's number."""
 
 import argparse
 from pathlib import Path

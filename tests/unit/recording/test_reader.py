@@ -1,4 +1,4 @@
-"""Round trip of every router event through a recording, without its payload."""
+"""Reader of recordings: every router event is written and read again unchanged, except for its content."""
 
 from typing import get_args
 
@@ -160,7 +160,7 @@ def test_prompt_is_read_back_blank_with_its_length(tmp_path):
 
 
 def test_every_setting_is_recorded_or_without_effect():
-    # Addresses are validated, and have no effect on decisions.
+    # Addresses are left out: they are validated, and have no effect on decisions.
     names = {name for name in RouterSettings.__struct_fields__ if not name.endswith(("_listen", "_redis"))}
     changed = {
         name: structs.replace(RouterSettings(), **{name: value})

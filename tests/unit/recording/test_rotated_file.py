@@ -191,7 +191,7 @@ def test_oldest_file_that_cannot_be_removed_is_logged(tmp_path, caplog):
 
 def test_backlog_is_not_copied_at_each_partial_write(tmp_path, monkeypatch):
     write, line = os.write, b"x" * (1 << 20) + b"\n"
-    monkeypatch.setattr(rotated_file, "WRITE_INTERVAL_SECONDS", 60)  # so that all lines are taken at once, at the end
+    monkeypatch.setattr(rotated_file, "WRITE_INTERVAL_SECONDS", 60)  # so that all lines are written at the end
     monkeypatch.setattr(os, "write", lambda file, text: write(file, text[: 1 << 16]))
     tracemalloc.start()
     try:
@@ -202,7 +202,7 @@ def test_backlog_is_not_copied_at_each_partial_write(tmp_path, monkeypatch):
     finally:
         tracemalloc.stop()
     assert (tmp_path / "a").stat().st_size == 16 * len(line)
-    assert peak < 24 * len(line)  # a copy of the rest would make it 32
+    assert peak < 24 * len(line)  # with a copy of the rest, it would be 32
 
 
 UNWRITABLE = """

@@ -1,4 +1,4 @@
-"""Traces: reading of all formats, and errors."""
+"""Traces: all formats are read, and invalid rows are refused."""
 
 import gzip
 import json
@@ -269,8 +269,8 @@ def test_turn_waits_for_the_recorded_answers(tmp_path):
     def turn(t, took):
         return {**a_request(t, 64, 0, [int(10 * t) + 1, 1]), "api_time": took}
 
-    quick = {"t": 10, "type": "subagent", "requests": [turn(1, 2), turn(5, 1)]}  # until 16
-    slow = {"t": 10.5, "type": "subagent", "requests": [turn(2, 30)]}  # until 42.5
+    quick = {"t": 10, "type": "subagent", "requests": [turn(1, 2), turn(5, 1)]}  # ends at 16 s
+    slow = {"t": 10.5, "type": "subagent", "requests": [turn(2, 30)]}  # ends at 42.5 s
     path = written(tmp_path, a_session(turn(0, 4), quick, slow, turn(18, 1), turn(50, 1)))
 
     (session,) = open_trace(path).sessions()

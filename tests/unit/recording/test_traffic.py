@@ -1,4 +1,4 @@
-"""Recordings of routers as traffic."""
+"""Recordings of routers, read as traffic for the simulator."""
 
 import gzip
 from functools import partial
@@ -18,7 +18,7 @@ BEGAN = 5 * SECOND
 
 
 def a_recording(path, requests, cancelled=()):
-    """Record a simulated router that hears these requests, each at its arrival."""
+    """Write the recording of a simulated router that gets these requests at their arrival times."""
     lines = [
         head_line(RecordingHead(recording=1, fleet="1", began=BEGAN, began_unix=0, seed=1, settings=RouterSettings()))
     ]
@@ -46,7 +46,7 @@ def a_request(number, at, tokens=100, answer=20, session=0):
 
 def test_recording_yields_its_recorded_traffic(tmp_path):
     requests = [
-        a_request(1, 1 * SECOND, answer=900, session=7),  # ends after the requests behind it
+        a_request(1, 1 * SECOND, answer=900, session=7),  # ends after the requests that arrive later
         a_request(2, 2 * SECOND, tokens=64),
         a_request(1, 2 * SECOND + 5, session=3),
         a_request(4, 3 * SECOND, answer=1, session=7),

@@ -1,4 +1,4 @@
-"""Tests of the router's demand counters: which requests count, and what is measured of them."""
+"""Tests of the router's demand counters: which requests count, and what the router measures for each of them."""
 
 from fleet.core.clock import SECOND, Nanos
 from fleet.core.duration_counts import percentile

@@ -52,7 +52,7 @@ SEEDED = Sampling(temperature=1.0, seed=7, max_tokens=8)
 ONE = (("d1", Role.DECODE),)
 TWO = (("d1", Role.DECODE), ("d2", Role.DECODE))
 PAIR = (("p1", Role.PREFILL), ("d1", Role.DECODE))
-LONG = 1000  # tokens; above remote_prefill_min_tokens
+LONG = 1000  # tokens of a long prompt; more than `remote_prefill_min_tokens`
 
 LENGTH = Finish.LENGTH
 
@@ -61,7 +61,7 @@ def a_long_arrival(**fields):
     return an_arrival(tokens=LONG, **{"sampling": GREEDY, **fields})
 
 
-# One worker does it all.
+# Aggregated requests.
 
 
 def test_worker_tokens_reach_the_client():
@@ -242,7 +242,7 @@ def test_store_blocks_of_another_fingerprint_do_not_count():
     assert dispatched(router.send(a_long_arrival())).phase is Phase.PREFILL
 
 
-# A pair.
+# Disaggregated requests.
 
 
 def test_long_prompt_is_served_by_a_prefill_decode_pair():
@@ -319,7 +319,7 @@ def test_random_end_token_counts_only_if_it_is_emitted(kv_path):
 
     if kv_path is KvPath.STORE:
         assert the(Complete, after).finish is Finish.STOP
-    else:  # the decode worker draws again, so the end has one chance as on a single worker
+    else:  # the decode worker samples the first token again, so the end of the prefill does not count
         assert dispatched(after).tokens == a_prompt(LONG)
 
 
@@ -437,7 +437,7 @@ def test_answer_reserves_one_block_per_block_tokens():
 
 
 def busy(*, max_running: int = 1, **settings) -> tuple[RouterMachineDriver, Dispatch]:
-    """Return a router whose only worker is at its limit."""
+    """Return a router whose only worker has no room for another request, and the last running request."""
     router = RouterMachineDriver(oversubscribe=1.0, **settings)
     router.join("d1", max_running=max_running)
     return router, the(Dispatch, router.send(an_arrival(request_id="running")))
@@ -705,7 +705,7 @@ def test_lost_prefill_worker_is_replaced():
 
 @pytest.mark.parametrize("placement", [Placement.AUTO, Placement.DISAGGREGATED])
 def test_decode_worker_computes_prompt_without_prefill_worker(placement):
-    """The client only sees latency, even if it demanded a pair."""
+    """Lose the prefill worker: the decode worker computes the prompt itself, even if the client demanded a pair."""
     router = RouterMachineDriver(*PAIR)
     prefill = the(Dispatch, router.send(a_long_arrival(placement=placement)))
 
@@ -755,7 +755,7 @@ def test_prefill_without_handoff_counts_as_failed():
 
 
 def test_unreadable_handoff_makes_decode_worker_compute_prompt():
-    """The worker rejects the handoff, not the request."""
+    """Let the decode worker reject a handoff: it gets the request again without it, and computes the prompt."""
     router = RouterMachineDriver(*PAIR)
     prefill = the(Dispatch, router.send(a_long_arrival()))
     decode = the(Dispatch, router.step(prefill, 11, finish=LENGTH, handoff=a_handoff(fingerprint="other")))
@@ -791,7 +791,7 @@ def test_decode_worker_draining_during_prefill_is_replaced():
 
 @pytest.mark.parametrize("drains", [False, True])
 def test_prefill_worker_serves_alone_without_its_decode_worker(drains):
-    """Both workers have both roles, so the survivor can generate the answer itself."""
+    """Lose the decode worker of a pair whose workers have both roles: the prefill worker generates the answer itself."""
     router = RouterMachineDriver(("b1", Role.BOTH), ("b2", Role.BOTH))
     prefill = the(Dispatch, router.send(a_long_arrival(placement=Placement.DISAGGREGATED, pin=WorkerId("b2"))))
     assert (prefill.worker_id, prefill.start.phase) == ("b1", Phase.PREFILL)
@@ -1004,7 +1004,7 @@ def test_stream_continues_when_lost_after_the_handoff():
     again = the(Dispatch, router.leave(decode.worker_id))
 
     assert token_ids(again.start.tokens)[-2:] == [11, 12]
-    assert again.start.phase is Phase.PREFILL  # long and uncached, as the rule has it
+    assert again.start.phase is Phase.PREFILL  # because the prompt is long and uncached
     handed = router.step(again, 13, finish=LENGTH, handoff=a_handoff())
     assert the(Emit, handed).progress.token_ids == (13,)
     assert dispatched(handed).sampling.max_tokens == GREEDY.max_tokens - 3
@@ -1076,7 +1076,7 @@ def test_begun_answer_ends_if_only_other_weights_are_left():
 
 
 def test_answer_that_was_passed_on_is_not_continued():
-    """Its tokens are not known here, because another program passes them on."""
+    """Lose the worker of an external request that has begun: the router does not know its tokens, so it cannot continue the answer."""
     router = RouterMachineDriver(*ONE)
     first = the(Dispatch, router.send(an_arrival(sampling=GREEDY, external=True)))
     router.join("d2")

@@ -44,8 +44,8 @@ REJECTIONS = st.sampled_from([Reason.DRAINING, Reason.INTERNAL, Reason.KV_MISMAT
 class AnyInterleaving(RuleBasedStateMachine):
     """Workers, clients and the clock act in any order; the driver checks the invariants.
 
-    The model plays the workers: it knows the attempts on each of them, and samples tokens that count up from the length of
-    the prompt, so that a lost or repeated token shows. It hears only what the router tells it.
+    The model plays the workers: it knows the attempts on each worker from the router's commands alone. Its tokens count up
+    from the length of the prompt, so that a lost or repeated token is noticed.
     """
 
     def __init__(self) -> None:
@@ -246,7 +246,7 @@ class AnyInterleaving(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(data=st.data(), stop=st.booleans(), handoff=st.integers(0, 9))
     def work_advances(self, data, stop: bool, handoff: int) -> None:
-        """Generate one token, with the finish after the last one, after an end of sequence, or after a prefill."""
+        """Generate one token; finish the attempt after its last token, if `stop`, or after a prefill."""
         work = self.some_work(data)
         name = work.start.request_id
         token = self.next_token(work)
@@ -255,7 +255,7 @@ class AnyInterleaving(RuleBasedStateMachine):
         finish = Finish.STOP if stop else Finish.LENGTH if last else None
         prompt_tokens = len(work.start.tokens) // 4
         handed = None
-        if work.start.phase is Phase.PREFILL and handoff:  # one in ten hands over nothing
+        if work.start.phase is Phase.PREFILL and handoff:  # in one of ten cases, nothing is handed over
             handed = a_handoff(kv_path=work.start.kv_path, prefill_worker=work.worker_id, num_tokens=prompt_tokens)
         if finish is not None:
             del self.running[name]
@@ -300,7 +300,7 @@ class AnyInterleaving(RuleBasedStateMachine):
             )
 
     def teardown(self) -> None:
-        """Serve all remaining requests; then nothing may be reserved."""
+        """Cancel all remaining requests, and check that the router has no request and no reservation left."""
         if not self.up:
             self.join("d1")
         for request_id in sorted(self.open):

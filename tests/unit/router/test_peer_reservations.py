@@ -14,7 +14,7 @@ from tests.support.router.machine_driver import Dispatch, RouterMachineDriver, t
 
 GREEDY = Sampling(temperature=0.0, max_tokens=8)
 WORKERS = [(f"d{number}", Role.DECODE) for number in range(8)]
-RUNNING = 12  # with few requests on each worker, ignoring the other routers shows most
+RUNNING = 12  # few on each worker, so that it shows if a router ignores its peers
 
 
 def told(driver, replica="other", **booked):
@@ -34,7 +34,7 @@ def test_worker_loaded_by_a_peer_is_avoided():
     router = RouterMachineDriver(("d1", Role.DECODE), ("d2", Role.DECODE))
     told(router, d1=(1000, 40.0, 2))
     assert the(Dispatch, arrive(router, "r1")).worker_id == "d2"
-    told(router, d2=(1000, 40.0, 2))  # it replaces the earlier report
+    told(router, d2=(1000, 40.0, 2))  # this report replaces the earlier one
     assert the(Dispatch, arrive(router, "r2", tokens=a_prompt(10, first=900))).worker_id == "d1"
 
 
@@ -73,7 +73,7 @@ def test_router_reports_only_its_own_reservations():
 
 
 def test_peers_soon_hear_of_all_changes_but_growing_answers():
-    """Answers grow in nearly every step, and a message for each of them would cost more than the placement of the request."""
+    """Change reservations: peers are told soon, except if an answer grows, which happens in nearly every step."""
     router = RouterMachineDriver(("d1", Role.DECODE), ("d2", Role.DECODE), replicas_listen="unix:/run/replicas")
     prompts = router.machine.prompts
 
@@ -103,7 +103,7 @@ def test_peers_soon_hear_of_all_changes_but_growing_answers():
 
 @pytest.mark.parametrize("between", [1, 2])
 def test_peers_balance_nearly_as_well_as_one_router(between):
-    """The busiest worker has at most 1.2 times its load with one router, with reports every few requests."""
+    """Compare one router with several that report every few requests: the busiest worker has at most 1.2 times the load."""
 
     def busiest(routers: int) -> float:
         drivers = [RouterMachineDriver(*WORKERS, seed=seed) for seed in range(routers)]

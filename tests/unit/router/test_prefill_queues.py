@@ -1,4 +1,4 @@
-"""Prefill queues: the order in which prompts are sent, and that nothing is left behind."""
+"""Prefill queues: the order in which prompts are sent, and that every prompt is sent or removed."""
 
 from fleet.core.clock import SECOND, Nanos
 from fleet.core.ids import RequestId, WorkerId
@@ -110,7 +110,7 @@ def test_short_prompt_overtakes_a_queued_long_one():
 
 
 def test_long_prompt_is_overtaken_only_for_a_while():
-    router = a_router(prefill_size_seconds=10.0)  # 600 tokens more are 6 seconds
+    router = a_router(prefill_size_seconds=10.0)  # 600 tokens more count like 6 seconds
     (running,) = arrive(router, "r1", 400, first=1)
     arrive(router, "r2", 640, first=10_000)
     router.now = Nanos(START + 7 * SECOND)

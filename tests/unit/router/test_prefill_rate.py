@@ -80,7 +80,7 @@ class Lane(RouterMachineDriver):
         return self.send(an_arrival(request_id=f"r{self.count}", tokens=prompt, sampling=GREEDY, **fields))
 
     def serve(self, commands, seconds):
-        """Let the worker compute a prompt; return the next prompt that is sent to it."""
+        """Let the worker compute a prompt in `seconds`; return the router's commands, such as the next prompt for the worker."""
         work = the(Dispatch, commands)
         self.now = Nanos(self.now + int(seconds * SECOND))
         return self.step(work, 1, 2, finish=Finish.LENGTH)
@@ -117,7 +117,7 @@ def test_prefill_queue_wait_past_deadline_rejects():
 
 
 def test_full_prefill_queues_give_way_to_a_worker_without_one():
-    """More workers have cached the prompt than are passed over one by one, and all of them have prompts to compute."""
+    """Let more workers than `OTHER_WORKERS_TRIED` have the prompt cached, all with prompts to compute: a free worker is taken."""
     router = Lane(workers=OTHER_WORKERS_TRIED + 3, max_queue_seconds=1.0)
     busy = [WorkerId(f"d{number}") for number in range(OTHER_WORKERS_TRIED + 2)]
     prompt = a_prompt(110 * BLOCK_TOKENS)
@@ -132,7 +132,7 @@ def test_full_prefill_queues_give_way_to_a_worker_without_one():
 
 
 def test_request_without_prefill_wait_is_not_rejected():
-    """Even a slow worker is sent enough prompts to keep it busy."""
+    """Send a slow worker two prompts: the second one fits into the prefill window, so it is sent at once and not rejected."""
     router = Lane(max_queue_seconds=0.1)
     router.ask(500)
     assert the(Dispatch, router.ask(500))

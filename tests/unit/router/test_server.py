@@ -1,4 +1,4 @@
-"""The router's server, with workers in memory."""
+"""The router server, with fake workers in memory."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -80,7 +80,7 @@ async def test_stream_ends_with_complete():
 
 
 async def test_key_of_kept_tokens_changes_with_a_lost_attempt():
-    """A client must not be sent tokens of the second worker under the key of the first one."""
+    """Lose a worker: the second attempt gets another key, so that a client never gets its tokens under the key of the first."""
     async with a_router() as router:
         first, second = await router.join("d1"), await router.join("d2")
         async with router.server.submit(structs.replace(an_arrival(), answer_key=70)) as events:
@@ -101,7 +101,7 @@ async def test_key_of_kept_tokens_changes_with_a_lost_attempt():
 
 
 async def test_only_the_decode_attempt_has_the_key_of_kept_tokens():
-    """The decode worker may draw another first token than the prefill worker, and only the client's may be kept."""
+    """Disaggregate a request: only the decode worker may keep tokens, because it may sample another first token than the prefill worker."""
     async with a_router() as router:
         prefill, decode = await router.join("p1", Role.PREFILL), await router.join("d1")
         arrived = structs.replace(an_arrival(tokens=1024), answer_key=70)
@@ -268,7 +268,7 @@ async def test_earlier_deadline_that_arrives_later_fires_in_time():
         await router.join()
         now = router.clock.now()
         async with router.server.submit(an_arrival(request_id="patient", deadline=Nanos(now + 60 * SECOND))):
-            await turns()  # the timer is set for the patient one
+            await turns()  # the timer is set for the later deadline
             hasty = an_arrival(request_id="hasty", deadline=Nanos(now + 20 * MILLISECOND))
             async with router.server.submit(hasty) as events:
                 with pytest.raises(RequestRejected):

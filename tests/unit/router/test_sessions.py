@@ -87,7 +87,7 @@ def test_late_peer_gets_the_latest_bindings():
 
 
 def routers_sessions(*clocks: float) -> list[tuple[SessionTable, Nanos]]:
-    """Return session tables of routers that have met, with what each router's clock says at time 0."""
+    """Return the session tables of routers that know each other's clocks, each with the time of its clock at time 0."""
     met = [(SessionTable(ttl_seconds=10, capacity=10, telling=True), at(clock)) for clock in clocks]
     for one, now in met:
         for _, clock in met:
@@ -262,7 +262,7 @@ def test_session_stays_across_peer_routers():
         router.leave(homes[0])
     assert the(Reject, ask(routers[0], "lost", "s0")).field == "session"
     tell()
-    home = served(routers[1], "again", "s0")  # rejected once, not once for each router
+    home = served(routers[1], "again", "s0")  # the session was rejected once; other routers do not reject it again
     assert served(routers[2], "and again", "s0") == home
 
 

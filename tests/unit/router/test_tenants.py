@@ -63,7 +63,7 @@ def test_request_cannot_name_another_tenant():
 
 
 def test_keys_are_compared_as_the_sent_bytes():
-    """Frontends decode header bytes as Latin-1, which has characters that count as spaces."""
+    """Send a key with bytes that are spaces in Latin-1, as which frontends decode headers."""
     sent = "schlüssel-à".encode()
     known = tenants(acme=with_key("schlüssel-à"))
     assert known.tenant(f"Bearer {sent.decode('latin-1')}", "") == "acme"
@@ -157,12 +157,12 @@ def test_expected_request_takes_nothing():
 def test_long_answer_is_charged_afterwards():
     acme = limited(tokens_per_minute=600)
     acme.admit("acme", 100, START)
-    acme.used("acme", 1100, START)  # 600 more than there were
+    acme.used("acme", 1100, START)  # 600 more than were left
 
     refused = refusal(acme.admit, "acme", 1, START)
 
     assert "tokens a minute" in refused.message
-    assert refused.retry_after_ms == 60_100  # 600 tokens, and one
+    assert refused.retry_after_ms == 60_100  # the time for 601 tokens
     acme.admit("acme", 1, after(60.11))
 
 
@@ -191,7 +191,7 @@ def test_time_going_backwards_fills_no_bucket():
 
 
 def test_sharing_routers_admit_as_much_as_one():
-    """With an exchange after every request, two routers admit exactly the amount of a minute."""
+    """Exchange totals after every request: two routers together admit exactly what one router would admit in a minute."""
     limits = TenantSettings(requests_per_minute=10, tokens_per_minute=1000)
     routers = [Tenants({"acme": limits}, START) for _ in range(2)]
     left = {"requests": 10.0, "tokens": 1000.0}
@@ -258,7 +258,7 @@ def test_router_is_unsure_past_its_share_until_others_heard():
 
 
 def test_older_confirmation_changes_nothing():
-    """A router asks its peers, and loses them all before they have answered."""
+    """Confirm newer totals and then older ones: the older confirmation has no effect."""
     here, confirmed_once = sharing(requests_per_minute=30), sharing(requests_per_minute=30)
     for each in (here, confirmed_once):
         for _ in range(5):
@@ -274,7 +274,7 @@ def test_older_confirmation_changes_nothing():
 
 
 def taken_until_unsure(here):
-    """Admit requests until the peers should be asked; return how many."""
+    """Admit requests until the router would have to ask its peers; return the number of admitted requests."""
     count = 0
     while not here.is_unsure("acme", 1, START):
         here.admit("acme", 1, START)
@@ -321,7 +321,7 @@ def test_lower_level_of_a_peer_is_adopted():
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3)), max_size=60), st.integers(4, 30))
 def test_three_routers_admit_at_most_two_too_many(steps, limit):
-    """Each of three routers tries one request in each step, after some of the announcements have arrived in order."""
+    """Let three routers admit requests while their announcements arrive late, in order: at most two requests too many are admitted."""
     routers = [sharing(requests_per_minute=limit) for _ in range(3)]
     mail = [[] for _ in range(3)]
     let_in = 0

@@ -1,4 +1,4 @@
-"""Energy and cost in placement and sweeps: cheap workers are preferred, and no request is late for it."""
+"""Energy and cost in placement and sweeps: cheap workers are preferred, and no request is late because of this."""
 
 import json
 
@@ -28,7 +28,7 @@ PRICED = {
 
 
 def mixed(**router):
-    """Return two workers that draw four times the power of two others."""
+    """Return a plan with two pools of two workers; workers of one pool draw four times the power of the others."""
     pools = [
         structs.replace(a_pool(), name="thirsty", busy_watts=1400.0, idle_watts=70.0),
         structs.replace(a_pool(), name="frugal", busy_watts=350.0, idle_watts=70.0),

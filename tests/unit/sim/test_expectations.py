@@ -1,4 +1,4 @@
-"""Latency predictions beside simulated workers: corrected predictions are close, and drift raises an alarm."""
+"""Latency predictions for simulated workers: corrected predictions are close, and drift raises an alarm."""
 
 from functools import partial
 from random import Random
@@ -106,7 +106,7 @@ def test_new_incarnation_is_learned_from_the_start():
 
 
 def test_queued_prompts_share_predicted_steps():
-    """Ten prompts of 130 tokens arrive at once, with 128 tokens per step: together they take eleven steps instead of twenty."""
+    """Send ten prompts of 130 tokens at once, with 128 tokens per step: they take eleven steps together, not two each."""
     kernel = Kernel(1)
     expectations = LatencyPredictions(lambda _: WorkerProfile(steps=LinearStepTimes(), step_tokens=128))
     world, _ = a_world(kernel, a_plan(a_pool(workers=1, step_tokens=128), prefill_window_tokens=0), expectations)

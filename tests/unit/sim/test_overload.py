@@ -1,4 +1,4 @@
-"""Overload in virtual time: goodput with a limit of the queue that is the goal for first tokens."""
+"""Overload in virtual time: goodput if the limit of the predicted wait is the goal for first tokens."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from tests.support.sim.worlds import a_plan, a_pool, a_run
 GOAL_SECONDS = 2.0
 RUN_SECONDS, WARM_SECONDS = 100, 30
 
-# Engine limits, the drawn requests, and the requests a second that two such workers can answer at most.
+# Limits of the engines, the random requests, and the most requests a second that two such workers can answer.
 CASES = {
     "places": ({}, {"prompt_tokens": 256, "output_tokens": 300}, 24.9),
     "long answers": ({"kv_blocks": 4000}, {"prompt_tokens": 256, "output_tokens": 2500}, 3.4),
@@ -27,7 +27,7 @@ def test_goodput_at_three_times_capacity_stays_near_peak(case):
 
 
 def goodput(limits, drawn, rate) -> float:
-    """Return the answers a second whose first token came within the goal, without the first seconds."""
+    """Return the answers a second whose first token came within the goal; the first `WARM_SECONDS` do not count."""
     ended: list[EndedRequest] = []
     plan = a_plan(a_pool(workers=2, **limits), max_queue_seconds=GOAL_SECONDS)
     a_run(plan, ended, requests=round(rate * RUN_SECONDS), rate=rate, **drawn)

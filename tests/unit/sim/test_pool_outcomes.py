@@ -20,7 +20,7 @@ BLOCK = 16
 
 
 class SecondAStep:
-    """Step times of one second."""
+    """Step times with which every step takes a second."""
 
     def seconds(self, prefill_tokens: float, prefill_pairs: float, decodes: float, decode_context: float) -> float:
         return 1.0
@@ -62,7 +62,7 @@ def a_run(*pools, requests=1, on_end=None, **router):
 
 
 def test_energy_sums_power_of_steps_and_idle_time():
-    """One prompt of 100 tokens takes a step, and four more tokens take four; nothing runs for the rest of the time."""
+    """Run one request of 100 tokens with five answer tokens: one prompt step and four decode steps; otherwise, nothing runs."""
     run = a_run(a_pool())
     [pool] = run.outcome.pools
     there = run.outcome.simulated_seconds

@@ -1,4 +1,4 @@
-"""Replays of recordings: the same commands, the first difference, or an error in the file."""
+"""Replays of recordings: they find the same commands, report the first difference, or refuse an invalid file."""
 
 import json
 from base64 import b64encode
@@ -28,7 +28,7 @@ PLAN = pairs(lost("decode-1", 1.4))
 
 @pytest.fixture(scope="module")
 def lines(tmp_path_factory):
-    """Return the lines of a recording of a router on a virtual loop, whose workers die."""
+    """Return the lines of the recording of a router in virtual time, some of whose workers die."""
     path = tmp_path_factory.mktemp("r") / "flight"
     head = RecordingHead(
         recording=FORMAT, fleet="0", began=Nanos(-(10**10)), began_unix=1, seed=PLAN.seed, settings=PLAN.router
@@ -42,7 +42,7 @@ def lines(tmp_path_factory):
 
 @pytest.fixture
 def replay(tmp_path):
-    """Replay lines and return the result."""
+    """Return a function that replays lines, and returns the result."""
 
     def replayed(lines):
         path = tmp_path / "flight"
@@ -60,7 +60,7 @@ def changed(lines, number, change):
 
 
 def first(lines, found):
-    """Return the number of the first such line."""
+    """Return the number of the first line after the head for which `found` is true."""
     return next(number for number, line in enumerate(lines, 1) if number > 1 and found(json.loads(line)))
 
 

@@ -1,4 +1,4 @@
-"""Scenarios: stores and faults, and which scenarios are refused."""
+"""Scenarios: how stores and faults are read, and which scenarios are refused."""
 
 from pathlib import Path
 

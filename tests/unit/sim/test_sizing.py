@@ -1,4 +1,4 @@
-"""Proposals of `fleet.hardware.sizing` keep their goals in the simulator, with the real router and step-by-step engines."""
+"""Proposals of `fleet.hardware.sizing`: they keep their goals in the simulator, with the real router and step-by-step engines."""
 
 import json
 

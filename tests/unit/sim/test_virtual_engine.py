@@ -1,4 +1,4 @@
-"""Virtual engine: step runs compared with single steps, and a block budget that always adds up."""
+"""Virtual engine: several steps simulated at once are compared with single steps, and its numbers of blocks are always right."""
 
 import pytest
 from hypothesis import example, given, settings
@@ -46,7 +46,7 @@ class Bench:
         self.stored = (self.stored - set(removed)) | set(stored)
 
     def work(self, name: str, prompt: int, answer: int, at: float = 0.0, keys: tuple[int, ...] | None = None) -> None:
-        """Return a job; its blocks are its own unless `keys` names them."""
+        """Submit a job to the engine at `at` seconds; it shares no blocks with other jobs unless `keys` names its blocks."""
         chain = tuple(hash((name, index)) for index in range(prompt // BLOCK)) if keys is None else keys
         job = Job(attempt_id=RequestId(name), prompt_tokens=prompt, answer_tokens=answer, keys=chain)
         self.kernel.at(Nanos(round(at * SECOND)), lambda: self.engine.submit(job))
@@ -154,7 +154,7 @@ def test_cached_blocks_are_not_fetched_again():
     job = Job(attempt_id=RequestId("one"), prompt_tokens=96, answer_tokens=1, keys=keys, fetched_tokens=95)
     assert bench.engine.fetch(job) == 2
     bench.engine.cancel(job.attempt_id)
-    bench.engine.fetched(job.attempt_id)  # too late, without effect
+    bench.engine.fetched(job.attempt_id)  # too late, so it has no effect
     bench.run()
 
 
@@ -183,8 +183,8 @@ def test_cancelled_attempt_leaves_nothing_in_any_state():
 jobs = st.lists(
     st.tuples(
         st.integers(0, 200_000),  # arrival in ticks of 10 µs; all steps last whole ticks
-        st.integers(1, 120),  # prompt
-        st.integers(1, 60),  # answer
+        st.integers(1, 120),  # tokens of the prompt
+        st.integers(1, 60),  # tokens of the answer
         st.integers(0, 3),  # which of four prefixes it has
     ),
     min_size=1,
@@ -193,7 +193,7 @@ jobs = st.lists(
 
 
 def instants_of(ticks: set[int]) -> dict[int, float]:
-    """Return the instant of each tick in seconds, moved so that no two of them lie whole ticks apart.
+    """Return the instant of each tick in seconds, moved a little, so that the distance of two instants is never a whole number of ticks.
 
     The engine's steps end whole ticks after an arrival, so no other arrival falls on the end of a step.
     """
@@ -201,7 +201,7 @@ def instants_of(ticks: set[int]) -> dict[int, float]:
 
 
 @given(jobs=jobs, kv_blocks=st.integers(13, 40))
-@example(jobs=[(30_933, 102, 12, 0), (55_208, 1, 1, 0)], kv_blocks=15)  # unmoved, the second comes at the end of a step
+@example(jobs=[(30_933, 102, 12, 0), (55_208, 1, 1, 0)], kv_blocks=15)  # not moved, it comes at a step's end
 @settings(max_examples=60, deadline=None)
 def test_step_run_ends_when_single_steps_would(jobs, kv_blocks):
     benches = [Bench(kind, kv_blocks=kv_blocks) for kind in (VirtualEngine, OneByOne)]
@@ -222,7 +222,7 @@ def test_step_run_ends_when_single_steps_would(jobs, kv_blocks):
 
 
 def test_arrival_at_step_end_comes_first_in_step_run():
-    """Between single steps, the seed draws whether the end of a step or the arrival is first; within a run, the arrival is."""
+    """Let a request arrive exactly at the end of a step: among single steps, the seed decides the order; in a step run, it comes first."""
     found: list[set[tuple[float, float]]] = []
     for kind in (VirtualEngine, OneByOne):
         benches = [Bench(kind, seed) for seed in range(12)]
@@ -276,7 +276,7 @@ def test_slowdown_begins_with_next_step():
     usual = Bench()
     usual.work("one", 16, 101)
     usual.run()
-    # A third of the half second's work is done, apart from the steps during the changes.
+    # During the half second, a third of the usual work is done, apart from the steps in which the speed changes.
     assert bench.instants("one")[1] - usual.instants("one")[1] == pytest.approx(1 / 3, abs=0.035)
 
 

@@ -1,4 +1,4 @@
-"""Virtual loop: asyncio in the kernel's time."""
+"""Virtual loop: an asyncio event loop in the simulator's virtual time."""
 
 import asyncio
 
@@ -16,7 +16,7 @@ def a_loop(seed=1):
 
 
 class Heard(asyncio.Protocol):
-    """A protocol that notes received data with its instants."""
+    """A protocol that notes received data, with the instant of its arrival."""
 
     def __init__(self, loop):
         self.loop = loop
@@ -33,7 +33,7 @@ class Heard(asyncio.Protocol):
 
 
 def connected(loop, path="/there"):
-    """Return both ends of a connection, near and far."""
+    """Connect over the virtual loop, and return both ends: the client's and the server's."""
     far = []
 
     def made():

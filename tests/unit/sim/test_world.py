@@ -46,7 +46,7 @@ def test_prefill_pool_takes_long_prompts_and_moves_blocks():
 
 def test_shared_prefix_is_computed_once_per_worker():
     run = a_run(a_plan(), prefixes=2, prefix_tokens=128, spread=0.0)
-    # At most four computations of 128 tokens, and whole prompts of siblings that came before the first one ended.
+    # At most four workers or prefixes need 128 tokens each; siblings that come before a first prompt has ended compute it, too.
     assert run.outcome.hit_rate > 0.9 * 128 / 300
 
 
@@ -72,7 +72,7 @@ def test_requests_of_dead_prefill_worker_continue():
 
 
 def test_serving_is_aggregated_without_prefill_workers():
-    # It takes 2 s more until the worker serves.
+    # After the second in which it is down, the worker takes 2 s to start.
     fault = WorkerLost(at=Nanos(3 * SECOND), worker=WorkerId("prefill-0"), down=Nanos(SECOND))
     plan = a_plan(a_pool(Role.PREFILL, 1), a_pool(Role.DECODE, 2), remote_prefill_min_tokens=100)
     kernel = Kernel(1)
@@ -145,7 +145,7 @@ def test_sessions_and_lengths_reach_router():
 
 
 def tied(seed: int) -> str:
-    """Return the digest of a run in which four equal requests come at a time, so that many events share an instant."""
+    """Return the digest of a run in which four requests arrive at each instant, so that many events have the same time."""
     pools = (a_pool(Role.PREFILL, 2), a_pool(Role.DECODE, 2))
     requests = [
         TraceRequest(Nanos(number // 4 * SECOND), 300, tuple(range(20 * number, 20 * number + 18)), 40)
@@ -155,7 +155,7 @@ def tied(seed: int) -> str:
 
 
 def test_only_the_seed_orders_ties():
-    """Another process has other hashes of strings."""
+    """Run in another process, in which strings have other hashes: the digest is the same; with another seed, it differs."""
     there = subprocess.run(
         [sys.executable, "-c", f"from {__name__} import tied; print(tied(1))"],
         env={**os.environ, "PYTHONHASHSEED": "77"},

@@ -1,4 +1,4 @@
-"""Tests of the traces of a router: a real machine decides, and the spans tell what it did."""
+"""Tests of the traces of a router: a real router machine decides, and the spans show what it did."""
 
 from collections.abc import Iterable
 from random import Random
@@ -29,7 +29,7 @@ UNSAMPLED = TraceContext(trace_id=b"t" * 16, parent_id=b"p" * 8)
 
 
 class Exports:
-    """The exporter's queue; the spans are made at once."""
+    """Fake of the exporter's queue, which makes the spans at once."""
 
     def __init__(self) -> None:
         self.exported = self.failed = self.overflowed = self.waiting = 0
@@ -45,7 +45,7 @@ class Exports:
 
 
 class SentAttempts:
-    """Workers that note what they were sent."""
+    """Fake workers that note the attempts that are sent to them."""
 
     def __init__(self) -> None:
         self.started: list[tuple[WorkerId, Start]] = []
@@ -67,7 +67,7 @@ class DriverClock:
 
 
 class TracedRouter(RouterMachineDriver):
-    """A machine that is observed, with the clock of its driver."""
+    """Driver of a router machine whose events are traced; the clock of the traces is that of the driver."""
 
     def __init__(self, *workers, tracing: TracingSettings = TracingSettings(), **settings):  # noqa: B008 - immutable
         super().__init__()

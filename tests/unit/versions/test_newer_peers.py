@@ -1,4 +1,4 @@
-"""Tests of what a newer peer may send on each link: unknown fields and messages are skipped, and unknown values end no stream."""
+"""Tests of messages of a newer peer on each link: unknown fields and messages are skipped, and unknown values end no stream."""
 
 import pytest
 from hypothesis import given

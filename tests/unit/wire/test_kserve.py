@@ -44,7 +44,7 @@ def a_message(*tensors, parameters=None, **fields) -> pb.ModelInferRequest:
 
 
 def raw(*tensors: tuple[str, str, list[int], bytes]) -> pb.ModelInferRequest:
-    """Return names, datatypes, shapes and contents."""
+    """Return a request with these raw input tensors: name, datatype, shape and content of each."""
     tensor = pb.ModelInferRequest.InferInputTensor
     return pb.ModelInferRequest(
         inputs=[tensor(name=name, datatype=datatype, shape=shape) for name, datatype, shape, _ in tensors],

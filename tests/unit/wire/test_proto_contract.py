@@ -15,7 +15,10 @@ def contract_with(folder, text):
 
 
 def test_messages_keep_what_the_previous_version_reads():
-    """A failure means that processes of the previous version would misread this one: see "Change a message" in CONTRIBUTING.md."""
+    """Compare all messages with the recorded ones.
+
+    A failure means that the previous version would misread messages of this one: see "Change a message" in CONTRIBUTING.md.
+    """
     recorded = recorded_contract()
     assert recorded["commit"] == COMMIT
     assert len(recorded["messages"]) > 100

@@ -1,4 +1,4 @@
-"""Handoffs of blocks that differ from this worker's: refused before a byte moves, naming the differing field."""
+"""Acceptance of handoffs: blocks that this worker cannot use are refused before a byte moves, with the field that differs."""
 
 import msgspec
 import pytest

@@ -1,4 +1,4 @@
-"""Rules of `workers.answer_keeper`."""
+"""Answer keeper: tests of the rules of `workers.answer_keeper`."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,7 +16,7 @@ def a_keeper(max_bytes: int = 1 << 20) -> AnswerKeeper:
 
 
 def began(keeper: AnswerKeeper, key: int, *token_ids: int, now: Nanos = NOW) -> KeptTokens:
-    """Begin an answer that has these tokens."""
+    """Begin to keep an answer, and add these tokens to it."""
     answer = keeper.begin(key, token_bytes([1, 2, 3]), 0, now)
     assert answer is not None
     keeper.add(answer, token_ids, now)

@@ -1,4 +1,4 @@
-"""Tests of the traces of a worker: which attempts are exported, and what their spans tell."""
+"""Tests of the traces of a worker: which attempts are exported, and what their spans contain."""
 
 import pytest
 
@@ -29,7 +29,7 @@ UNIX_OFFSET = 5_000 * SECOND
 
 
 class Exports:
-    """The exporter's queue; the spans are made at once."""
+    """Fake of the exporter's queue, which makes the spans at once."""
 
     def __init__(self) -> None:
         self.spans: list[SpanRecord] = []
@@ -41,7 +41,7 @@ class Exports:
 
 
 class TracedWorker:
-    """The traces of a worker, with short forms for the events of its machine."""
+    """The traces of a worker, with short methods for the events of the worker's machine."""
 
     def __init__(self) -> None:
         self.time = Nanos(SECOND)

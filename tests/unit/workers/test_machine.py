@@ -1,4 +1,4 @@
-"""Rules 1 to 9 of `workers.machine`."""
+"""Worker machine: tests of rules 1 to 9 of `workers.machine`."""
 
 from collections.abc import Iterable
 from itertools import count
@@ -99,7 +99,7 @@ KEY = 77
 
 
 def kept_by(machine: WorkerMachine, *wanted: WantedAnswer, stream: StreamId = STREAM) -> list[tuple[KeptAnswer, ...]]:
-    """Return the answers of each message that a router gets."""
+    """Ask a worker for kept answers, and return the answers in each message that the router gets."""
     event = AnswersRequested(stream=stream, wanted=AnswersWanted(answers=wanted))
     commands = machine.handle(event, START)
     assert all(isinstance(each, Tell) and each.stream == stream for each in commands)
@@ -336,7 +336,7 @@ def test_drain_evacuates_beside_running_work_and_waits():
     assert machine.handle(DrainRequested(deadline=DEADLINE), START) == []
     (told,) = machine.handle(EngineStepped(outputs=[some_progress(7, finish=Finish.LENGTH)]), START)
     assert isinstance(told, Tell), "the answer does not wait for it"
-    # Blocks that the attempt has added meanwhile are evacuated too.
+    # The attempt has added blocks since the evacuation began, so these are evacuated, too.
     assert machine.handle(EvacuationEnded(), Nanos(START + SECOND)) == [Evacuate(deadline=DEADLINE)]
     assert machine.handle(WorkerTicked(), Nanos(START + SECOND)) == []
     assert machine.handle(EvacuationEnded(), Nanos(START + 2 * SECOND)) == [Drained(cancelled=0)]
@@ -515,7 +515,7 @@ def test_a_router_that_connects_again_replaces_its_older_stream():
 
 
 def warnings(machine: WorkerMachine, seconds: Iterable[int]) -> list[WarnOfSharedRouterId]:
-    """Connect a router again at these times after the start, and return the warnings."""
+    """Connect a router again at each of these seconds after the start, and return the warnings of a shared router id."""
     commands: list[WorkerCommand] = []
     for stream, after in zip(count(1), seconds, strict=False):
         again = RouterConnected(stream=StreamId(stream), router_id="router")
@@ -586,19 +586,19 @@ def test_hanging_engine_ends_everything_at_once(draining):
 
 
 class AnyInterleaving(RuleBasedStateMachine):
-    """Routers, an engine and time in any order: the state stays consistent, and every router gets exactly one end."""
+    """Random histories of routers, engine and time: the state stays consistent, and every request has exactly one end."""
 
     def __init__(self) -> None:
         super().__init__()
         self.machine = WorkerMachine(role=Role.BOTH, facts=FACTS, capacity=3, evacuates=True)
-        self.lent = 0  # hand-offs that the engine holds
+        self.lent = 0  # number of handoffs whose blocks the engine holds
         self.evacuating = False
         self.deadline: Nanos | None = None  # of the drain
         self.now = START
         self.streams: dict[StreamId, str] = {}
         self.next_stream = 0
-        self.engine: dict[RequestId, bool] = {}  # held requests: whether each was told to stop
-        self.waiting: dict[tuple[StreamId, RequestId], int] = {}  # ends that routers have not got yet
+        self.engine: dict[RequestId, bool] = {}  # by request in the engine: whether it was cancelled
+        self.waiting: dict[tuple[StreamId, RequestId], int] = {}  # number of ends that a router has yet to get
         self.gone = False
         self.machine.handle(EngineReady(), START)
 
@@ -709,7 +709,7 @@ class AnyInterleaving(RuleBasedStateMachine):
 
     @rule(pause_ms=st.sampled_from([10, 3000]))
     def stall(self, pause_ms):
-        """Let time pass unnoticed."""
+        """Let time pass without an event for the machine."""
         self.now = Nanos(self.now + pause_ms * MILLISECOND)
 
     @precondition(lambda self: not self.gone)
@@ -732,7 +732,7 @@ class AnyInterleaving(RuleBasedStateMachine):
             assert self.machine.held == len(self.engine)
 
     def teardown(self):
-        """Let the engine end everything and the drain pass: no router waits, and nothing is held."""
+        """Drain the worker, and let the engine end all requests; then check that no router waits, and nothing is held."""
         self.drain(0)
         self.now = Nanos(self.now + 2 * GRACE)
         self.feed(WorkerTicked(lent=self.lent))

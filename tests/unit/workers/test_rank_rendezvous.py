@@ -1,4 +1,4 @@
-"""Ranks of a group: who joins, and when the group ends."""
+"""Rank rendezvous: which ranks may join a group, and when the group ends."""
 
 import msgspec
 import pytest

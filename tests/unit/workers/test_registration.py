@@ -13,7 +13,7 @@ from workers.registration import RegistryEntry, WorkerMembership
 
 
 class Answers:
-    """A registry with given answers, which in the end accepts the worker for a long time."""
+    """A registry that first raises the given errors, and then accepts the worker with a long lease."""
 
     def __init__(self, *failures: Exception, lease: Nanos = Nanos(3600 * SECOND)):  # noqa: B008 - a number
         self.failures = list(failures)

@@ -1,4 +1,4 @@
-"""A worker and its routers, in memory: a simulated engine, sessions, real time of milliseconds."""
+"""Worker server with a simulated engine, and routers in memory; the tests take milliseconds of real time."""
 
 import asyncio
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -113,7 +113,7 @@ class Router:
         return [one for step in self.all(Step) for one in step.progress if one.request_id == request_id]
 
     async def end_of(self, request_id: RequestId):
-        """Return the last progress, or the rejection."""
+        """Wait for the end of a request; return its last progress, or its rejection."""
 
         def ends() -> list:
             finished = [one for one in self.progress(request_id) if one.finish is not None]
@@ -125,7 +125,7 @@ class Router:
 
 
 class Running:
-    """A worker whose `run` is a task."""
+    """A worker server that runs in a task."""
 
     def __init__(self, server: WorkerServer, task: asyncio.Task) -> None:
         self.server = server
@@ -259,7 +259,7 @@ async def test_cancel_ends_the_work():
 
 
 async def freed(worker: Running) -> None:
-    """Wait until the blocks are free, long before the work could have ended by itself."""
+    """Wait until no request is held and all blocks are free; fail after two seconds, long before the requests could end by themselves."""
     with at_most(2):
         await until(lambda: not (worker.server.held or worker.server.engine.load().kv_blocks_used))
 
@@ -308,7 +308,7 @@ async def test_unread_cache_changes_and_load_cut_the_stream():
 
 
 async def test_unread_answers_are_dropped_before_memory_is_full():
-    """Each message with kept answers may have a MiB, so far fewer of them may wait than other messages. The stream goes on for others."""
+    """Read nothing while kept answers are sent: only a few may wait, because each may have a MiB. More are dropped; the stream goes on."""
     told = settings(stream_buffer=100_000, load_interval_ms=60_000, heartbeat_ms=60_000)
     async with a_worker(told) as worker, worker.router("sleeps", full=True) as sleeps:
         for asked in range(MAX_WAITING_ANSWERS + 1):
@@ -361,7 +361,7 @@ async def test_routers_with_one_id_are_in_the_log_once(caplog):
 
 async def test_load_is_reported_on_change_and_as_a_heartbeat():
     async with a_worker() as worker, worker.router() as router:
-        await router.until(lambda: len(router.all(LoadReport)) >= 4)  # nothing changes, but the heartbeat comes
+        await router.until(lambda: len(router.all(LoadReport)) >= 4)  # heartbeats come although nothing changes
         start = an_attempt(fresh_prompt(10), 2000)
         router.session.receive(start)
         await router.until(lambda: any(load.running == 1 for load in router.all(LoadReport)))
@@ -422,7 +422,7 @@ async def test_a_broken_engine_ends_the_worker_with_an_error(monkeypatch):
 
 
 class LaterClock(SystemClock):
-    """Real time that a test can advance at once."""
+    """A clock of real time that a test can move forward."""
 
     later = Nanos(0)
 

@@ -1,4 +1,4 @@
-"""Refusals of worker settings."""
+"""Worker settings: invalid ones are refused."""
 
 import msgspec
 import pytest

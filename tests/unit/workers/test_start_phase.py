@@ -1,4 +1,4 @@
-"""Phases of a start reach whoever asked for them, and nobody else."""
+"""Phases of a start: they are reported only to a caller that asked for them."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""Rules 1 to 8 of `workers.watchdog`."""
+"""Watchdog: tests of rules 1 to 8 of `workers.watchdog`."""
 
 from collections.abc import Iterator
 
@@ -29,7 +29,7 @@ class Watched:
         return self.seen[-1]
 
     def steps(self, number: int, *, tokens: int, each_seconds: float) -> None:
-        """Make steps of this duration, one after the other."""
+        """Make `number` steps, each of which takes `each_seconds`, one after the other."""
         for _ in range(number):
             self.look(working=True, steps=self.pulse.steps + 1, tokens=tokens)
             self.stand_still(each_seconds - TICK / SECOND)
@@ -39,7 +39,7 @@ class Watched:
             self.look(**changed)
 
     def seconds_until(self, health: EngineHealth, **changed) -> float:
-        """Make no progress until the watchdog reports this health; return the seconds."""
+        """Let the engine make no progress until the watchdog reports this health; return the seconds until then."""
         began = self.now
         while self.look(**changed) is not health:
             assert self.now - began < 1000 * SECOND

@@ -1,6 +1,6 @@
 """Runs the API server for tests by itself: `python -m tests.support.kube.api [PORT]`.
 
-It ends when its standard input is closed, or at Ctrl-C.
+It ends when its standard input is closed, or when you press Ctrl-C.
 """
 
 import contextlib

@@ -2,8 +2,8 @@
 
 Rules:
 
-1. Every write passes the same steps: decode (and find unknown fields), apply defaults, validate, update field
-   ownership, store. A write that changes nothing is not stored.
+1. Every write passes the same steps: decode the object and find unknown fields, apply defaults, validate, update field
+ownership, store. A write that changes nothing is not stored.
 2. `status` is written only through its subresource, and everything else only through the object itself.
 3. `generation` counts the changes of all fields except metadata and status.
 4. The deletion of an object with finalizers only marks the object as deleted. The object is removed when its last
@@ -36,7 +36,7 @@ CAUSES_SHOWN = 10
 
 
 class Validation(StrEnum):
-    """States what happens to fields that the schema does not know."""
+    """Says what happens to fields of a write that the schema does not have."""
 
     IGNORE = "Ignore"
     WARN = "Warn"
@@ -95,7 +95,7 @@ class ObjectStore:
         *,
         claims: ownership.Claims | None = None,
     ) -> Written:
-        """Create an object. `claims` are the owners of its fields; None: the sender owns all of them."""
+        """Create an object. `claims` are the owners of its fields; None: the sender owns all fields."""
         item = _decoded(resource, body)
         metadata = item["metadata"]
         self._check_namespace(resource, namespace, metadata)
@@ -191,7 +191,7 @@ class ObjectStore:
             if uid := metadata.get("uid"):
                 text = f"uid mismatch: the provided object specified uid {uid}, and no existing object was found"
                 raise errors.conflict(*resource.place, name, text)
-            # Any version passes, since no object exists that it could differ from.
+            # Every resourceVersion is accepted, because there is no stored object to compare it with.
             metadata.pop("resourceVersion", None)
             _, claims = ownership.apply(None, applied, manager, resource.shape, ages.now(), force=options.force)
             typed_patches.check_conversion(applied, resource)
@@ -212,7 +212,7 @@ class ObjectStore:
         *,
         claims: ownership.Claims | None = None,
     ) -> Written:
-        """Check a changed object in every respect, and store it if it differs."""
+        """Check a changed object, and store it if it differs from the stored one."""
         name, metadata, before = old["metadata"]["name"], item["metadata"], old["metadata"]
         if (asked := metadata.get("resourceVersion")) and asked != before["resourceVersion"]:
             raise errors.stale(*resource.place, name)
@@ -294,7 +294,7 @@ class ObjectStore:
         return warnings
 
     def _keep(self, resource: ServedResource, namespace: str, item: Object, options: Options) -> Object:
-        """Store an object, or remove it if its last finalizer is gone."""
+        """Store an object; if it is marked as deleted and nothing holds it any more, remove it. A dry run does neither."""
         key = _key(resource, namespace, item["metadata"]["name"])
         if options.dry_run:
             return item
@@ -320,13 +320,13 @@ class ObjectStore:
     def delete(
         self, resource: ServedResource, namespace: str, name: str, wanted: Object, *, dry_run: bool = False
     ) -> tuple[Object, bool]:
-        """Delete an object, or mark it as deleted; `wanted` are DeleteOptions.
+        """Delete an object, or mark it as deleted if finalizers or a grace period hold it; `wanted` are DeleteOptions.
 
         Returns:
             The last state of the object, and whether it is removed.
 
         Raises:
-            ApiError: It does not exist, or differs from the preconditions.
+            ApiError: The object does not exist, or differs from the preconditions.
         """
         old = self.get(resource, namespace, name)
         for field in ("uid", "resourceVersion"):
@@ -369,7 +369,7 @@ class ObjectStore:
         return item, False
 
     def release(self, resource: ServedResource, key: Key, *finalizers: str) -> None:
-        """Remove finalizers from an object that is being deleted, as controllers do."""
+        """Remove finalizers from an object that is being deleted, as controllers do; do nothing if the object does not exist."""
         old = self.storage.get(resource.place, key)
         if old is None:
             return
@@ -496,7 +496,7 @@ def _refuse_unknown(resource: ServedResource, item: Object, options: Options) ->
 
 
 def _only(applied: Object, subresource: str, resource: ServedResource) -> None:
-    """Keep what may be applied here: the status through its subresource, the rest through the object."""
+    """Remove the fields that a server-side apply may not set here: all but `status` for its subresource, `status` for the object."""
     if subresource == "status":
         for name in list(applied):
             if name not in {"apiVersion", "kind", "metadata", "status"}:
@@ -526,7 +526,7 @@ def _wanted(resource: ServedResource, item: Object) -> Object:
 
 
 def _held(resource: ServedResource, item: Object) -> bool:
-    """Return whether a deleted object still has to wait before it may be removed."""
+    """Return whether finalizers or a grace period still hold an object that is marked as deleted."""
     if item["metadata"].get("finalizers"):
         return True
     if resource.place == NAMESPACES:
@@ -535,9 +535,9 @@ def _held(resource: ServedResource, item: Object) -> bool:
 
 
 def _grace_seconds(resource: ServedResource, item: Object, wanted: Object) -> int:
-    """Return the grace period of a deletion.
+    """Return the grace period of a deletion in seconds.
 
-    Pods that are bound to a node are given time; their kubelet removes them for good, by a deletion without grace.
+    Only pods that are bound to a node and still run have one. Their kubelet then removes them by a deletion without grace.
     """
     if (
         resource.place != PODS

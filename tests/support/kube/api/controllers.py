@@ -1,7 +1,7 @@
-"""Controllers beside the API server for tests: garbage collection, and the removal of a deleted namespace's objects.
+"""Controllers of the API server for tests: garbage collection, and the removal of a deleted namespace's objects.
 
-A real API server does neither of them; a controller-manager does. This server does them only if `with_controllers` is
-set. There are no controllers for Deployments, StatefulSets and Jobs here.
+In a real cluster, the controller-manager does this, not the API server. This server does it only if `with_controllers`
+is set. There are no controllers for Deployments, StatefulSets and Jobs here.
 """
 
 from tests.support.kube.api.cluster import NAMESPACES, ObjectStore

@@ -8,7 +8,7 @@ from tests.support.kube.api.values import Json, Object
 
 
 class ErrorCause(msgspec.Struct, frozen=True):
-    """Describes one problem of an object."""
+    """Describes one problem of an object that the server refuses."""
 
     reason: str
     message: str
@@ -67,7 +67,7 @@ Reason = Literal[
     "UnsupportedMediaType",
     "",
 ]
-"""The reasons of a `Status`; empty for errors to which kube-apiserver gives none."""
+"""The reasons of a `Status`; empty for errors for which kube-apiserver gives no reason."""
 
 CODES: dict[Reason, int] = {
     "AlreadyExists": 409,
@@ -88,7 +88,7 @@ CODES: dict[Reason, int] = {
 
 
 class ApiError(Exception):
-    """Refuses a request; the server answers with a `Status` that has an error code."""
+    """The server refuses a request, and answers with a `Status` that has an error code."""
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ def forbidden(group: str, plural: str, name: str, why: str) -> ApiError:
 
 
 def denied(group: str, plural: str, name: str, words: str) -> ApiError:
-    """Return the error of a ValidatingAdmissionPolicy, whose text says forbidden although its reason is another one."""
+    """Return the error of a ValidatingAdmissionPolicy. As in Kubernetes, its text says "forbidden", but its reason is Invalid."""
     where = f"{plural}.{group}" if group else plural
     details = _details(group, plural, name) | {"causes": [{"message": words}]}
     return ApiError("Invalid", f'{where} "{name}" is forbidden: {words}', details=details)

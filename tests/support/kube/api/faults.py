@@ -17,8 +17,8 @@ class Fault(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     - `status`: the server answers with `code`, and with `Retry-After: retry_after_seconds` if that is given, and does
       nothing else. Many answers with 409 are a conflict storm.
     - `deny`: a ValidatingAdmissionPolicy refuses the write, with `message`.
-    - `forbid`: the server answers that the sender lacks the right to do this. After a restart, a real server answers
-      so to everybody until it has read the roles.
+    - `forbid`: the server answers that the sender lacks the right to do this. After a restart, a real server gives
+      this answer to everybody until it has read the roles.
     - `expire`: a watch gets an ERROR event with code 410 after `events` events, and ends.
     - `cut`: the body of the answer ends in the middle; the body of a watch ends after `events` events.
     - `drop`: the server carries out the request, but closes the connection instead of answering.
@@ -29,8 +29,8 @@ class Fault(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     kind: Kind
     verb: str = ""
-    """One of get, list, watch, create, update, patch, delete and deletecollection. Empty matches every verb; the same
-    holds for the next four conditions."""
+    """One of get, list, watch, create, update, patch, delete and deletecollection. Empty matches every verb; empty also
+    matches everything in the next four conditions."""
     resource: str = ""
     """The plural of the kind, with the subresource if the fault is for one: `leases`, `deployments/status`."""
     namespace: str = ""
@@ -86,7 +86,7 @@ class Faults:
         return any(each is fault for each in self._ordered.values())
 
     def strike(self, request: Request) -> Fault | None:
-        """Return the fault that affects this request, and count the request; None if no fault affects it."""
+        """Return the fault that affects this request, and count the request as one of its `times`; None if no fault does."""
         for fault in self._ordered.values():
             if not _fits(fault, request):
                 continue

@@ -36,7 +36,7 @@ BY_KIND = {
 LABEL_VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
 QUALIFIED = re.compile(rf"({LABEL}(\.{LABEL})*/)?[A-Za-z0-9]([-A-Za-z0-9_.]{{0,61}}[A-Za-z0-9])?")
 ALPHABET = "bcdfghjklmnpqrstvwxz2456789"
-"""The characters of generated names, as in apimachinery. There are no vowels, so no words can result."""
+"""The characters of generated names, as in apimachinery. There are no vowels, so that generated names contain no words."""
 ANNOTATIONS_BYTES = 256 * 1024
 
 

@@ -1,14 +1,15 @@
 """Field ownership: server-side apply and `metadata.managedFields`.
 
-A set of fields is a frozen set of paths, so Python's set operations apply. A path is a tuple of elements as `fieldsV1`
-writes them: `f:name` is a field, `k:{...}` is an item of a list-map by its keys, and `v:...` is a member of a set.
+A set of fields is a frozen set of paths. A path is a tuple of elements as `fieldsV1` writes them: `f:name` is a field,
+`k:{...}` is an item of a list-map by its keys, and `v:...` is a member of a set.
 
 Rules:
 
 1. A manager that writes (create, replace, patch) owns the fields that it changed, and all other managers lose them.
-2. A manager that applies owns exactly the fields of its last apply. If another manager owns one of these fields, both
-   own it if the values are equal. Otherwise the apply is a conflict, unless it is forced.
-3. If an applier no longer lists a field that it owned, and no other manager owns the field, the field is removed.
+2. A manager that applies owns exactly the fields of its last apply. If another manager owns one of these fields with an
+equal value, both managers own it. If the values differ, the apply is a conflict; a forced apply takes the field over.
+3. If the next apply of a manager no longer lists a field that the manager owned, and no other manager owns the field,
+the field is removed.
 
 The rules are those of Kubernetes' server-side apply documentation; the corner cases follow
 sigs.k8s.io/structured-merge-diff.
@@ -106,7 +107,7 @@ def write_claims(metadata: Object, claims: Claims) -> None:
 def claims_after_write(
     claims: Claims, manager: Manager, old: Object, new: Object, shape: StructuralSchema, now: str
 ) -> Claims:
-    """Compute the ownership after a write, by rule 1."""
+    """Return the ownership after a write (rule 1)."""
     before, after = _with_values(old, shape), _with_values(new, shape)
     changed = frozenset(path for path, value in after.items() if path not in before or before[path] != value) - UNOWNED
     gone = frozenset(before) - frozenset(after)
@@ -128,7 +129,7 @@ def apply(
     `applied` is the configuration as sent, without the fields that an apply may not set.
 
     Raises:
-        ApiError: Another manager owns a field that the apply would change (409).
+        ApiError: Another manager owns a field that the apply would change, and `force` is False (409).
     """
     claims = claims_of((live or {}).get("metadata", {}))
     listed = frozenset(_owned(applied, shape)) - UNOWNED
@@ -149,7 +150,7 @@ def apply(
     }
     still_owned |= {path[:length] for path in listed for length in range(1, len(path) + 1)}
     dropped = {path[:length] for path in mine.fields for length in range(1, len(path) + 1)} - still_owned - UNOWNED
-    for path in sorted(dropped, key=len):  # the item itself comes before the fields of its key
+    for path in sorted(dropped, key=len):  # an item is removed before its key fields, by which it is found
         _remove(merged, path, shape)
 
     after = _with_values(merged, shape)
@@ -198,7 +199,7 @@ def _member(value: Json) -> str:
 
 
 def _owned(value: Object, shape: StructuralSchema, path: Path = ()) -> Iterator[Path]:
-    """Return the paths that the manager of an applied object owns: leaves, empty maps, and items of lists."""
+    """Yield the paths that the manager of an applied object owns: leaves, empty maps, entries of maps, and items of lists."""
     for name, each in value.items():
         at = (*path, f"f:{name}")
         child = shape.field(name) or _UNTYPED
@@ -228,7 +229,7 @@ _UNTYPED = StructuralSchema({"type": "object", "x-kubernetes-preserve-unknown-fi
 def _with_values(value: Json, shape: StructuralSchema) -> dict[Path, Json]:
     """Return every path of an object with its value.
 
-    The value of a map or a list is left empty if there are paths below it.
+    Maps and lists that are not atomic count as empty, because their entries have paths of their own.
     """
     found: dict[Path, Json] = {}
 

@@ -1,6 +1,6 @@
 """The three kinds of patches: JSON patch (RFC 6902), merge patch (RFC 7396), and Kubernetes' strategic merge.
 
-A strategic merge follows the schema: it merges two lists by the merge key of their items, if the schema has one.
+A strategic merge follows the schema: if the schema gives a list a merge key, items with equal keys are merged.
 Directives (`$patch`, `$retainKeys`, `$deleteFromPrimitiveList`, `$setElementOrder`) express other changes. The
 Kubernetes API conventions and the notes on strategic merge patches define the directives.
 """
@@ -103,7 +103,7 @@ def _merge_lists(
 
 
 def _in_order(items: list[Json], order: list[Json], key: Callable[[Json], Json]) -> list[Json]:
-    """Order the items as the patch demands. An item that only the server has stays behind the item that it followed."""
+    """Order the items as the patch demands. An item that is not in `order` stays behind the item that it followed."""
     placed: list[tuple[int, int, Json]] = []
     rank = -1
     for index, each in enumerate(items):

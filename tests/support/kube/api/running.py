@@ -24,7 +24,7 @@ from tests.support.waiting import thread_stacks, turns
 
 STOP_SECONDS = 30
 OTHER_SERVER = "FLEET_TEST_KUBE_API"
-"""Environment variable with the address of another API server, such as a `kubectl proxy`; the tests then use it."""
+"""Environment variable with the address of another API server, such as a `kubectl proxy`. If set, tests use that server."""
 
 
 class RunningApiServer(msgspec.Struct, frozen=True):
@@ -35,7 +35,7 @@ class RunningApiServer(msgspec.Struct, frozen=True):
     """The file with the certificate of the authority that signed the server's certificate; None without TLS."""
 
     def kubeconfig(self, folder: Path, *, namespace: str = "default", token: str = "") -> Path:
-        """Write a kubeconfig for kubectl, Helm and the clients, and return its path. They send tokens only over TLS."""
+        """Write a kubeconfig for kubectl, Helm and the clients, and return its path. These programs send a token only over TLS."""
         cluster = {"server": self.url} | ({"certificate-authority": self.authority} if self.authority else {})
         config = {
             "apiVersion": "v1",
@@ -65,14 +65,14 @@ class RunningApiServer(msgspec.Struct, frozen=True):
         self._ask("POST", "compact")
 
     def requests(self) -> list[dict[str, Any]]:
-        """Return all requests since the start, or since they were last forgotten."""
+        """Return all requests since the start, or since the last `forget_requests`."""
         return self._ask("GET", "requests")
 
     def forget_requests(self) -> None:
         self._ask("DELETE", "requests")
 
     def _ask(self, method: str, path: str, **more: Any) -> Any:
-        # Without TLS no certificates are loaded, since loading them would take longer than the request.
+        # Without TLS, httpx must not load certificates, because this would take longer than the request.
         verify: Any = ssl.create_default_context(cafile=self.authority) if self.authority else False
         with httpx.Client(base_url=self.url, verify=verify, trust_env=False) as client:
             return client.request(method, f"/fleet-test/{path}", **more).raise_for_status().json()
@@ -91,8 +91,8 @@ def an_api_server(
 
     Args:
         with_controllers: Delete objects whose owners are gone, and all objects of deleted namespaces.
-        beside: Coroutines that run in the server's loop on its objects, such as further controllers.
-        authority: A certificate authority; the server speaks TLS with a certificate that it signs.
+        beside: Function whose coroutine runs in the server's event loop on its objects, such as further controllers.
+        authority: The authority that signs the server's TLS certificate; None: no TLS.
         seed: The seed of generated names and uids.
     """
     if given := os.environ.get(OTHER_SERVER):
@@ -120,7 +120,7 @@ def an_api_server(
     # A daemon, because the end of pytest must not wait for a loop that does not stop.
     thread = threading.Thread(target=loop.run_forever, name="api-server", daemon=True)
     thread.start()
-    with contextlib.ExitStack() as ending:  # each step is taken, even if one before it fails
+    with contextlib.ExitStack() as ending:  # runs every callback, even if one before fails
         ending.callback(_end_loop, loop, thread)
         ending.callback(lambda: asyncio.run_coroutine_threadsafe(stop(), loop).result(STOP_SECONDS))
         if beside is not None:

@@ -3,7 +3,7 @@
 Rules:
 
 1. One number counts every change of any object; an object's resourceVersion is the number of its last change.
-2. A stored object is never changed in place, so that changes can refer to it.
+2. A stored object is never changed in place, because recorded changes refer to it.
 3. The last few thousand changes of each kind are kept for watchers. A request for older changes fails (`Expired`).
 """
 
@@ -27,10 +27,10 @@ Key = tuple[str, str]
 
 KEPT_CHANGES = 8192
 FIRST_REVISION = 1000
-"""Revision of an empty store. A request for changes since an earlier revision, such as 1, fails as on a server that has
-run for a while."""
+"""Revision of an empty store. A request for the changes after an earlier revision, such as 1, fails, as it does on a
+server that has run for a while."""
 OPEN_LISTS = 256
-"""Number of chunked lists whose remaining items are kept. The oldest is dropped first, and its reader starts again."""
+"""Number of chunked lists whose remaining items are kept. The oldest list is dropped first; its reader has to start again."""
 
 
 class StoredChange(msgspec.Struct, frozen=True, eq=False):
@@ -41,7 +41,7 @@ class StoredChange(msgspec.Struct, frozen=True, eq=False):
 
 
 class Rest(msgspec.Struct, frozen=True):
-    """Holds the items of a list that its chunks have not contained yet, at one revision."""
+    """Holds the items of a chunked list that were not sent yet, as they were at the revision of the first chunk."""
 
     revision: int
     items: list[Object]
@@ -86,7 +86,7 @@ class Storage:
         return item
 
     def remove(self, place: Place, key: Key) -> Object:
-        """Remove an object, and return the last state that watchers get, with the revision of the removal."""
+        """Remove an object; return its last state with the revision of the removal, as watchers get it."""
         before = self._objects[place].pop(key)
         self.revision += 1
         last = before | {"metadata": before["metadata"] | {"resourceVersion": str(self.revision)}}
@@ -103,7 +103,7 @@ class Storage:
         self.wake()
 
     def changes_since(self, place: Place, revision: int) -> list[StoredChange]:
-        """Return the changes since a revision.
+        """Return the changes after a revision.
 
         Raises:
             ApiError: The changes are no longer kept (`Expired`).
@@ -121,7 +121,7 @@ class Storage:
         self._rests.clear()
 
     def chunk(self, items: list[Object], limit: int, revision: int) -> tuple[list[Object], str]:
-        """Return the first `limit` items, and a token for the remaining ones; the token is empty if there are none."""
+        """Return the first `limit` items (0: all), and a token for the remaining items; the token is empty if none remain."""
         if not limit or len(items) <= limit:
             return items, ""
         token = base64.urlsafe_b64encode(f"rest-{next(self._tokens)}".encode()).decode()
@@ -142,7 +142,7 @@ class Storage:
         return found
 
     def waiter(self) -> asyncio.Event:
-        """Return an event that every change sets, until it is given back with `forget`."""
+        """Return an event that every change sets, until the caller passes it to `forget`."""
         event = asyncio.Event()
         self._waiting.add(event)
         return event

@@ -1,4 +1,4 @@
-"""Subresources beside status: an object's scale, and for pods their binding and their eviction."""
+"""Subresources other than status: the scale of an object, and the binding and the eviction of pods."""
 
 from tests.support.kube.api import errors
 from tests.support.kube.api.cluster import ObjectStore, Options, Written
@@ -82,7 +82,7 @@ def evict(cluster: ObjectStore, pods: ServedResource, namespace: str, name: str,
     """Delete a pod, unless a PodDisruptionBudget forbids it at present.
 
     Raises:
-        ApiError: A budget forbids it (429), or more than one budget covers the pod (500).
+        ApiError: A budget forbids the eviction (429), or more than one budget covers the pod (500).
     """
     pod = cluster.get(pods, namespace, name)
     budgets = [
@@ -114,7 +114,7 @@ def bind(cluster: ObjectStore, pods: ServedResource, namespace: str, name: str, 
     """Bind a pod to a node, as a scheduler does.
 
     Raises:
-        ApiError: The pod is already bound to a node.
+        ApiError: The pod is already bound to a node, or the binding names none.
     """
     pod = clone(cluster.get(pods, namespace, name))
     node = dig(binding, "target", "name")
@@ -134,7 +134,7 @@ def _speaks_for(budget: Object, pod: Object) -> bool:
 
 
 def _disruptions_allowed(cluster: ObjectStore, budget: Object, namespace: str) -> int:
-    """Return how many pods the budget allows to disrupt now, as the disruption controller would compute it."""
+    """Return how many pods may be evicted now under the budget, as the disruption controller would compute it."""
     pods = [each for each in cluster.storage.items(("", "pods"), namespace) if _speaks_for(budget, each)]
     healthy = sum(
         any(

@@ -2,7 +2,8 @@
 
 A real server converts an applied object to a typed value (sigs.k8s.io/structured-merge-diff). The conversion fails for
 a field that the schema does not declare, a value of another type, or a second item with the same key. The server does
-not translate this error, so the answer is 500 without a reason. An invalid quantity is found later, and also gives 500.
+not translate this error, so the answer is 500 without a reason. An invalid quantity is found in a later conversion, and
+also gives 500.
 """
 
 import json
@@ -32,7 +33,7 @@ def check_types(applied: Object, resource: ServedResource) -> None:
     """Check the fields, types and list keys of an object as it was sent.
 
     Raises:
-        ApiError: A field is unknown, has another type, or occurs twice (500).
+        ApiError: A field is unknown or has another type, or two list items have the same key (500).
     """
     if found := list(_violations(applied, resource.shape, "")):
         text = found[0] if len(found) == 1 else "errors:\n" + "\n".join(f"  {each}" for each in found)
@@ -40,7 +41,7 @@ def check_types(applied: Object, resource: ServedResource) -> None:
 
 
 def check_conversion(merged: Object, resource: ServedResource) -> None:
-    """Check that the resulting object can be converted to Go's types: quantities, integers, ports and times.
+    """Check that values of the merged object can be converted to Go's types: quantities, integers, ports and times.
 
     Raises:
         ApiError: A value cannot be converted (500).
@@ -58,7 +59,7 @@ def check_conversion(merged: Object, resource: ServedResource) -> None:
 
 
 def _unconvertible_values(value: Json, shape: StructuralSchema) -> Iterator[str]:
-    """Yield Go's errors about values that the schema lets pass; they name no field."""
+    """Yield Go's error texts, which name no field, for values that the schema allows but Go cannot convert."""
     if isinstance(value, dict):
         for name, each in value.items():
             if (child := shape.field(name)) is not None:
@@ -131,7 +132,7 @@ def _of_items(items: list[Json], shape: StructuralSchema, path: str) -> Iterator
 
 
 def _mistyped(value: Json, expected: str) -> str:
-    """Return the error text for a value of another type, with the value in Go's formats %v, %#v and %T."""
+    """Return the error text for a value whose type is not `expected`, with the value in Go's formats %v, %#v and %T."""
     kinds = {bool: "bool", int: "int64", float: "float64", str: "string", dict: "map[string]interface {}"}
     if expected == "string":
         text = json.dumps(value) if isinstance(value, str | int | float) else f"{value!r}"

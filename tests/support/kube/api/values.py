@@ -1,4 +1,4 @@
-"""Functions on JSON values that every part of the server uses: copies, and paths within them."""
+"""Functions on JSON values that every part of the server uses: copies of values, and paths within values."""
 
 from collections.abc import Iterator
 from typing import Any, TypeVar
@@ -20,7 +20,7 @@ def clone(value: T) -> T:
 
 
 def dig(value: Json, *path: str) -> Json:
-    """Return the value at a path of field names, or None."""
+    """Return the value at a path of field names; None if a field on the path is missing."""
     for name in path:
         if not isinstance(value, dict):
             return None
@@ -38,12 +38,12 @@ def within(path: str, name: str) -> str:
 
 
 def key_of(item: Object, keys: list[str]) -> tuple[str, ...]:
-    """Return the key of a list-map's item; two values are equal if JSON writes them as the same text."""
+    """Return the key of a list-map's item: the values of its key fields as texts."""
     return tuple(str(item.get(key)) for key in keys)
 
 
 def every_dict(value: Json) -> Iterator[Object]:
-    """Yield all objects within a value, the outermost first."""
+    """Yield all JSON objects within a value, outer objects first."""
     if isinstance(value, dict):
         yield value
         for each in value.values():

@@ -1,4 +1,4 @@
-"""Toy cluster of one node on this machine: the API server for tests, and a kubelet that runs pods as real processes."""
+"""Cluster of one node on this machine for tests: the API server for tests, and a kubelet that runs pods as processes."""
 
 import asyncio
 import contextlib
@@ -22,7 +22,7 @@ from tests.support.waiting import pace, thread_stacks
 NODE = "node-1"
 START_SECONDS = 60
 STOP_SECONDS = 60
-CLOSE_SECONDS = 0.1  # time for connections to close in order
+CLOSE_SECONDS = 0.1  # time in which connections close
 AGAIN_SECONDS = 0.05
 GONE_OR_CHANGED = (404, 409)
 
@@ -62,14 +62,14 @@ class ToyCluster:
         return self._ask(self._way_to(service, port, namespace))
 
     def processes(self) -> list[int]:
-        """Return the processes of all containers."""
+        """Return the process ids of all containers."""
         return self._ask(self._processes())
 
     def log(self, pod: str) -> str:
         return "\n".join(path.read_text() for path in sorted((self._folder / "logs").glob(f"{pod}*.log")))
 
     def kill_pod(self, name: str) -> None:
-        """Kill the processes of a pod's containers, as if they had crashed; they are started again."""
+        """Kill the processes of a pod's containers, as if they had crashed; the kubelet then starts the containers again."""
         for pid in self._ask(self._processes(name)):
             os.kill(pid, signal.SIGKILL)
 
@@ -136,7 +136,7 @@ class ToyCluster:
             except Refused as refused:
                 if refused.code not in GONE_OR_CHANGED:
                     raise
-                with contextlib.suppress(TimeoutError):  # the watch has not reported it yet
+                with contextlib.suppress(TimeoutError):  # wait until the watch reports the newer object
                     async with asyncio.timeout(AGAIN_SECONDS):
                         await self._objects.changed.wait()
                 continue
@@ -145,7 +145,7 @@ class ToyCluster:
             await self._objects.changed.wait()
 
     async def _serve(self) -> None:
-        """Run a proxy for every port of every Service with an address."""
+        """Run a proxy for every port of every Service with an address; end the proxies of ports that no longer exist."""
         wanted = {
             (service["spec"]["clusterIP"], port["port"]): (service, port.get("name", ""))
             for service in self._objects.all("services")
@@ -164,7 +164,7 @@ class ToyCluster:
             )
 
     def _choose(self, place: tuple[str, int], namespace: str, service: str, port: str) -> tuple[str, int] | None:
-        """Return the address of the next ready pod, in turn; None if no pod is ready."""
+        """Return the address of a ready pod of a Service, each one in turn; None if no pod is ready."""
         ready = [
             (endpoint["addresses"][0], each["port"])
             for piece in self._objects.all("endpointslices")
@@ -187,8 +187,8 @@ def a_cluster(
     Args:
         server: An API server with its controllers, because objects without an owner have to be removed.
         folder: The folder for logs, volumes, and the files that pods write.
-        claims: Folders of this machine, by the name of the PersistentVolumeClaim that they stand for in every
-            namespace.
+        claims: Folders of this machine that pods get as volumes, by the name of the PersistentVolumeClaim, which is
+            the same in every namespace.
         gpus: The number of NVIDIA GPUs of the only node.
     """
     folder.mkdir(exist_ok=True)

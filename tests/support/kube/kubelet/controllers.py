@@ -124,7 +124,7 @@ async def _deployment(objects: Objects, deployment: Object, chance: random.Rando
 
 
 def _worth(pod: Object) -> tuple[int, int, str]:
-    """Return the sort key of pods from one template; the pod with the lowest key is deleted first."""
+    """Return the sort key by which a Deployment deletes its pods: the pod with the lowest key goes first."""
     cost = int(pod["metadata"].get("annotations", {}).get(COST, 0))
     return condition(pod, "Ready"), cost, pod["metadata"]["creationTimestamp"]
 
@@ -264,7 +264,7 @@ def _endpoint(pod: Object, spec: Object) -> Object:
 
 
 def _target(port: Object, pods: Sequence[Object]) -> int | None:
-    """Return the number of a Service's port in its pods; None if the port has a name that no pod knows."""
+    """Return the port number of the pods to which a Service's port leads; None if no pod has a port of this name."""
     target = port.get("targetPort", port["port"])
     for pod in pods:
         named = {

@@ -3,9 +3,10 @@
 Rules:
 
 1. The node is a network namespace with a bridge. A pod is a namespace with an interface on the bridge and an address of
-   its own. The machine's own network is not changed. Pods cannot disturb one another: all may listen on the same port.
-2. A socket belongs to the namespace in which it was made, whatever process uses it afterwards. So this process listens
-   on the addresses of Services, which the node has, and connects to pods, without being in the node's namespace.
+its own, so all pods may listen on the same port. The machine's own network is not changed.
+2. A socket belongs to the namespace in which it was made, whatever process uses it afterwards. So this process makes
+sockets in the node's namespace, listens with them on the addresses of Services and connects to pods, and stays in its
+own namespace otherwise.
 3. The kernel ends every process when the thread that started it ends.
 """
 
@@ -27,7 +28,7 @@ NODE_ADDRESS = "10.244.0.1"
 DIE_WITH_US = ("setpriv", "--pdeathsig", "KILL")
 CHUNK = 1 << 16
 DIAL_SECONDS = 5
-# Turns of the loop from an accepted connection to its transport, its protocol and its task, which then ends it.
+# Number of turns of the event loop until an accepted connection has its transport, its protocol and its task.
 ACCEPTING_TURNS = 4
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -67,7 +68,7 @@ async def run(*command: str) -> None:
 
 @contextlib.contextmanager
 def inside(pid: int) -> Iterator[None]:
-    """Put this thread into the network namespace of a process; the body must not await anything."""
+    """Put this thread into the network namespace of a process while the context is open; the body must not await anything."""
     with Path("/proc/thread-self/ns/net").open() as home, Path(f"/proc/{pid}/ns/net").open() as there:
         _enter(there.fileno())
         try:
@@ -106,7 +107,7 @@ class Network:
         await self._node.wait()
 
     async def connect(self, pid: int) -> str:
-        """Give the namespace of a process an interface and an address, and return the address."""
+        """Give the network namespace of a process an interface on the bridge and an address, and return the address."""
         self._legs += 1
         address = f"10.244.{self._legs // 256}.{self._legs % 256}"
         leg = f"pod{self._legs}"
@@ -118,7 +119,7 @@ class Network:
         return address
 
     async def dial(self, host: str, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Connect to an address from the node."""
+        """Connect from the node's network to an address."""
         with inside(self._node.pid):
             dialling = socket.socket()
         dialling.setblocking(False)
@@ -151,8 +152,8 @@ class Network:
     async def lead(self, to: tuple[str, int], *, pid: int | None = None, port: int = 0) -> tuple["Proxy", str]:
         """Forward a port of the loopback interface to an address in another network.
 
-        Connections go from this machine to an address of the node's network, or from the namespace of the process `pid`
-        to an address of this machine.
+        If `pid` is None, the port is on this machine, and the address in the node's network. Otherwise the port is in the
+        namespace of the process `pid`, and the address on this machine.
         """
         if pid is None:
             proxy = Proxy(self, lambda: to)
@@ -173,7 +174,7 @@ class Proxy:
     """Forwards connections to the address that `choose` returns, and closes them if it returns none."""
 
     def __init__(self, network: Network | None, choose: Choose) -> None:
-        """`network` is the one from whose node to connect; None connects from this machine."""
+        """Prepare a proxy that connects from the node of `network`; None: from this machine."""
         self._network = network
         self._choose = choose
         self._server: asyncio.Server | None = None
@@ -185,7 +186,7 @@ class Proxy:
         self._server = await asyncio.start_server(self._accept, sock=listening)
 
     async def close(self) -> None:
-        """Refuse new connections, and close the open ones, also connections that were accepted a moment ago."""
+        """Refuse new connections, and close all accepted ones, even those that have no task yet."""
         self._closed = True
         if self._server is not None:
             stop_listening(self._server)

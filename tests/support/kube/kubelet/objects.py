@@ -94,7 +94,7 @@ class Objects:
         )
 
     async def delete(self, plural: str, item: Object, *, at_once: bool = False) -> None:
-        """Delete an object; do nothing if it no longer exists, or if another object has its name now."""
+        """Delete an object; do nothing if it no longer exists, or if a new object has its name now."""
         options: Object = {
             "kind": "DeleteOptions",
             "apiVersion": "v1",
@@ -108,7 +108,7 @@ class Objects:
             if refused.code not in {404, 409}:
                 raise
             return
-        if answer.get("kind") != "Status":  # it still exists, but is being deleted
+        if answer.get("kind") != "Status":  # the object still exists, and is being deleted
             self._keep(plural, answer)
 
     async def _ask(
@@ -184,7 +184,7 @@ def _version(item: Object) -> int:
 
 
 def owned(items: Iterable[Object], owner: Object) -> list[Object]:
-    """Return the objects whose controlling owner is this object."""
+    """Return the objects that have this object among their owners."""
     uid = owner["metadata"]["uid"]
     return [
         each

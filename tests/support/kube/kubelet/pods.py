@@ -2,11 +2,11 @@
 
 Rules:
 
-1. A container's command runs as it is written; the command `fleet` is that of this checkout. Images have no effect. All
-   processes run as the user of the tests. Requests and limits of resources do not restrict a process.
+1. A container's command runs on this machine as it is written; `fleet` is the command of this checkout. Images have no
+effect. All processes run as the user of the tests. Resource requests and limits do not restrict a process.
 2. When a pod has to end, its `preStop` hook runs, then its processes get SIGTERM, and SIGKILL when the grace period is
    over. After that, the object of the pod is removed.
-3. A container that ends is started again after a pause, if its pod's restart policy is `Always`.
+3. A container that has ended is started again after a pause, if its pod's restart policy is `Always`.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from tests.support.waiting import pace
 FLEET = (sys.executable, "-m", "fleet.cli.main")
 RESTART_SECONDS = 0.5
 LONGEST_PERIOD_SECONDS = 0.5
-"""Maximum period of a probe. A probe with a longer `periodSeconds` runs this often, to make tests faster."""
+"""Maximum period of a probe in seconds. A probe with a longer `periodSeconds` runs with this period, to make tests faster."""
 
 SERVICE_ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"
 API_PORT = 6443
@@ -82,9 +82,9 @@ class Kubelet:
         return [pid for pod in self._pods.values() if name in {"", pod.name[1]} for pid in pod.processes()]
 
     def write_hosts(self) -> None:
-        """Write the names of Services and of headless Services' pods into the hosts file, in place of DNS.
+        """Write the hosts file, which replaces DNS: it has the names of Services and of the pods of headless Services.
 
-        The file is changed in place, because pods have it mounted.
+        The file is changed in place and not replaced, because pods have it mounted.
         """
         lines = ["127.0.0.1 localhost"]
         for service in self.objects.all("services"):
@@ -132,7 +132,7 @@ class _Pod:
         ]
 
     def renew_secrets(self) -> None:
-        """Write changed Secrets into the volumes, and replace each file atomically, as a kubelet does after a while."""
+        """Replace the files of changed Secrets in the volumes atomically; a real kubelet does so after a while."""
         folder = self._kubelet.folder / "pods" / self._pod["metadata"]["uid"] / "volumes"
         for volume in self._pod["spec"].get("volumes") or ():
             if "secret" not in volume or not (folder / volume["name"]).exists():
@@ -192,7 +192,7 @@ class _Pod:
                         stopping.create_task(each.stop(grace))
             for each in running:
                 each.cancel()
-        if not self.ending.is_set():  # all have already ended
+        if not self.ending.is_set():  # all containers have already ended
             await self.report()
             await self.ending.wait()
 
@@ -235,7 +235,7 @@ class _Pod:
     async def _until_there(self) -> dict[str, Path] | None:
         """Wait until all volumes of the pod have their sources.
 
-        Return the source paths by the path in the pod; None if the pod has to end before that.
+        Return the path of each source by its path in the pod; None if the pod has to end before.
         """
         while not self.ending.is_set():
             if (mounts := self._mounts()) is not None:
@@ -294,7 +294,7 @@ class _Pod:
         return account
 
     def field(self, path: str) -> str:
-        """Return a value of the downward API."""
+        """Return the value of a field of the downward API, such as `status.podIP`."""
         metadata = self._pod["metadata"]
         if quoted := re.fullmatch(r"metadata\.(labels|annotations)\['(.*)'\]", path):
             return metadata.get(quoted[1], {}).get(quoted[2], "")
@@ -360,7 +360,7 @@ class _Container:
             await pace(min(RESTART_SECONDS * 2 ** min(self._count - 1, 5), 10), "the back-off before a restart")
 
     async def stop(self, grace: float) -> None:
-        """Run the hook and send SIGTERM, and SIGKILL when the grace period is over."""
+        """Run the `preStop` hook, then send SIGTERM. If the container has not ended after `grace` seconds, send SIGKILL."""
         self._stopping = True
         process = self.process
         if process is None or process.returncode is not None:
@@ -416,7 +416,10 @@ class _Container:
         }
 
     async def _probe(self) -> None:
-        """Set `ready` by the readiness probe, and kill the container when its liveness probe fails too often."""
+        """Wait for the startup probe; then set `ready` by the readiness probe, and kill a container whose liveness probe fails often.
+
+        The liveness probe runs only if the container has a startup probe, too.
+        """
         if startup := self._spec.get("startupProbe"):
             while not await self._asked(startup):
                 await pace(_period(startup) / 4, "the period of the probe, shortened")

@@ -1,6 +1,7 @@
 """Sandbox of a pod: namespaces for network and files, with the pod's volumes at the paths that its containers expect.
 
-The root is an overlay on this machine's root. Files that a pod writes there stay in memory and end with the pod.
+The root folder is an overlay on this machine's root folder. Files that a pod writes there are kept in memory, and vanish
+with the pod.
 """
 
 import asyncio
@@ -87,7 +88,7 @@ class Sandbox:
 def _bound(folder: Path, where: str, what: Path) -> str:
     """Return shell commands that create a mount point in the pod and mount a file or a folder there.
 
-    A file is mounted on a new file, because a symbolic link at its path could point out of the pod.
+    A file is mounted on a new empty file, because a symbolic link at its path could lead out of the pod.
     """
     where = where.removeprefix("/var") if where.startswith("/var/run/") else where
     inside = shlex.quote(f"{folder}/root{where}")

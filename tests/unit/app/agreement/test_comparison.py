@@ -24,7 +24,7 @@ REQUESTS = 80
 
 
 def requests(count=REQUESTS, rate=20.0, seed=1):
-    """Return requests of sessions that share four beginnings, at unrelated instants and with unrelated lengths."""
+    """Yield requests whose prompts begin with one of four prefixes, at random instants and with random lengths."""
     luck = Random(seed)
     beginnings = [tuple(luck.randrange(1 << 62) for _ in range(6 + index)) for index in range(4)]
     instant = 0
@@ -37,7 +37,7 @@ def requests(count=REQUESTS, rate=20.0, seed=1):
 
 
 def sessions(count=20, seed=2):
-    """Return conversations whose turns wait for one or two answers, and for unrelated times."""
+    """Yield conversations in which each later turn follows the answer to an earlier turn after a random pause."""
     luck = Random(seed)
     for _ in range(count):
         turns, chain = [], tuple(luck.randrange(1 << 62) for _ in range(8))
@@ -128,7 +128,7 @@ PLANS = {
 
 
 MORE = {"a queue and refusals": ("refuse",), "deadlines": ("refuse", "cancel")}
-"""Verbs besides those of every log."""
+"""For some cases, verbs that their decision log has in addition to those of every log."""
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -172,7 +172,7 @@ def test_decision_log_has_costs_reservations_and_handoffs():
     lines = [line.partition(" ")[2] for line in simulated(PLANS["prefill and decode"], requests(40)).lines]
     pair = next(line for line in lines if " with prefill-" in line and "/6" in line)
     assert " prompt_long_uncached, compute " in pair
-    assert pair.count("=") == 4  # prefill and decode candidates, with cost and hits
+    assert pair.count("=") == 4  # cost and hits of the prefill and of the decode candidates
     work = next(line for line in lines if line.startswith("send ") and ", of which " in line)
     assert " from prefill-" in work
     assert any(line.startswith("book decode-") and "1 requests" in line for line in lines)
@@ -203,4 +203,4 @@ def test_aborted_run_leaves_no_pending_tasks():
 
     with pytest.raises(KeyboardInterrupt):
         served(pairs(), interrupted())
-    gc.collect()  # complaints about tasks and coroutines are errors in tests
+    gc.collect()  # warnings about pending tasks and coroutines fail the test

@@ -1,4 +1,4 @@
-"""Handoff states: every interleaving of small bounds keeps the rules, and a bug planted in either side is found."""
+"""Handoff states: every interleaving within small bounds keeps the rules, and a bug that a test plants on either side is found."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""Seed runs: a seed replays, its happenings can be left out, and a bug planted in production's code breaks its promise."""
+"""Seed runs: a seed gives the same run again, its events can be left out, and a bug that a test plants breaks a promise."""
 
 import logging
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from kvstore.messages import CORRUPT, BlockOutcome, FetchResult
 from kvstore.pool.machine import BlockMachine
 from workers.engines.simulated.direct_transfer import BlockBorrower
 
-SEEDS = range(1, 101)  # each planted bug shows in one of them
+SEEDS = range(1, 101)  # each planted bug breaks its promise with at least one of these seeds
 MOST_HAPPENINGS = 30
 
 
@@ -67,7 +67,7 @@ def test_promises_hold_and_most_fault_points_are_reached():
     assert result.tokens_compared > 10_000
 
 
-# Planted bugs. Each wraps a public method of production's code.
+# Planted bugs. Each of these functions wraps a public method of the production code.
 
 
 def wrap(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, wrapper: Callable) -> None:

@@ -1,4 +1,4 @@
-"""First-byte history: what is expected of a server after its past."""
+"""First-byte history: the time to the first byte that is expected of a server after its past times."""
 
 import random
 
@@ -21,7 +21,7 @@ def a_past(*waited, kib=1):
 def test_few_times_allow_much_more(times):
     past = FirstByteHistory()
     past.add(times[0], 1)
-    past.expected(1, 1)  # from here on outliers are cut off
+    past.expected(1, 1)  # from now on, outliers are cut off
     for each in times[1:]:
         past.add(min(each, 4 * times[0]), 1)
 

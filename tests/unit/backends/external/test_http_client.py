@@ -1,4 +1,4 @@
-"""Small HTTP client for external backends, over real sockets."""
+"""HTTP client by which the router checks external backends, over real sockets."""
 
 import asyncio
 

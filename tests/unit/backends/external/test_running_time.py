@@ -1,4 +1,4 @@
-"""Running time, which stands still while the router does not run."""
+"""Running time: a clock that stands still while the machine does not run the router."""
 
 from hypothesis import given
 from hypothesis import strategies as st

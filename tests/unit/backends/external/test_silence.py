@@ -43,12 +43,12 @@ class Asked:
 
 @dataclass
 class Server:
-    """One server, and what the router does about it."""
+    """One simulated server, with the router's silence detector for it."""
 
     silence: SilenceDetector
     usual: int = USUAL
     hung: bool = False
-    speaks: bool = True  # in streams that have begun
+    speaks: bool = True  # True: it goes on with streams that have begun
     refuses_trials: bool = False
     works: dict[RequestId, Asked] = field(default_factory=dict)
     said: list[object] = field(default_factory=list)
@@ -65,7 +65,7 @@ class World:
         self.sent = 0
 
     def send(self, server: Server, seconds: float | None = None, *, size: int = 500, streams: bool = True) -> Asked:
-        """Send a request that is answered after some seconds, by default after the server's usual time."""
+        """Send a request that is answered after `seconds`; None: after the server's usual time."""
         self.sent += 1
         waits = server.usual if seconds is None else int(seconds * SECOND)
         turn = server.silence.answers + len(server.works) + 1
@@ -74,7 +74,7 @@ class World:
         return asked
 
     def leave(self, server: Server, asked: Asked) -> None:
-        """Let a request's client leave."""
+        """Let the client of a request leave, so that the request ends."""
         if server.works.pop(asked.work_id, None) is not None and asked.begun_at is None:
             server.silence.abandoned(self._seen(server, asked), self.now)
 
@@ -99,7 +99,7 @@ class World:
         )
 
     def run(self, seconds: float, *, judged: bool = True) -> None:
-        """Let time pass, step by step."""
+        """Let time pass in steps of `LOOK`. With `judged`, let the silence detectors decide after each step."""
         for _ in range(round(seconds * SECOND / LOOK)):
             self.now = Nanos(self.now + LOOK)
             for server in self.servers:
@@ -205,7 +205,7 @@ def test_suspect_server_is_held_and_requests_move_early():
 
 
 def test_answered_trial_ends_the_hold():
-    """The server pauses for a moment, as for garbage collection."""
+    """Let a server pause for a moment, as in a garbage collection."""
     world, paused = a_hung_server()
     world.send(paused, 0.65)
     world.run(0.6)
@@ -220,7 +220,7 @@ def test_answered_trial_ends_the_hold():
 def test_equally_silent_servers_are_not_held():
     world = World()
     world.warm()
-    world.run(0.3)  # neither of them has sent anything since the requests were sent
+    world.run(0.3)  # no server has sent anything since its requests were sent
     for server in world.servers:
         server.hung = True
         world.send(server)
@@ -258,7 +258,7 @@ def test_whole_answer_moves_early_if_trials_do_not_queue(concurrent):
 
 
 def test_impatient_clients_together_raise_suspicion():
-    """No client waits as long as a silence that is suspicious."""
+    """Let clients leave one after the other, each of them before its own wait is a suspicious silence."""
     world, hung = a_hung_server()
     lost = 0
     while not hung.silence.held:
@@ -375,7 +375,7 @@ def test_only_server_stays_and_its_requests_time_out():
 
 
 def test_overtaken_requests_count_as_silent():
-    """The server behaves like one with two engines, one of which hangs."""
+    """Let a server behave as if it had two engines, one of which hangs."""
     world = World()
     world.warm()
     server = world.servers[0]
@@ -392,7 +392,7 @@ def test_overtaken_requests_count_as_silent():
     assert outs(server)
 
 
-# No false alarm
+# No false alarms.
 
 
 def test_first_requests_of_all_servers_may_take_long():
@@ -443,7 +443,7 @@ def test_permanently_slow_server_is_used_again():
 
 @pytest.mark.parametrize("alone", [True, False])
 def test_very_long_prompt_is_no_hang(alone):
-    """The server computes one prompt after the other, so later ones wait."""
+    """Let a server compute one prompt after the other, so that later prompts wait for a very long one."""
     world = World()
     world.warm(size=4000)
     server = world.servers[0]
@@ -452,7 +452,7 @@ def test_very_long_prompt_is_no_hang(alone):
     for _ in range(0 if alone else 10):
         world.run(1)
         world.send(server, 80, size=4000)
-    server.refuses_trials = True  # otherwise the trial would show that it lives, unlike a server of that kind
+    server.refuses_trials = True  # a server that computes one prompt at a time would not answer a trial, either
     world.run(88)
 
     assert not outs(server)
@@ -460,7 +460,7 @@ def test_very_long_prompt_is_no_hang(alone):
 
 
 def test_moving_queue_is_no_hang():
-    """Forty requests run one after the other, each for a second; one took a tenth of that before."""
+    """Queue forty requests that are answered 0.9 s after each other, by a server that answered in 0.1 s before."""
     world = World()
     world.warm(0.1)
     server = world.servers[0]
@@ -503,7 +503,7 @@ def test_long_whole_answer_is_no_hang():
     streams=st.booleans(),
 )
 def test_servers_with_usual_latency_never_leave(seed, usual, spread, streams):
-    """Clients behave in any way: some leave, some send many requests at once, some send none for long."""
+    """Let clients do anything: some leave, some send many requests at once, some send none for a long time."""
     source = random.Random(seed)
     world = World(2)
 

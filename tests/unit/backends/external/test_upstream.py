@@ -1,4 +1,4 @@
-"""Upstream connection: what it passes on and reports of an answer, and when."""
+"""Upstream connection: which parts of an answer it passes on and reports, and when."""
 
 import pytest
 
@@ -97,7 +97,7 @@ class Owner:
 
 
 async def make_busy(owner):
-    """Run a turn with several messages, so that those of the next one wait for its end."""
+    """Send several messages in a turn of the event loop, so that messages of the next turn wait for its end."""
     for _ in range(2):
         owner.write_batcher.send(lambda: None)
     await turns()
@@ -112,7 +112,7 @@ async def owner():
 
 @pytest.fixture
 async def asked(owner):
-    """Return a connection whose request was sent in the turn before."""
+    """Return a connection and its request, which was sent in an earlier turn of the event loop."""
     upstream = Upstream(owner, report_every=2)
     upstream.connection_made(Transport())
     relayed = Relayed()
@@ -177,8 +177,8 @@ async def test_bytes_before_a_request_are_no_answer(owner):
     upstream.connection_lost(None)
 
     assert again.client.written == b""
-    assert upstream.transport.written == REQUEST + relayed.body  # without the second request
-    assert owner.told == [("stale",)]  # sent again over another connection
+    assert upstream.transport.written == REQUEST + relayed.body  # the second request was not sent
+    assert owner.told == [("stale",)]  # the owner then sends it over another connection
 
 
 @pytest.mark.parametrize("end", ["drop", "fail", "flush", "lost"])
@@ -200,7 +200,7 @@ async def test_pending_bytes_reach_the_client_before_an_error(owner, asked, end)
     assert relayed.client.written.endswith(EVENT + EVENT)
     written = relayed.client.written
     await turns()
-    assert relayed.client.written == written  # once
+    assert relayed.client.written == written  # the bytes were written only once
 
 
 async def test_a_request_that_is_dropped_in_its_turn_is_not_sent(owner):
@@ -262,7 +262,7 @@ async def test_bytes_after_the_answer_close_only_the_connection(owner, asked):
 
 
 async def test_usage_is_read_wherever_the_answer_is_split(owner):
-    """The network splits the answer in two, also in the middle of the usage."""
+    """Split the answer in two at every position of the usage, as the network may do."""
     usage = b'"usage":{"prompt_tokens":7,"completion_tokens":21,"prompt_tokens_details":{"cached_tokens":3}}}'
     body = b'{"choices":[{"text":"' + b"a" * 5000 + b'"}],' + usage
     head = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(body)
@@ -300,7 +300,7 @@ async def test_usage_counts_in_however_many_pieces_it_comes(asked, size):
 
 @pytest.mark.parametrize("size", [1, 2, 7, 60])
 async def test_usage_counts_in_however_many_chunks_it_comes(asked, size):
-    """Split the answer like a proxy before the server."""
+    """Split the usage into HTTP chunks of any size, as a proxy in front of the server may do."""
     upstream, relayed = asked
     relayed.tenant = "somebody"
     usage = b'data: {"usage":{"prompt_tokens":1234,"completion_tokens":567,"prompt_tokens_details":{"cached_tokens":89}}}\n\n'
@@ -318,7 +318,7 @@ async def test_usage_counts_in_however_many_chunks_it_comes(asked, size):
 @pytest.mark.parametrize("size", [1, 30, 900, 4096, 5000, 1 << 20])
 @pytest.mark.parametrize("chunked", [False, True], ids=["sized", "chunked"])
 async def test_usage_counts_however_much_of_the_answer_follows_it(asked, size, chunked):
-    """vLLM puts `prompt_logprobs` and `prompt_token_ids` behind the usage of an answer in one piece."""
+    """Put more fields behind the usage, as vLLM does with `prompt_logprobs` and `prompt_token_ids` if it does not stream."""
     upstream, relayed = asked
     relayed.tenant = "somebody"
     usage = b'"usage":{"prompt_tokens":7,"completion_tokens":21,"prompt_tokens_details":{"cached_tokens":3}}'
@@ -407,7 +407,7 @@ async def test_too_many_interim_heads_or_other_bytes_fail(owner, asked, said, si
 
 
 async def test_interim_head_shows_that_the_request_was_seen(owner, asked):
-    """The request is not sent again if the connection closes then, unlike after an idle time."""
+    """Close a used connection after an interim head: the request counts as failed, and is not sent again as after an idle time."""
     upstream, _ = asked
     upstream.data_received(HEAD + EVENT + LAST)
     await turns()

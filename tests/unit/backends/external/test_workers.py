@@ -1,4 +1,4 @@
-"""Fleet's own workers beside external backends, whose names and models are reserved."""
+"""Fleet's own workers together with external backends: Fleet's workers cannot take the names and models of external backends."""
 
 from fleet.backends.external.workers import CombinedBackends, ExternalBackends
 from fleet.core.ids import WorkerId

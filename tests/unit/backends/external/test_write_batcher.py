@@ -1,4 +1,4 @@
-"""Write batcher: what happens at the end of a turn, and in which order."""
+"""Write batcher: what happens at the end of a turn of the event loop, and in which order."""
 
 import asyncio
 
@@ -15,7 +15,7 @@ def done():
 
 @pytest.fixture
 async def turn_end():
-    """Return a batcher whose latest turn had several messages."""
+    """Return a write batcher whose last turn had several messages."""
     turn_end = WriteBatcher()
     for _ in range(2):
         turn_end.send(lambda: None)

@@ -1,4 +1,4 @@
-"""Ledgers of a spending limit: one promise for memory and file, and what several processes share."""
+"""Spending ledgers: those in memory and in a file keep the same promises, and several processes can share a file."""
 
 import asyncio
 import fcntl

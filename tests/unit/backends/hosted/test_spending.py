@@ -1,4 +1,4 @@
-"""Spending limit: what an hour may cost, and what is given back."""
+"""Spending limit: what the requests of an hour may cost, and what is refunded when a request costs less than estimated."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,10 +8,10 @@ from fleet.backends.hosted.spending import WINDOW_MINUTES, TokenPrices, minute_o
 LIMIT = 1000
 requests = st.lists(
     st.tuples(
-        st.integers(0, 40),  # minutes until it arrives
-        st.integers(1, 600),  # estimate
-        st.integers(0, 100),  # per cent of the estimate that it costs
-        st.integers(0, 90),  # minutes that it runs
+        st.integers(0, 40),  # minutes since the arrival of the request before
+        st.integers(1, 600),  # estimated cost
+        st.integers(0, 100),  # real cost in per cent of the estimate
+        st.integers(0, 90),  # duration in minutes
     ),
     max_size=40,
 )
@@ -19,7 +19,7 @@ requests = st.lists(
 
 @given(requests)
 def test_no_hour_costs_more_than_the_limit(arriving):
-    """Replay requests minute by minute; whatever they cost, no 61 minutes of beginnings together exceed the limit."""
+    """Replay requests; the requests that begin within any 61 minutes never cost more than the limit together."""
     charges, minute, begun, ending = {}, 0, [], []
     for pause, estimate, share, duration in arriving:
         minute += pause

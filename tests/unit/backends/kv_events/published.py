@@ -1,4 +1,4 @@
-"""Published cache events for tests: recorded streams, and events as the engines' schemas allow them."""
+"""Published KV events for tests: recorded streams, and made-up events that the engines' schemas allow."""
 
 import json
 from pathlib import Path
@@ -29,7 +29,7 @@ def some_books(capacity: int = 10, block_tokens: int = BLOCK_TOKENS, **options) 
 
 
 def names(first: int, last: int, salt: bytes = b"", block_tokens: int = BLOCK_TOKENS) -> tuple[bytes, ...]:
-    """Return the names of the full blocks of these consecutive token ids."""
+    """Return the block hashes of the full blocks of the token ids from `first` to `last` - 1."""
     return tuple(chain(token_bytes(range(first, last)), block_tokens, salt=salt))
 
 

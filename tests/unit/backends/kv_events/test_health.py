@@ -1,4 +1,4 @@
-"""Alerts about an engine's KV events."""
+"""Alerts about an engine whose KV events are missing or unusable."""
 
 import pytest
 

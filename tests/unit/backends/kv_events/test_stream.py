@@ -1,4 +1,4 @@
-"""The KV event stream over real sockets: begin, gaps, restarts and unreadable batches."""
+"""The KV event stream over real sockets: start, gaps, restarts and unreadable batches."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ ONE, TWO, SALTED_ONE = KvStored(names(100, 170)), KvStored(names(100, 230)[2:]),
 
 
 class Publisher:
-    """An engine's publisher as its protocol describes it, which can leave batches out."""
+    """Plays the publisher of an engine by the documented protocol; it can leave batches out."""
 
     def __init__(self, folder: Path, topic: bytes = b""):
         import zmq
@@ -75,7 +75,7 @@ class Publisher:
             await self.repeat()
 
     def keep(self, batches: list[bytes]) -> None:
-        """Replay these batches, whatever was sent."""
+        """Use these batches for later replays, whatever was published."""
         self._batches = list(batches)
 
     def restart(self) -> None:
@@ -98,7 +98,7 @@ def a_publisher(topic: bytes = b"") -> Iterator[Publisher]:
 async def read(
     publisher: Publisher, batches: int, drive, *, replay: bool = True, books=None
 ) -> tuple[list, EventStreamCounters]:
-    """Return the events of the first `batches` batches, while `drive` makes the publisher act."""
+    """Return the events of the first `batches` batches and the stream's counters; meanwhile `drive` lets the publisher act."""
     told: list = []
     counters = EventStreamCounters()
 
@@ -133,7 +133,7 @@ async def test_batch_published_during_replay_counts_once():
     with a_publisher() as publisher:
 
         async def drive() -> None:
-            await publisher.publish(FIRST)  # it is sent and also replayed
+            await publisher.publish(FIRST)  # this batch is published, and also replayed
             await publisher.repeat()
             await publisher.publish(LONGER)
 
@@ -189,7 +189,7 @@ async def test_dropped_part_of_a_replay_is_requested_again(monkeypatch, falls, e
 
 
 async def test_replay_with_lasting_hole_counts_only_after_the_hole():
-    """Removals in the hole are unknown."""
+    """Leave batches out of a replay: as they may contain removals, earlier batches do not count."""
     with a_publisher() as publisher:
         publisher.keep([*CHAIN[:6], FIRST, SALTED])
 
@@ -205,7 +205,7 @@ async def test_replay_with_lasting_hole_counts_only_after_the_hole():
 
 
 async def test_long_backlog_lets_other_tasks_run():
-    """Receiving waiting messages does not yield to the event loop by itself."""
+    """Count the turns of another task, because receiving messages that already wait does not yield to the event loop by itself."""
     many, others_turns = 400, 0
     with a_publisher() as publisher:
 
@@ -320,7 +320,7 @@ async def test_restarted_engine_is_followed_from_its_first_batch():
 
 
 async def test_unnoticed_engine_restart_is_detected_at_a_gap():
-    """Its first batches were lost with the connection, and their numbers continue those of the former process."""
+    """Lose the first batches of a restarted engine, so that the next number continues those of the earlier process."""
     with a_publisher() as publisher:
 
         async def drive() -> None:
@@ -423,7 +423,7 @@ async def test_number_far_ahead_costs_no_more_than_one_gap():
 
 @pytest.mark.parametrize("seconds", ["REPLAY_TIMEOUT_SECONDS", "REPLAY_SECONDS"])
 async def test_endless_replay_is_cut_and_lets_other_tasks_run(monkeypatch, seconds):
-    """The publisher sends the same or other batches, too few at a time to end, and too many to count as silent."""
+    """Replay without end, the same batches or new ones, so fast that the publisher does not count as silent."""
     monkeypatch.setattr(event_stream, seconds, 0.3)
     again = seconds == "REPLAY_TIMEOUT_SECONDS"
     monkeypatch.setattr(event_stream, "RECEIVE_BATCHES", 200 if again else 10**9)

@@ -1,4 +1,4 @@
-"""Translation of engines' KV events, recorded ones and those that their schemas allow, to our names."""
+"""Translation of the block hashes in engines' KV events, recorded and made-up ones, to Fleet's block hashes."""
 
 import msgspec
 import pytest
@@ -78,7 +78,7 @@ def test_recorded_sglang_events_name_the_prompts_blocks():
 
 
 class _SglangEvent(msgspec.Struct, array_like=True, omit_defaults=True, tag=True):
-    """An event as SGLang published it until 0.5.19, written down from its schema."""
+    """An event in the form in which SGLang published events until 0.5.19, by its schema."""
 
 
 class BlockStored(_SglangEvent):
@@ -125,7 +125,7 @@ def test_array_events_of_older_vllm_releases_are_read():
     assert events == [KvStored((one, other)), KvRemoved((other,)), KvCleared()]
 
 
-# Fields and kinds that either engine may add.
+# Fields and kinds of events that vLLM or SGLang may add later.
 
 
 def test_unknown_fields_and_kinds_are_skipped():

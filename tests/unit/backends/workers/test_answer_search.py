@@ -1,4 +1,4 @@
-"""Rules of `fleet.backends.workers.answer_search`."""
+"""Answer search: tests of the rules in `fleet.backends.workers.answer_search`."""
 
 import asyncio
 
@@ -25,7 +25,7 @@ class Cluster:
         return self.workers
 
     async def begin(self, key: int, most: int) -> "asyncio.Task[tuple[int, ...]]":
-        """Begin a search, and wait until the workers are asked."""
+        """Begin a search, wait until the workers are asked, and return the task of the search."""
         task = asyncio.create_task(self.search.tokens(key, most))
         await until(lambda: self.asked)
         return task
@@ -93,18 +93,18 @@ async def test_two_searches_for_one_answer_each_get_what_they_want():
     cluster = Cluster(A)
     first = await cluster.begin(7, 3)
     second = asyncio.create_task(cluster.search.tokens(7, 1))
-    await turns()  # the second search has begun, and its question is not sent
+    await turns()  # the second search has begun, but has not asked the workers yet
     cluster.answer(A, 7, 1, 2, 3)
 
     assert (await first, await second) == ((1, 2, 3), (1,))
 
 
 async def test_searches_for_one_answer_are_sent_once():
-    """A client that resumes an answer many times at once must not make workers send it as often."""
+    """Resume an answer many times at once: the workers are asked only once."""
     cluster = Cluster(A)
     searches = [await cluster.begin(7, 3)]
     searches += [asyncio.create_task(cluster.search.tokens(7, 3)) for _ in range(100)]
-    searches[0].cancel()  # its client has left, and the others still wait
+    searches[0].cancel()  # as if its client had left; the other searches still wait
     await turns()
     cluster.answer(A, 7, 1, 2, 3)
 

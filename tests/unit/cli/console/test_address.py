@@ -1,4 +1,4 @@
-"""Messages of commands for a missing cluster, and for invalid addresses, keys and prompts."""
+"""Error messages of commands if no cluster is found, and for invalid addresses, keys and prompts."""
 
 import socket
 import sys
@@ -16,7 +16,7 @@ OPERATING = (["status"], ["explain", "x"], ["router", "thresholds"])
 
 @pytest.fixture
 def nobody():
-    """Return an address without a listener."""
+    """Yield an address at which no server listens."""
     with closing(socket.socket()) as held:
         held.bind(("127.0.0.1", 0))
         yield f"127.0.0.1:{held.getsockname()[1]}"

@@ -1,4 +1,4 @@
-"""Files that are complete or not there."""
+"""Output files: a file is either complete, or keeps its earlier content."""
 
 from pathlib import Path
 

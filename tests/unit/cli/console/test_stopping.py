@@ -1,4 +1,4 @@
-"""A command that is stopped cleans up."""
+"""Stopping a command by a signal: the command cleans up."""
 
 import importlib
 import os
@@ -47,7 +47,7 @@ def _alarms(request):
 
 @pytest.fixture
 def _heard():
-    """Background jobs of a shell ignore Ctrl-C, and these tests may run in one."""
+    """Let SIGINT raise KeyboardInterrupt, because these tests may run in a background job, which ignores SIGINT."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -55,7 +55,7 @@ def _heard():
 
 @pytest.mark.usefixtures("_alarms", "_heard")
 def test_interrupt_during_an_import_acts_after_it(tmp_path, monkeypatch):
-    """The import lasts until the interrupt was tried again, which must not act yet."""
+    """Interrupt an import that lasts until the interrupt is tried again, which must not end the import either."""
     (tmp_path / "slowly_imported.py").write_text(
         "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nsignal.pause()\nwhole = True\n"
     )

@@ -93,11 +93,11 @@ def test_a_cluster_that_did_not_start_counts_nothing():
 @pytest.mark.parametrize(
     ("tokens", "moved", "held", "good"),
     [
-        (32, 0, 0, True),  # its only full block ends with the token that is always computed
+        (32, 0, 0, True),  # the only full block contains the last token, which is always computed
         (33, 0, 0, False),
         (33, 1, 0, True),
-        (33, 0, 1, True),  # the decode engine held it
-        (97, 0, 2, False),  # it held two of three, so the third had to move
+        (33, 0, 1, True),  # the decode engine had the block
+        (97, 0, 2, False),  # the decode engine had two of three blocks, so the third one had to move
         (97, 1, 2, True),
     ],
 )

@@ -16,7 +16,7 @@ from fleet.local.runs import LocalRun, note_supervisor
 
 @pytest.fixture
 def cluster(tmp_path, monkeypatch):
-    """Yield the folder with the logs of a cluster, which `fleet logs` finds."""
+    """Return the folder with the logs of a cluster, which `fleet logs` finds."""
     (tmp_path / "router.json").write_text(json.dumps({"grpc_listen": "127.0.0.1:1"}))
     note_supervisor(tmp_path)
     monkeypatch.setattr(running, "local_runs", lambda: [LocalRun(tmp_path)])
@@ -31,14 +31,14 @@ def shown(capsys, *arguments):
 
 @pytest.mark.parametrize("seed", range(6))
 def test_last_lines_are_shown_whatever_the_lines_are(cluster, capsys, monkeypatch, seed):
-    """Any number of lines, small pieces, carriage returns, empty lines, and an end without a newline."""
+    """Write random lines, with carriage returns, empty lines and an end without newline, and read them in small pieces."""
     rng = random.Random(seed)
     lines = ["".join(rng.choices("aé €", k=rng.randrange(1 + 4 * seed))) for _ in range(40)]
     ends = [rng.choice(("\n", "\n", "\r")) if line else "\n" for line in lines[:-1]]
     text = "".join(map("".join, zip(lines, [*ends, rng.choice(("", "\n"))], strict=True)))
     (cluster / "router.log").write_bytes(text.encode())
     longest = max(len(line.encode()) for line in text.split("\n"))
-    monkeypatch.setattr(logs, "MOST_BYTES", longest + 1 + rng.randrange(3))  # longer lines would be divided
+    monkeypatch.setattr(logs, "MOST_BYTES", longest + 1 + rng.randrange(3))  # longer lines would be split
     expected = text.splitlines()
 
     for number in range(len(expected) + 2):

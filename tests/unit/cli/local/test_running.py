@@ -1,4 +1,4 @@
-"""The cluster of `fleet up` that a command is about, and the message when there are several."""
+"""Which cluster of `fleet up` a command uses, and the error message if several clusters run."""
 
 import json
 

@@ -54,7 +54,7 @@ def test_a_comparison_can_be_of_one_file_with_another_setting(scenario, capsys):
 
 
 def test_changes_of_the_second_scenario_are_applied_last(scenario, capsys):
-    """The order of the changes does not matter: both scenarios get the rate, then the workload that it belongs to."""
+    """Give changes in any order: both scenarios get the rate although it comes before the workload to which it belongs."""
     workload = "workload={kind='drawn',requests=20,rate=8.0,prompt_tokens=100,output_tokens=9}"
     both = ["--set", "workload.rate=9", "--set", workload]
     answer = answered(
@@ -102,7 +102,7 @@ def test_a_run_with_many_seeds_has_means_and_intervals(scenario, capsys):
 def test_capacity_shows_attainment_over_load(scenario, capsys):
     asked = ("capacity", scenario, "--attainment", "0.9", "--points", "3", "--processes")
     answer = answered(capsys, *asked, "1")
-    assert answered(capsys, *asked, "3") == answer  # unused runs beside it give no points
+    assert answered(capsys, *asked, "3") == answer  # also if more processes make runs that are not needed
     rates = [point["rate"] for point in answer["curve"]]
     assert rates == sorted(rates)
     assert answer["tries"] == len(rates)
@@ -242,9 +242,9 @@ def test_without_ray_its_package_is_named(scenario, capsys, monkeypatch):
 
 
 def all_of(terminal: int) -> str:
-    """Return what was written to it until its other side was closed."""
+    """Return the text that was written to a pseudo-terminal until its other end was closed."""
     read = b""
-    with os.fdopen(terminal, "rb", buffering=0) as file, contextlib.suppress(OSError):  # EIO is its end
+    with os.fdopen(terminal, "rb", buffering=0) as file, contextlib.suppress(OSError):  # EIO means the end
         while part := file.read(4096):
             read += part
     return read.decode()
@@ -267,7 +267,7 @@ def test_a_terminal_sees_a_bar_and_a_file_does_not(tmp_path):
 def test_killed_run_process_reports_what_to_do(scenario, which):
     made = sweep.cases([scenario], {}, (1, 2), {"workload.requests": 3_000_000})
     rows = sweep.run_all(made, 2)
-    others = {child.pid for child in multiprocessing.active_children()}  # of other tests
+    others = {child.pid for child in multiprocessing.active_children()}  # processes of other tests
 
     def computes():
         ours = sorted(child.pid for child in multiprocessing.active_children() if child.pid not in others)
@@ -284,7 +284,7 @@ def test_killed_run_process_reports_what_to_do(scenario, which):
 
 
 def test_runs_end_with_a_caller_that_is_killed(scenario):
-    """A killed caller cannot tell its processes, so they notice it."""
+    """Kill the calling process, which cannot end its child processes any more, so that they have to notice its end."""
     script = (
         "import multiprocessing, os, psutil, signal, sys, threading\n"
         "from pathlib import Path\n"

@@ -1,4 +1,4 @@
-"""Address rule: only public addresses are allowed, and no way of writing hides another one."""
+"""Address rule of image URLs: only public addresses are allowed, in whichever notation an address is written."""
 
 from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 

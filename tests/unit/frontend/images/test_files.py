@@ -1,4 +1,4 @@
-"""Images in bodies: only small enough images in data URLs pass, and errors name the field."""
+"""Images in request bodies: only images in data URLs within the size limits are accepted, and errors name the field."""
 
 import base64
 import io
@@ -135,7 +135,7 @@ def test_header_without_a_size_is_that_of_no_image(content):
     assert image_size(content) is None
 
 
-# Bytes that make readers of whole headers work for seconds.
+# Contents for which a reader of the whole header would need seconds.
 @pytest.mark.parametrize(
     "content",
     [

@@ -1,4 +1,4 @@
-"""Metrics of latency predictions, and the profiles behind them."""
+"""Metrics of latency predictions, and the latency profiles from which the router predicts."""
 
 import json
 from random import Random

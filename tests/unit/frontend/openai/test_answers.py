@@ -47,7 +47,7 @@ def events(stream: bytes) -> list[dict]:
 
 
 def strictly(kind, content: dict):
-    """Validate an object against the official type, with all fields and strict types."""
+    """Validate a JSON object strictly against a type of the OpenAI client, and return the typed object."""
     return kind.model_validate(content, strict=True)
 
 
@@ -135,7 +135,7 @@ def test_completion_chunks_match_the_official_types():
     stream = shape.chunk(Delta(text="a", token_ids=(1,))) + shape.last_chunks(finished("rest"), ())
 
     first, *others = events(stream)
-    # The reason is null, as OpenAI sends it.
+    # `finish_reason` is null, as OpenAI sends it.
     assert first["choices"] == [{"index": 0, "text": "a", "logprobs": None, "finish_reason": None}]
     last, usage = (strictly(Completion, event) for event in others)
     assert (last.choices[0].text, last.choices[0].finish_reason) == ("rest", "stop")

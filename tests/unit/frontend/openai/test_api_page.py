@@ -1,4 +1,4 @@
-"""Tests of docs/api.md: it lists each field and header that the code knows, with what happens to it."""
+"""Tests of docs/api.md: it lists each field and header that the code knows, and says truly how Fleet treats it."""
 
 import json
 import re
@@ -39,9 +39,9 @@ class Listing(Struct, frozen=True):
     """One table of fields, and how the fields are read."""
 
     fields: set[str]
-    accepted: Mapping[str, tuple[object, ...]]  # values without effect of the fields that are not supported
-    read: Callable[[dict], object]  # returns what a body means
-    least: dict  # the smallest body
+    accepted: Mapping[str, tuple[object, ...]]  # accepted values of unsupported fields
+    read: Callable[[dict], object]  # parses a body
+    least: dict  # the smallest valid body
 
 
 def completion(body: dict) -> OpenAiRequest:
@@ -154,7 +154,7 @@ VALUES = {
     "top_p": 0.5,
     "truncate_prompt_tokens": 3,
 }
-"""A value with an effect for each field that is taken."""
+"""For each field that the page calls taken, a value that changes what the request means."""
 
 TOOLS = {
     "Fields of chats": {"tools": [FUNCTION]},
@@ -167,7 +167,7 @@ WITH_OTHERS = {
     "parallel_tool_calls": ("tools", False),
     "tool_choice": ("tools", "required"),
 }
-"""Fields that have an effect only beside others: those, and the value."""
+"""Fields that have an effect only together with other fields: the other fields, and the value."""
 
 
 def rows(title: str) -> list[list[str]]:
@@ -192,7 +192,7 @@ def test_page_lists_every_field_with_its_treatment(title):
 
 
 def meaning(listing: Listing, fields: dict) -> object:
-    """Return what a body means, or the field that it is refused for."""
+    """Return the parsed request of the smallest body with these fields; if it is refused, the name of the refused field."""
     try:
         return listing.read(listing.least | fields)
     except RequestRejected as refused:
@@ -201,7 +201,7 @@ def meaning(listing: Listing, fields: dict) -> object:
 
 @pytest.mark.parametrize("title", LISTINGS)
 def test_fields_that_the_page_calls_taken_have_an_effect(title):
-    """Set each field, and compare what the request means: fields called ignored change nothing, and the others do."""
+    """Set each field: a field that the page calls ignored must not change the parsed request, and a field called taken must."""
     listing = LISTINGS[title]
     for row in rows(title):
         field = row[0].strip("`")

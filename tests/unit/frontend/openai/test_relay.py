@@ -43,7 +43,7 @@ class Line:
 
 
 class Flow:
-    """Answer of which one event has arrived in this turn."""
+    """Answer with one event that has arrived in this turn and was not sent yet."""
 
     def __init__(self, line, *, at_event_boundary):
         self._line = line
@@ -84,7 +84,7 @@ def test_error_event_follows_the_bytes_of_the_same_turn(at_event_boundary):
 
 
 class BrokenRouter:
-    """A router that takes requests, and fails after that."""
+    """A router that accepts a request, and then raises an error."""
 
     def __init__(self):
         self.running = set()
@@ -106,7 +106,7 @@ class Workers:
 
 
 class Threads:
-    """Threads that have done each task at once."""
+    """Threads that do each task at once, within the call."""
 
     def run(self, work, _size):
         done = asyncio.get_running_loop().create_future()

@@ -332,7 +332,7 @@ def test_allowed_tools_that_cannot_be_obeyed_are_refused(tools, choice, field, s
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
 def test_response_format_has_no_effect_on_demanded_calls(choice):
-    """Check what instructor's mode for tools of the Responses API sends, and agents that demand a call at first."""
+    """Send a response format together with a demanded tool call, as instructor and some agents do: the format is ignored."""
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
 
     assert chat(tools=TOOLS, tool_choice=choice, response_format=form).request.sampling.form is None

@@ -1,4 +1,4 @@
-"""Bodies of the APIs for vectors: what is read of them, and what is refused."""
+"""Request bodies of the APIs for vectors: what Fleet reads in them, and which bodies it refuses."""
 
 import json
 

@@ -8,7 +8,7 @@ from fleet.frontend.text.answer_text import AnswerText
 
 
 class Letters:
-    """Tokens are letters, a=0; a capital is half of a character that the next token completes."""
+    """Decoder whose tokens are letters, a=0; a capital letter is half of a character that the next token completes."""
 
     def __init__(self) -> None:
         self._half = ""

@@ -130,7 +130,7 @@ def test_character_split_between_prompt_and_answer_is_decoded(codec, reference):
 
 
 def test_bytes_that_are_no_text_do_not_end_the_answer(sentencepiece, sentencepiece_dir):
-    """Bytes that complete a character and then one that fits none: the library raises at these."""
+    """Decode bytes that complete a character, and then a byte that fits to no character: the library raises an error there."""
     reference = Tokenizer.from_file(str(sentencepiece_dir / "tokenizer.json"))
     complete = [reference.token_to_id(f"<0x{byte:02X}>") for byte in "ö".encode()]
     prompt = sentencepiece.encode("the")
@@ -180,7 +180,7 @@ def test_text_of_one_token_keeps_its_space(codec, model_dir, sentencepiece, sent
         assert len(spaced) >= 2
         for piece, token_id in spaced.items():
             assert one.token_text(token_id) == " " + piece[1:]
-            assert one.token_text(token_id) == " " + piece[1:]  # from the cache
+            assert one.token_text(token_id) == " " + piece[1:]  # this time from the cache
     assert codec.token_text(EOS) == "</s>"
 
 
@@ -383,7 +383,7 @@ GPT_OSS = (
     "{% for tool in tools or [] %}{{ tool.function.name + ':' + tool.function.description + ' ' }}{% endfor %}"
     "{% for m in messages %}{{ m.role }}{% endfor %}"
 )
-"""Template that reads its variables as the one of gpt-oss does."""
+"""Chat template that reads its variables in the same way as the chat template of gpt-oss."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Block keys of prompts with images: they cover which image is where."""
+"""Block keys of prompts with images: they depend on the content and the position of each image."""
 
 from hashlib import sha256
 
@@ -41,7 +41,7 @@ def test_images_without_a_known_place_count_for_every_block():
 
     assert set(keys(b"a", prompt=unknown)).isdisjoint(keys(b"b", prompt=unknown))
     assert set(keys(b"a", prompt=unknown)).isdisjoint(keys_of(chain(unknown, BLOCK)))
-    assert set(keys(b"a")).isdisjoint(keys(b"b"))  # one image, two places
+    assert set(keys(b"a")).isdisjoint(keys(b"b"))  # the same image at two positions
 
 
 def test_salt_separates_prompts_with_images():

@@ -1,4 +1,4 @@
-"""Parsed answers: the parts do not depend on how the answer was cut, and malformed output is text."""
+"""Parsed answers: the result does not depend on the steps in which the tokens come, and malformed output counts as text."""
 
 import json
 import re
@@ -42,7 +42,7 @@ BAD_CALLS = [
     '<tool_call>{"name": "add", "arguments": {"x": 1e999}}</tool_call>',
     '<tool_call>{"name": "add", "arguments": [1]}</tool_call>',
 ]
-"""Calls whose arguments are no JSON object."""
+"""Tool calls whose arguments are not a JSON object."""
 
 CORPUS = [
     (JSON_CALLS, "", "no call at all", ("", "no call at all", [])),
@@ -60,7 +60,7 @@ CORPUS = [
         ("", "", [PARSED_CALL]),
     ),  # a value without its end tag
     (XML_CALLS, "", XML.replace("<b>", "<parameter=z>"), ("", "", [("add", '{"x": 3, "y": "<parameter=z> é"}')])),
-    # What is malformed is text, from its region on.
+    # A malformed region counts as text, from its start delimiter on.
     (JSON_CALLS, "", f"a{BAD_CALLS[0]}b", ("", f"a{BAD_CALLS[0]}b", [])),
     (JSON_CALLS, "", f"a{BAD_CALLS[1]}b", ("", f"a{BAD_CALLS[1]}b", [])),
     (JSON_CALLS, "", f"a{BAD_CALLS[2]}b", ("", f"a{BAD_CALLS[2]}b", [])),
@@ -152,7 +152,7 @@ def test_half_a_surrogate_pair_in_arguments_is_replaced():
 
 
 def own_template(**fields: dict[str, Any]) -> dict[str, Any]:
-    """Return a response template as a model folder has it."""
+    """Return a response template in the form in which a model folder contains it."""
     return {"version": 1, "start_anchor": "<|assistant|>", "fields": fields}
 
 
@@ -238,7 +238,7 @@ def test_own_template_parses_alike_whole_and_in_pieces(own, text, positions):
 PATTERN_PARTS = [r"\[", "a", "b", "<", "a|b", "(?:ab|a)", "(ab|b<)", "[ab]", "[^ab]", r"\w", ".", "a?", "b*", "a+", "(?:<a){2}", "(?i:a)", "(?=b)",
                  "(?!a)", "(?<=a)", "(?<!b)", r"\b", "^", "$", r"\Z", "(?>ab)", "a{1,2}", "é", r"(?=\bab)", "(?=(?<=b)a)", "(?!(?<=<)a)", "(a)?(?(1)b|(?<=b)<)"]  # fmt: skip
 PATTERNS = st.lists(st.sampled_from(PATTERN_PARTS), min_size=1, max_size=4).map("".join)
-# The parser never ends if nothing can open and close a region.
+# Each pattern is made to match at least one character: with empty delimiters, the parser would never end.
 OPENS = PATTERNS.map(lambda pattern: f"(?:{pattern})[ab]")
 
 
@@ -259,7 +259,7 @@ OPENS = PATTERNS.map(lambda pattern: f"(?:{pattern})[ab]")
 @example("é(A)?(?(1)b|(?<= é)<)[ab]", "<", "", True, True, "A é<aA<A", [1])
 @example("é(A)?(?(1)(?<= éA)<)[ab]", "<", "", True, True, "A éA<aA<A", [1])
 def test_search_for_delimiters_changes_no_answer(begins, ends, flags, is_reasoning, has_content, text, positions):
-    """The parser alone, which gets each character, tells what is right."""
+    """Compare with the parser alone, without the search for delimiters; it gets every character."""
     region = {"open_pattern": flags + begins, "close_pattern": ends, "repeats": True}
     own = own_template(
         **{"content": VERBATIM} if has_content else {},
@@ -336,7 +336,7 @@ def test_template_whose_region_can_be_empty_anywhere_is_refused(begins, ends):
 
 
 class CountedPattern:
-    """Regular expression that may be searched for a few times at one place of a text."""
+    """Regular expression that fails the test if it is searched too often from the same position of a text."""
 
     def __init__(self, pattern: Any) -> None:
         self._pattern = pattern
@@ -391,7 +391,7 @@ def test_call_that_begins_at_its_text_may_end_with_the_answer(ends):
 
 
 def test_parameters_without_ends_take_linear_time():
-    """The time grew with the square of their number: this call took minutes."""
+    """Parse 20,000 parameters without end tags; with a quadratic parser, this takes minutes."""
     call = "<tool_call>\n<function=add>\n" + "<parameter=y>" * 20_000 + "</function>\n</tool_call>"
 
     assert parse(an_answer(XML_CALLS, ""), [call]) == ("", "", [("add", json.dumps({"y": "<parameter=y>" * 19_999}))])
@@ -548,7 +548,7 @@ def a_call(index: int, name: str = "", arguments: str = "") -> CallDelta:
     "begun", ["a", "<think>why", '<tool_call>\n{"name": "add", "arguments": {"y": "'], ids=["text", "reasoning", "call"]
 )
 def test_token_that_cannot_begin_a_delimiter_takes_two_calls(begun):
-    """Two calls take less than a microsecond; a token of an unparsed answer takes one of them."""
+    """Count the Python calls for a token: two, which take less than a microsecond; an answer that is not parsed takes one."""
     answer = an_answer(JSON_CALLS, "")
     for character in begun:
         answer.take(Progress(request_id=ID, token_ids=(ord(character),)))
@@ -567,7 +567,7 @@ def test_token_that_cannot_begin_a_delimiter_takes_two_calls(begun):
     ids=["literals", "pattern", "alternatives"],
 )
 def test_token_that_may_begin_a_delimiter_takes_more(parsers, own, most):
-    """The calls of all libraries are counted, because here the parser of `transformers` takes most of the time."""
+    """Count the calls of all libraries, too, because the parser of `transformers` takes most of the time here."""
     answer = an_answer(parsers, "", own)
     answer.take(Progress(request_id=ID, token_ids=(ord("a"),)))
     tokens = re.findall(r"</?|\w+|>", "<b>word</b>" * 40)
@@ -610,14 +610,14 @@ def test_tokens_of_reasoning_are_counted_apart_from_the_others(size):
 
     characters = len("<think>") + 10 * len("why not? ")
     assert answer.num_tokens == len(text)
-    assert abs(answer.reasoning_tokens - characters) <= size // 4 + 8  # a delimiter may count as either
+    assert abs(answer.reasoning_tokens - characters) <= size // 4 + 8  # a delimiter may count as reasoning or not
 
 
 def test_reasoning_tokens_of_a_worker_follow_its_steps():
     answer = EngineParsedAnswer(ID)
-    answer.take(a_step(1))  # the delimiter counts as what follows it
+    answer.take(a_step(1))  # a step without text counts like the next one
     answer.take(a_step(2, reasoning="why"))
-    answer.take(a_step(3, reasoning="ab", text="cd"))  # one token for both: half of it
+    answer.take(a_step(3, reasoning="ab", text="cd"))  # one token for both parts: it counts half
     answer.take(a_step(4, text="so"))
     first = answer.reasoning_tokens
     answer.take(a_step(5))

@@ -1,4 +1,4 @@
-"""Tests of parsing plans where the router has no parser."""
+"""Tests of parsing plans for models that the router has no parser for."""
 
 from typing import Any, ClassVar
 
@@ -13,7 +13,7 @@ class CodecOfModelWithTemplate:
 
 
 def test_missing_parser_is_logged_once_for_each_model(caplog):
-    plans = ParsingPlans()  # without `load`, as where the parser is not installed
+    plans = ParsingPlans()  # without `load`, as if no parser were installed
     request = a_request(prompt=ChatPrompt(()))
 
     for model in ("a", "b", "a", "a"):

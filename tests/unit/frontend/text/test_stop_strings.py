@@ -10,7 +10,7 @@ STOPS = st.lists(st.text("abc", min_size=1, max_size=5), min_size=1, max_size=4)
 
 
 def cut(text: str, stops: list[str]) -> tuple[str, bool]:
-    """Return the text up to the first stop string, found character by character."""
+    """Return the text up to the first stop string, and whether there is one; a simple reference implementation."""
     for end in range(1, len(text) + 1):
         complete = [stop for stop in stops if text[:end].endswith(stop)]
         if complete:

@@ -69,7 +69,7 @@ def test_digest_depends_on_block_size_and_salt_rule(codec, monkeypatch):
 
 
 def test_block_names_are_stable_between_versions():
-    """A change here makes workers and routers of different versions incompatible."""
+    """Compare a digest with a fixed one: if it changes, workers and routers of different versions are incompatible."""
     assert tokenizer_digests(None, 32).blocks == "10348c8880d2e1bce449501a4995accc"
 
 

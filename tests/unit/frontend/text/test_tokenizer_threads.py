@@ -1,4 +1,4 @@
-"""Long prompts in threads: work that is given up leaves nothing behind."""
+"""Tokenizer threads: they tokenize long prompts, and cancelled work leaves nothing behind."""
 
 import asyncio
 import threading
@@ -20,7 +20,7 @@ VERY_LONG = VERY_LONG_BYTES + 1
 
 
 class Slow:
-    """Work that takes until the test releases it."""
+    """Work that ends only when the test sets `go`."""
 
     def __init__(self) -> None:
         self.go = threading.Event()
@@ -166,7 +166,7 @@ async def test_number_of_waiting_bodies_is_bounded(threads):
         threads.convert(slow)
 
     assert refused.value.reason is Reason.QUEUE_FULL
-    # The tokens of an answer were computed, so it is never rejected.
+    # Text of an answer is never rejected, because computing its tokens would have been in vain.
     waiting.append(threads.convert(slow, is_answer=True))
     slow.go.set()
     async with asyncio.timeout(60):

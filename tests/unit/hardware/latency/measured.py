@@ -1,4 +1,4 @@
-"""Measurements for tests, valid by default."""
+"""Builder of measurements with valid defaults."""
 
 from typing import Any
 

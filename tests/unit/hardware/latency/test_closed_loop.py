@@ -1,4 +1,4 @@
-"""Closed loop: formulas compared with a simulation of every step."""
+"""Closed loop (a fixed number of clients): the formulas, compared with a simulation of every step."""
 
 import pytest
 

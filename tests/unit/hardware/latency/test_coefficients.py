@@ -52,7 +52,7 @@ def test_held_out_measurements_have_stated_errors():
 
 
 def test_measurements_are_either_fitted_or_held_out():
-    """3,232 measurements of the wheel are distinct, complete and possible (docs/hardware.md)."""
+    """Compare the numbers of rows with the wheel: it has 3,232 measurements that are distinct, complete and possible (docs/hardware.md)."""
     fitted = KNOWN.groups()["all", ""].rows
     tested = [
         row.accuracy.rows
@@ -164,7 +164,7 @@ def test_faster_memory_decodes_faster():
 
 @pytest.mark.parametrize("name", ["h100", "h200", "b200", "mi300x", "a100"])
 def test_step_times_are_plausible(name):
-    """Llama-3.1-70B in fp8 on eight GPUs takes 4 to 20 ms for a token, and 40 to 900 ms for 4,096 prompt tokens."""
+    """Check step times of Llama-3.1-70B in fp8 on eight GPUs: 4 to 20 ms for a token, 40 to 900 ms for 4,096 prompt tokens."""
     step = on(name).step
 
     assert 0.004 < step.seconds(0, 0, 8, 16_000) < 0.020

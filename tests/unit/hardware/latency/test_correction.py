@@ -1,4 +1,4 @@
-"""Correction: a difference from the profile is learned, and a change of the engine raises an alarm."""
+"""Correction of step times: it learns how an engine differs from its latency profile; a later change raises an alarm."""
 
 import random
 from math import exp
@@ -8,11 +8,11 @@ import pytest
 from fleet.hardware.latency.correction import SETTLED, Correction
 
 WITHIN = 0.2
-LEARNT = 100  # steps until predictions have to be within a fifth
+LEARNT = 100  # number of steps after which errors of predictions must be below `WITHIN`
 
 
 def engine(seed, factor, added, noise=0.1):
-    """Return steps of an engine: predicted and measured seconds."""
+    """Yield the steps of an engine without end: the seconds that the profile predicts, and the measured seconds."""
     chance = random.Random(seed)
     while True:
         profile = chance.choice((0.004, 0.006, 0.01, 0.03, 0.08))
@@ -20,7 +20,7 @@ def engine(seed, factor, added, noise=0.1):
 
 
 def run(correction, steps, count):
-    """Return whether there was an alarm at each step."""
+    """Return for each of `count` steps whether it raised an alarm."""
     return [correction.observe(*next(steps)) for _ in range(count)]
 
 

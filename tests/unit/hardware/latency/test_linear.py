@@ -1,4 +1,4 @@
-"""Linear latency model compared with measurements, and its shape."""
+"""Linear latency model: compared with measurements, and term by term."""
 
 import msgspec
 import pytest
@@ -36,7 +36,7 @@ def test_empty_work_takes_no_time():
 
 
 def test_step_of_prompts_and_answers_adds_straight_lines():
-    """Two prompts of 100 tokens, the second after a context of 50, and three sequences with a total context of 1,000 tokens."""
+    """Compute a step of two prompts of 100 tokens, one of them after 50 cached tokens, and three sequences with 1,000 tokens."""
     lines = EngineLatency(
         prefill_base_ms=2.0,
         prefill_ms_per_token=0.1,

@@ -22,7 +22,7 @@ def test_about_a_fifth_of_curves_is_held_out():
 
 
 def test_split_is_the_same_everywhere():
-    """Published errors are only valid for this split."""
+    """Compare the split with a fixed one, because the published errors are valid only for this split."""
     chosen = [tokens for tokens in range(1, 31) if a_measurement(prompt_tokens=tokens).held_out]
 
     assert chosen == [2, 9, 14, 21, 23, 25]

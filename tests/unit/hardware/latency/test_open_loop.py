@@ -58,7 +58,7 @@ def test_single_request_does_not_wait():
 
 @pytest.mark.parametrize("running", [1, 4, 16, 64])
 def test_waiting_clients_agree_with_closed_loop(running):
-    """The turn is the same as in `closed_loop`, whose formula was fitted to measurements."""
+    """Compare with `closed_loop`, whose formula was fitted to measurements."""
     seen = closed_loop(
         STEP,
         BenchmarkClient(waves=1e9),
@@ -94,7 +94,7 @@ def test_concurrency_is_limited_by_kv_and_batch():
 
 @pytest.mark.parametrize("used", [0.3, 0.6, 0.8])
 def test_prompt_wait_agrees_with_simulated_queue(used):
-    """Each prompt fills a step, one after the other: nine in ten wait at most the predicted time, which is at most twice too long."""
+    """Simulate a queue of prompts that each fill a step: nine of ten wait at most the predicted time, which is at most twice too long."""
     request = RequestShape(prompt_tokens=8192, answer_tokens=1)
     engine = an_engine()
     rate = used * highest_prefill_rate(engine, request)

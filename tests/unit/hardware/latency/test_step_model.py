@@ -131,7 +131,7 @@ def test_arrays_give_same_results_as_numbers():
 
 
 def test_call_takes_microseconds():
-    """The simulator makes a hundred thousand calls a second; one takes about 1 µs on an idle machine."""
+    """Limit the time of a call, because the simulator makes 100,000 calls a second; a call takes about 1 µs on an idle machine."""
     step = MODELS[2]
     best = min(_seconds(step, 2_000) for _ in range(20))
 

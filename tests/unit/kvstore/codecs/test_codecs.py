@@ -31,7 +31,7 @@ def finite(half: HalfFormat, patterns: np.ndarray) -> np.ndarray:
     return np.where((patterns & 0x7FFF) <= half.largest, patterns, 0).astype(np.uint16)
 
 
-# Formats, compared with another implementation
+# Number formats, compared with another implementation.
 
 
 @pytest.mark.parametrize("half", HalfFormat)
@@ -73,7 +73,7 @@ def test_values_beyond_e4m3_become_its_largest():
     assert e4m3_codes(np.array([449.0, 1e300, -1e300])).tolist() == [0x7E, 0x7E, 0xFE]
 
 
-# Error bounds
+# Error bounds.
 
 
 def assert_within(
@@ -103,7 +103,7 @@ CODECS = {
     tokens=st.sampled_from([1, 5, 16]),
 )
 def test_error_of_every_value_is_within_the_bound(make, half, seed, around, spread, tokens):
-    """Values may have one magnitude or all, and may be subnormal or the largest ones."""
+    """Encode values of one magnitude up to all magnitudes, including subnormal values and the largest ones."""
     namespace = a_typed_namespace(half.value, block_tokens=tokens, head_dim=8)
     shape = (namespace.layers, namespace.kv_heads, tokens, namespace.head_dim)
     random = np.random.default_rng(seed)
@@ -130,7 +130,7 @@ def test_error_of_every_value_is_within_the_bound(make, half, seed, around, spre
 @pytest.mark.parametrize("make", CODECS)
 @pytest.mark.parametrize("layout", ["LNHD", "HLND", "LKNHD", "NLKHD"])
 def test_scales_do_not_depend_on_the_layout(make, layout):
-    """Equal values in another layout are decoded to equal values."""
+    """Encode equal values in another layout, and compare the decoded values."""
     plain, other = a_typed_namespace(head_dim=8), a_typed_namespace(head_dim=8, layout=layout)
     block = kv_like_block(plain)
     arranged, back, ordered = (np.empty_like(block) for _ in range(3))
@@ -178,7 +178,7 @@ def test_invalid_layout_is_refused_by_field():
     assert refused.value.field == "layout"
 
 
-# Decompression bombs
+# Decompression bombs.
 
 
 def a_bomb(namespace, compressor, plane: bytes):
@@ -235,7 +235,7 @@ def test_unknown_dtype_is_compressed_as_bytes():
     assert np.array_equal(back, block)
 
 
-# Benchmark
+# Benchmark.
 
 
 @pytest.mark.parametrize(

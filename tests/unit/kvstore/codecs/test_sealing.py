@@ -56,7 +56,7 @@ def test_ciphertexts_swapped_between_two_namespaces_do_not_open():
 
 
 def test_namespace_is_authenticated():
-    """A payload does not open under another namespace digest, even with the same block key."""
+    """Open a payload under another namespace digest with the same block hash: this must fail."""
     codec = a_seal()
     key = a_key(NAMESPACE)
     sealed = codec.encode(key, BLOCK)
@@ -121,7 +121,7 @@ def test_sealing_twice_gives_different_bytes():
 
 
 def test_sealed_format_has_not_changed():
-    """Other versions and other languages must be able to open these bytes."""
+    """Compare sealed bytes with fixed ones, because other versions and other languages must be able to open them."""
     key = BlockKey(bytes(range(16)), bytes(range(16, 32)))
     codec = a_seal(bytes(range(32)), digest=key.digest, nonces=bytes)
 

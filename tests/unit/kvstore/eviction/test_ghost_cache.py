@@ -1,4 +1,4 @@
-"""Ghost caches: estimates from a sample, compared with replays of all requests; the most used namespaces have one."""
+"""Ghost caches: estimates from a sample, compared with replays of all requests; only the most used namespaces have a ghost cache."""
 
 import hashlib
 
@@ -26,7 +26,7 @@ SCALES = (0.5, 1, 2, 4)
 
 
 def sample_numbers(numbers, share):
-    """Sample the numbers of a trace by a multiplicative hash (Knuth's, with 2⁶⁴ over the golden ratio)."""
+    """Return about this share of the numbers, chosen by Knuth's multiplicative hash (2⁶⁴ divided by the golden ratio)."""
     below = round(share * (1 << 24))
     return [number for number in numbers if (number * 0x9E3779B97F4A7C15 >> 40) & 0xFFFFFF < below]
 
@@ -97,9 +97,9 @@ def test_sampling_depends_only_on_the_hash_and_keeps_its_share():
 
 def test_old_look_ups_lose_weight():
     ghost_cache = GhostCache(100, [GhostCacheScenario("lru")], sample_numbers)
-    ghost_cache.looked_up(range(10), Nanos(FADE_EVERY))  # all missed
+    ghost_cache.looked_up(range(10), Nanos(FADE_EVERY))  # all ten blocks are misses
     ghost_cache.stored(range(10), Nanos(FADE_EVERY))
-    ghost_cache.looked_up(range(10), Nanos(FADE_EVERY + HALF_LIFE))  # all hit
+    ghost_cache.looked_up(range(10), Nanos(FADE_EVERY + HALF_LIFE))  # all ten blocks are hits
 
     (estimate,) = ghost_cache.estimates()
     assert estimate.hit_rate == pytest.approx(2 / 3)

@@ -29,7 +29,7 @@ def evict(rule):
 
 
 def lives(rng, seconds):
-    """Return a policy after an hour of two kinds of chains: some are used three times, a minute apart, and most once."""
+    """Return a policy after `seconds` with two kinds of chains: some are used three times, a minute apart, and most only once."""
     rule = HazardEviction()
     events = []
     for index in range(seconds):
@@ -63,7 +63,7 @@ def test_hazards_match_traffic_with_few_reuses():
 
 
 def believed(runs, blocks):
-    """Return the probability of a use within 100 s, if all of so many runs returned after a minute."""
+    """Return the learned probability of a use within 100 s, after `runs` runs of blocks were all used again after a minute."""
     times = ReuseTimes(1)
     for _ in range(runs):
         times.reused(times.used(0, blocks, Nanos(0)), blocks, Nanos(60 * SECOND))
@@ -134,7 +134,7 @@ def test_recent_continuation_goes_before_its_prefix():
 def test_valuable_continuation_goes_before_its_prefix():
     rule = lives(random.Random(4), 2000)
     use(rule, a_chain(6), 3000)
-    use(rule, a_chain(2), 3058)  # it was just used, so its next use is further away than that of its continuation
+    use(rule, a_chain(2), 3058)  # just used, so its next use is later than that of its continuation
     assert rule.times.value(0, 58 * SECOND) > rule.times.value(rule.times.class_of(2, 1), 0)
 
     gone = [victim for victim in (evict(rule) for _ in range(406)) if victim in a_chain(6)]

@@ -1,4 +1,4 @@
-"""Hit savings: rules 1 to 4 of `kvstore.eviction.hit_savings`, and their effect on the policy by value."""
+"""Hit savings: rules 1 to 4 of `kvstore.eviction.hit_savings`, and their effect on the eviction policy."""
 
 import pytest
 
@@ -14,7 +14,7 @@ MEMORY = 2.0**30  # bytes per second
 
 
 class Below:
-    """Backing tiers."""
+    """Fake of the backing tiers, whose reading times the test sets."""
 
     def __init__(self):
         self.seconds = {}

@@ -1,4 +1,4 @@
-"""Session pauses: what is kept for waiting sessions, and what their resumes cost."""
+"""Replay of session pauses: which blocks are kept for paused sessions, and what it costs to resume the sessions."""
 
 import pytest
 
@@ -23,7 +23,7 @@ def replayed(requests, policy, memory=100, below=1000, held=80, longest=120):
 
 
 def turns(session, gap, count=100, blocks=10, start=0):
-    """Return a session that resumes every `gap` seconds with the same chain."""
+    """Return the requests of a session that resumes every `gap` seconds with the same chain."""
     chain = tuple(range(session * 1000, session * 1000 + blocks))
     return [
         TraceRequest(Nanos((start + turn * gap) * SECOND), blocks * 512, chain, 0, session) for turn in range(count)
@@ -84,7 +84,7 @@ def test_pause_pin_ends_at_its_deadline():
 
     report = replayed(together(gone_for_long, scan(6000)), PausePolicy.HOLD)
 
-    assert report.overdue == 2  # including the last pin, after which nobody resumes
+    assert report.overdue == 2  # including the last pin, after which the session does not resume
     assert report.below_blocks + report.computed_blocks >= 10
 
 

@@ -36,7 +36,7 @@ def test_lru_equals_a_plain_lru(trace, capacity_blocks):
 @pytest.mark.parametrize(("name", "slow"), [("slru", ReferenceSlru), ("s3fifo", ReferenceS3Fifo)])
 @pytest.mark.parametrize(("trace", "capacity_blocks"), [(conversation, 1000), (agentic, 2000)])
 def test_hit_rates_are_within_1_percent_of_the_papers(name, slow, trace, capacity_blocks):
-    """Only caches for several prompts are compared: the papers know no uses that last, so they never skip a pinned block."""
+    """Compare caches that hold several prompts. Smaller ones skip pinned blocks, which the policies of the papers do not have."""
     requests = trace().requests[:500]
     expected = hit_tokens(requests, slow(capacity_blocks), BLOCK)
 

@@ -1,4 +1,4 @@
-"""Tier admission: which blocks are written to a tier that wears out."""
+"""Tier admission: which blocks are written to a tier that wears out, such as an SSD."""
 
 from hypothesis import given
 from hypothesis import strategies as st

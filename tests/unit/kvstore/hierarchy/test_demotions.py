@@ -1,4 +1,4 @@
-"""Demotions to the backing tiers, and confirmations of what the tiers still have."""
+"""Demotions to the backing tiers, and checks of which blocks the tiers still have."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Hierarchy: failing tiers, and the bookkeeping of all transfers in random histories."""
+"""Hierarchy machine: failing tiers, and the accounts of all transfers in random histories."""
 
 import hypothesis.strategies as st
 import pytest
@@ -100,7 +100,7 @@ CHAINS = [a_chain(6), [*a_chain(3), *a_chain(3, "b")], a_chain(4, "c"), a_chain(
 
 
 class AnyOrder(RuleBasedStateMachine):
-    """In any history, places and pins add up, and all of them come back."""
+    """Random histories: after every step, the numbers of slots and pins are right; at the end, all are free again."""
 
     def __init__(self):
         super().__init__()

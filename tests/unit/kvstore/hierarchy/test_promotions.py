@@ -1,4 +1,4 @@
-"""Promotions: requested blocks come up to the pool once, within the max wait."""
+"""Promotions: requested blocks are copied to the pool only once, and within the max wait."""
 
 import pytest
 

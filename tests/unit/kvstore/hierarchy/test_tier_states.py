@@ -1,4 +1,4 @@
-"""Tier states: knowledge about the backing tiers, and what watchers learn of it."""
+"""Tier states: what the node knows about its backing tiers, and what it tells watchers."""
 
 import pytest
 
@@ -37,7 +37,7 @@ def test_block_missed_in_a_shared_tier_is_offered_again(left):
     below.hold(a_chain(3, "b"))  # evicts the first chain from the pool
     below.perform_all()
     below.hierarchy.changes()
-    below.held[0] = set(a_chain(left))  # the tier restarted, or is short of memory
+    below.held[0] = set(a_chain(left))  # as if the tier had restarted, or were short of memory
 
     below.prefetch(a_chain(3))
     below.perform_all()

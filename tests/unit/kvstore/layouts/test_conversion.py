@@ -1,4 +1,4 @@
-"""Conversion of an engine's blocks to the store's layout, compared with the definition of a layout."""
+"""Conversion of an engine's blocks to the store's layout, compared with a conversion by the definition of a layout."""
 
 import msgspec
 import numpy as np
@@ -17,14 +17,14 @@ def an_engine(**fields) -> Fingerprint:
 
 
 def a_block(engine: Fingerprint, seed: int = 0) -> np.ndarray:
-    """Make a block at rest with the axes layers, heads, tokens, bytes of one head and token."""
+    """Make a random block in the store's layout, with the axes layers, heads, tokens, bytes of one head and token."""
     width = engine.head_dim * engine.element_bytes
     axes = (engine.layers, engine.kv_heads, engine.block_tokens, width)
     return np.random.default_rng(seed).integers(0, 256, axes, np.uint8)
 
 
 def as_held(block: np.ndarray, layout: str, tp: int) -> np.ndarray:
-    """Return the objects of all ranks in order, if no two ranks hold the same head."""
+    """Return the bytes that all ranks hold, one rank after the other; no two ranks may hold the same head."""
     tokens_first = layout == "LNHD"
     shards = np.split(block, tp, axis=1)
     return np.concatenate([(each.transpose(0, 2, 1, 3) if tokens_first else each).reshape(-1) for each in shards])
@@ -44,7 +44,7 @@ def test_every_layout_and_rank_count_converts_both_ways(layout, tp, seed):
 
 
 def test_replicated_heads_reach_all_their_ranks():
-    engine = an_engine(tp=8)  # of 4 heads
+    engine = an_engine(tp=8)  # 8 ranks, but only 4 heads
     conversion, block = Conversion(engine), a_block(engine)
 
     held = conversion.read(block.reshape(-1))

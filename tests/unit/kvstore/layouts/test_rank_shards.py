@@ -1,4 +1,4 @@
-"""Rank shards: the bytes of a rank within a block, and the checksum that all ranks make together."""
+"""Rank shards: which bytes of a block a rank holds, and how the checksums of all ranks give that of the block."""
 
 import msgspec
 import numpy as np
@@ -21,7 +21,7 @@ def shards(tp: int, shape: BlockShape = SHAPE) -> list[RankShard]:
 
 
 def own(shard: RankShard, block: np.ndarray) -> np.ndarray:
-    """Return a rank's bytes of a block, as its memory has them."""
+    """Return the bytes of a block that a rank holds, in the order of its memory."""
     return np.concatenate([block[start : start + length] for start, length in shard.runs])
 
 

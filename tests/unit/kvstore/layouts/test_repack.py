@@ -34,7 +34,7 @@ def a_whole_block(shape: BlockShape, seed: int = 0) -> np.ndarray:
 
 
 def index_by_index(shape: BlockShape, block: np.ndarray, part: BlockShard) -> np.ndarray:
-    """Return a shard's bytes, found element by element from the definition of a layout."""
+    """Return a shard's bytes, collected element by element by the definition of a layout."""
     half = shape.head_dim // 2
     sizes = {"L": part.box.layers.count, "H": part.box.heads.count, "N": shape.block_tokens, "K": 2, "D": half}
     axes = part.layout if "K" in part.layout else part.layout.replace("D", "KD")

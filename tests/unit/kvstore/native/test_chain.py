@@ -25,7 +25,7 @@ def by_hashlib(parent: bytes, tokens: bytes, size: int) -> list[bytes]:
 @native
 @pytest.mark.parametrize("block_tokens", [1, 9, 10, 11, 12, 13, 16, 25, 26, 27, 32, 64, 100, 256, 1000])
 def test_native_hashes_equal_hashlib_for_all_paddings(block_tokens):
-    """The end of a SHA-256 message takes 9 bytes: it fits into the last 64 bytes, or needs another 64."""
+    """Hash messages of different lengths: the 9 bytes at the end of a SHA-256 message fit into its last 64 bytes, or need 64 more."""
     rng = random.Random(block_tokens)
     for num_tokens in (0, 1, block_tokens - 1, block_tokens, block_tokens + 1, 7 * block_tokens + 3):
         tokens, parent = rng.randbytes(4 * num_tokens), rng.randbytes(16)

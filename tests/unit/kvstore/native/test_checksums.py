@@ -1,4 +1,4 @@
-"""Checksums, and copies with checksums: the native module and its twin."""
+"""Checksums, and copies with checksums: the native module, and the Python module that replaces it."""
 
 import ctypes
 import mmap
@@ -76,7 +76,7 @@ PAGE, BLOCK, BLOCKS = 512, 1536, 6
 
 
 class Pool:
-    """Pool with blocks of three pages; the stamp of each is its number plus one."""
+    """Pool with blocks of three pages; the stamp of each block is the block's number plus one."""
 
     def __init__(self):
         self.bytes = np.frombuffer(random.Random(3).randbytes(BLOCK * BLOCKS), np.uint8).copy()

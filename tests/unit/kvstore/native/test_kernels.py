@@ -1,4 +1,4 @@
-"""Native kernels and their twins: they write the same bytes and refuse the same sizes."""
+"""Native kernels and their Python versions: both write the same bytes and refuse the same sizes."""
 
 import numpy as np
 import pytest
@@ -81,7 +81,7 @@ def test_narrow_and_widen_equal_their_twins(seed, groups, length):
 @settings(max_examples=60, deadline=None)
 @given(seed=seeds, groups=st.integers(1, 3), rows=st.integers(1, 17), columns=sizes, spread=st.integers(0, 1 << 15))
 def test_quantise_equals_its_twin_for_finite_values(half, seed, groups, rows, columns, spread):
-    """`spread` widens the values from neighbouring magnitudes to all magnitudes, including subnormals and zeros."""
+    """Quantise random values; `spread` says how far their magnitudes differ, up to all magnitudes with subnormals and zeros."""
     random = np.random.default_rng(seed)
     shape = (groups, rows, columns)
     magnitudes = random.integers(0, 1 << 15) + random.integers(0, spread + 1, shape)
@@ -119,7 +119,7 @@ def test_dequantise_equals_its_twin_for_every_code_and_scale(half):
 
 
 def oddly(array: np.ndarray) -> np.ndarray:
-    """Return the same values at an odd address, as in a view of packed bytes."""
+    """Return a copy of the array at an odd memory address, as in a view of packed bytes."""
     room = np.zeros(array.nbytes + 16, np.uint8)
     start = 1 - room.ctypes.data % 2
     view = room[start : start + array.nbytes].view(array.dtype).reshape(array.shape)

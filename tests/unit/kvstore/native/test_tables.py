@@ -1,4 +1,4 @@
-"""Table of blocks: the native module and its twin, compared with a dict."""
+"""Table of blocks: the native module and its Python version, compared with a dict."""
 
 import random
 import sys
@@ -129,7 +129,7 @@ def test_forged_hashes_do_not_collide_without_the_key(module):
 
 
 class TableAgainstDict(RuleBasedStateMachine):
-    """The hashes are few, and half of them collide, so that entries move."""
+    """Random histories with few hashes, half of which collide, so that entries of the table move."""
 
     numbers = st.integers(0, 150)
 

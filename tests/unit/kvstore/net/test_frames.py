@@ -18,7 +18,7 @@ def framed(said: list[bytes]) -> bytes:
 
 @st.composite
 def splits(draw: st.DrawFn, stream: bytes) -> list[bytes]:
-    """Divide the same bytes into pieces of any size."""
+    """Divide a stream into pieces of any size."""
     at = sorted(draw(st.sets(st.integers(0, len(stream)), max_size=40)))
     return [stream[start:end] for start, end in pairwise([0, *at, len(stream)])]
 

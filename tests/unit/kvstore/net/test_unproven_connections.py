@@ -1,4 +1,4 @@
-"""Unproven connections: which one gives way to a new one."""
+"""Connections that have not proved a secret yet: which one is closed for a new one when there are too many."""
 
 from kvstore.net.unproven_connections import UnprovenConnections
 

@@ -62,7 +62,7 @@ def test_take_several_equals_repeated_take(holes, length, count):
 
 
 class ExtentsAgainstPages(RuleBasedStateMachine):
-    """The model is a list of pages."""
+    """Compare the extents with a list of all pages, in random histories."""
 
     def __init__(self):
         super().__init__()
@@ -102,7 +102,7 @@ TestExtentsAgainstPages.settings = settings(max_examples=60, deadline=None)
 
 @pytest.mark.parametrize("sizes_kib", [(128,), (64, 256, 1024), (132, 528, 68), (64, 4096)])
 def test_mixed_block_sizes_use_95_percent_of_the_space(sizes_kib):
-    """A flood of chains fills the pool; their blocks evict the oldest block of any size."""
+    """Write many random chains of blocks of several sizes; each new block evicts the oldest blocks, whatever their size."""
     chance = random.Random(1)
     namespaces = [a_namespace(model=f"{kib} KiB", block_bytes=kib << 10) for kib in sizes_kib]
     machine = BlockMachine(256 << 20, LruEviction(), epoch=1)

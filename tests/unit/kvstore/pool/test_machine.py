@@ -309,7 +309,7 @@ def test_the_same_weights_in_another_layout_are_refused_by_name(field, value):
         store.machine.open(a_namespace(**{field: value}), Nanos(1))
 
     assert refused.value.fields == [field]
-    store.machine.open(a_namespace(**{field: value}), NAMESPACE_IDLE)  # the other one has been idle for long enough
+    store.machine.open(a_namespace(**{field: value}), NAMESPACE_IDLE)  # the other namespace has been idle long enough
 
 
 @pytest.mark.parametrize("field", ["model", "revision", "lora"])

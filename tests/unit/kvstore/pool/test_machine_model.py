@@ -1,4 +1,4 @@
-"""Pool machine compared with a naive model, over random histories of readers, writers, tenants, sessions, transfers, time
+"""Pool machine compared with a simple model, in random histories of readers, writers, tenants, sessions, transfers, time
 and corrupt blocks.
 """
 
@@ -33,10 +33,10 @@ sessions = st.sampled_from(("s", "t"))
 
 
 class MachineAgainstModel(RuleBasedStateMachine):
-    """The model knows who holds, reads and writes what; of evictions it hears, and only checks that they were allowed.
+    """The model knows which blocks are stored, read and written; it takes over evictions, and checks that they were allowed.
 
-    `tier` is what a tier would know from the commands: which generation owns a place, how long it is, and whose it is.
-    `watched` is what a watcher would believe after a dump and all changes.
+    `tier` is what the pool's memory knows from the commands: by offset the slot generation, the bytes and the tenant.
+    `watched` is what a watcher would know after a cache dump and all changes.
     """
 
     leases = Bundle("leases")
@@ -97,7 +97,7 @@ class MachineAgainstModel(RuleBasedStateMachine):
         known = self.writing.get(reservation)
         checksums = {index: crc + index for index in range(8) if index not in skipped}
         if known is not None and known[1] == NODE:
-            owner = NODE  # the node always finishes its reservations
+            owner = NODE  # the node always publishes its own reservations
 
         published = self.machine.publish(reservation, checksums, owner=owner, now=Nanos(self.now))
 
@@ -113,7 +113,7 @@ class MachineAgainstModel(RuleBasedStateMachine):
 
     @rule(namespace=spaces, chain=chains, tenant=tenants)
     def store(self, namespace, chain, tenant):
-        """Reserve and publish in one step, so that most histories hold blocks."""
+        """Reserve and publish in one step, so that the pool has blocks in most histories."""
         reservation = self.reserve(namespace=namespace, chain=chain, owner="p", lease=LEASE, tenant=tenant)
         self.publish(reservation=reservation, owner="p", skipped=set(), crc=1)
 
@@ -216,11 +216,11 @@ class MachineAgainstModel(RuleBasedStateMachine):
         return [name for i, name in enumerate(chain) if all((digest, before) in self.held for before in chain[: i + 1])]
 
     def kept(self):
-        """Return the bytes of all session pins by generation."""
+        """Return by slot generation the bytes of the blocks that session pins keep."""
         return {generation: size for _, kept in self.holds.values() for generation, size in kept.items()}
 
     def in_use(self):
-        """Return the generations that must not be evicted."""
+        """Return the slot generations whose blocks must not be evicted."""
         return {generation for _, pins in self.pinned.values() for generation in pins} | self.kept().keys()
 
     def used(self, tenant):
@@ -239,7 +239,7 @@ class MachineAgainstModel(RuleBasedStateMachine):
         self.writing = {reservation: writing for reservation, writing in self.writing.items() if writing[0] > self.now}
 
     def assert_that_nothing_may_go(self, protected, tenant, size_bytes):
-        """Check a refusal: the tenant has used its quota up, or the pool is full."""
+        """Check that a refusal was right: no block that could be evicted would have made room."""
         whose = {generation: owner for generation, _, owner in self.tier.values()}
         may_go = {
             generation
@@ -254,7 +254,7 @@ class MachineAgainstModel(RuleBasedStateMachine):
             assert self.largest_hole() < size_bytes
 
     def perform(self, protected=frozenset(), tenant=b"", wanted_bytes=0):
-        """Perform the commands, as the server does after each call, and learn of evictions."""
+        """Perform the machine's commands, as the server does after each call, and note evictions in the model."""
         for command in self.machine.commands():
             address = command.address
             key = (address.key.digest, address.key.name)
@@ -292,7 +292,7 @@ class MachineAgainstModel(RuleBasedStateMachine):
         assert stats.reservations == len(self.writing)
 
     def teardown(self):
-        """When the node has finished its transfers and time has passed, all space is available again."""
+        """Finish all transfers of the node and let all leases end; then check that all space is available again."""
         for reservation, (deadline, owner, _, _) in self.writing.items():
             if deadline == NEVER:
                 self.machine.publish(reservation, {}, owner=owner, now=Nanos(self.now))

@@ -1,4 +1,4 @@
-"""Pool machine, used by the node itself: promotions and demotions in threads that may hang."""
+"""Pool machine: reservations and pins of the node itself, for promotions and demotions in threads that may hang."""
 
 import pytest
 

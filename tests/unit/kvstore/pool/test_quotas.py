@@ -11,7 +11,7 @@ ONE, TWO = b"1" * 32, b"2" * 32
 
 
 def a_store(quota_blocks: int = 3, blocks: int = 8, **by_tenant: int) -> MachineDriver:
-    """Return a store in which each tenant may have so many blocks."""
+    """Return a store of `blocks` blocks in which each tenant may have `quota_blocks`, or its number in `by_tenant`."""
     quotas = TenantQuotas(
         lambda _: LruEviction(),
         default_bytes=quota_blocks * BLOCK_BYTES,

@@ -1,4 +1,4 @@
-"""Session pins: waiting sessions keep their blocks within a limit and until a deadline."""
+"""Session pins: paused sessions keep their blocks, up to a limit of bytes and until a deadline."""
 
 import pytest
 
@@ -140,7 +140,7 @@ def test_condemned_block_leaves_its_session_pins():
 
 
 def test_session_pin_is_not_released_as_a_lease():
-    """The id of a pin is never returned to clients, but ids can be guessed."""
+    """Release a session pin by its id: clients never get this id, but could guess it."""
     store = a_store()
     store.hold(a_chain(1))
     lease_id = store.match(a_chain(1)).lease_id

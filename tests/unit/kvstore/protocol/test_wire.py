@@ -25,7 +25,7 @@ from tests.support.kvstore.builders import a_chain, a_namespace
 
 
 def a_hello(**fields) -> pb.HelloRequest:
-    """Return the Hello of a namespace that may be invalid."""
+    """Return the handshake message of a namespace in which `fields` may be invalid."""
     namespace = a_namespace()
     message = wire.namespace_message(namespace)
     for field, value in fields.items():
@@ -155,7 +155,7 @@ def test_changes_say_in_which_tier():
 
 
 def test_slots_are_twenty_bytes_little_endian():
-    """`blocks.proto` promises this form, so that other languages can read slots."""
+    """Compare packed slots with fixed bytes, because `blocks.proto` promises this form to clients in other languages."""
     slots = Slots.of([Slot(4096, 7, 0x01020304), Slot(1 << 40, (1 << 63) + 1)])
 
     assert slots.packed.hex() == ("00100000000000000700000000000000040302010000000000010000010000000000008000000000")
@@ -171,6 +171,6 @@ def test_incomplete_slot_is_dropped():
 
 
 def counted(kind, **fields):
-    """Return a record whose fields all differ, so that none can stand for another."""
+    """Return a record whose fields all have different values, so that a test notices if two fields are exchanged."""
     numbers = {name: 100 + index for index, name in enumerate(kind.__struct_fields__)}
     return kind(**{**numbers, **fields})

@@ -1,4 +1,4 @@
-"""Proofs of a secret."""
+"""Proofs that a caller or a connection knows a secret."""
 
 import pytest
 from msgspec.structs import replace

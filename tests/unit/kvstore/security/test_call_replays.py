@@ -1,4 +1,7 @@
-"""Replay protection: each call is accepted once, remembered while its proof is valid, and refused when the memory is full or began later."""
+"""Replay protection: a call is accepted only once, and remembered while its proof is valid.
+
+Calls are refused while the memory of calls is full, and if they were made before this memory began.
+"""
 
 import random
 
@@ -20,7 +23,7 @@ def test_call_is_accepted_once():
 
 def test_call_is_remembered_as_long_as_its_proof_is_valid():
     replays = CallReplays(NOW, callers=1)
-    ahead = NOW + SKEW_SECONDS  # time of a clock that is ahead as far as allowed
+    ahead = NOW + SKEW_SECONDS  # the time of a caller whose clock is ahead as far as is allowed
     assert replays.refusal(b"a", 0, ahead, NOW) == ""
 
     assert "can take no more" in replays.refusal(b"b", 0, ahead, ahead + SKEW_SECONDS)
@@ -77,6 +80,6 @@ def test_no_call_order_accepts_a_call_twice(numbers, seed):
         refused = replays.refusal(b"a", number, NOW, NOW)
         assert refused or number not in accepted
         if refused and number not in accepted:
-            assert number <= max(accepted) - WINDOW  # a new call is refused only if its number left the window
+            assert number <= max(accepted) - WINDOW  # a new call is refused only if its number is below the window
         if not refused:
             accepted.append(number)

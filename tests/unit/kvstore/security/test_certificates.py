@@ -1,4 +1,4 @@
-"""Tests of certificate files that are renewed, well and badly, while they are in use."""
+"""Certificate files that are replaced while they are in use, by valid and by invalid files."""
 
 import logging
 import os
@@ -17,7 +17,7 @@ from tests.support.kvstore.builders import ManualClock
 
 
 class Served:
-    """Certificate files in use, and a clock that makes them be looked at."""
+    """Certificate files in use, and a clock; when the test moves the clock, the files are read again."""
 
     def __init__(self, folder: Path):
         self.authority = Authority(folder, "authority")
@@ -40,11 +40,11 @@ class Served:
                 if served.is_dir():
                     served.rmdir()
                 elif not served.is_file():
-                    served.unlink(missing_ok=True)  # a pipe or a device, which must not be written
+                    served.unlink(missing_ok=True)  # a pipe or a device, into which the test must not write
                 served.write_bytes(Path(source).read_bytes())
 
     def looked_at(self):
-        """Return the content in use after the next look."""
+        """Let the files be checked again, and return the certificate that is then in use."""
         self.clock.move(3 * SECOND // 2)
         return self.files.pem
 

@@ -1,4 +1,4 @@
-"""Tests of the access to the metrics of a listener."""
+"""Access to metrics: which requests for the metrics page of a port are answered."""
 
 from hashlib import sha256
 

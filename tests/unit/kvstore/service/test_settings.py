@@ -1,4 +1,4 @@
-"""Invalid settings of a node."""
+"""Settings of a store node: invalid ones are refused."""
 
 import msgspec
 import pytest

@@ -21,7 +21,7 @@ MEMINFO = file_mapping.MEMINFO.read_text(encoding="ascii")
 
 
 class CancelledAfterOneChunk(Event):
-    """An event that is set after it has been asked once."""
+    """An event that becomes set after the first call of `is_set`."""
 
     def is_set(self) -> bool:
         was_set = super().is_set()
@@ -31,7 +31,7 @@ class CancelledAfterOneChunk(Event):
 
 @pytest.fixture
 def meminfo(monkeypatch, tmp_path):
-    """Replace /proc/meminfo by a file with the given text."""
+    """Return a function that replaces /proc/meminfo by a file with the given text."""
 
     def replace(text: str) -> None:
         (tmp_path / "meminfo").write_text(text, encoding="ascii")
@@ -100,7 +100,7 @@ def test_required_huge_pages_without_support_are_an_error(meminfo):
 
 
 def test_failed_huge_pages_fall_back_to_small_pages(meminfo):
-    """A control group may have fewer huge pages than /proc/meminfo reports."""
+    """Report more free huge pages than there are, as in a control group that limits them: small pages are used instead."""
     before = open_files()
     meminfo(re.sub(r"HugePages_Free: *\d+", "HugePages_Free: 1073741824", MEMINFO))
 
@@ -134,7 +134,7 @@ def test_cancelled_allocation_leaves_no_file(monkeypatch, advice):
 
 @pytest.mark.skipif(free_huge_pages() < 2, reason="no huge pages are reserved on this machine")
 def test_reserved_huge_pages_are_used_by_all_mappings():
-    capacity_bytes = (2 << 20) - PAGE_BYTES  # with its stamps it is not a whole huge page, so the file is longer
+    capacity_bytes = (2 << 20) - PAGE_BYTES  # with the stamps no multiple of a huge page, so the file is longer
     tier = SharedMemoryTier(capacity_bytes, HugePages.REQUIRE)
     address = Address(key=BlockKey(b"d" * 16, b"n" * 16), offset=PAGE_BYTES, length=PAGE_BYTES, generation=9)
     tier.claim(address)

@@ -1,4 +1,4 @@
-"""The value that a remote tier stores: its format, and that only the block itself comes out of it."""
+"""Values that a remote tier stores: their format, and that damaged or foreign values never give a block."""
 
 import google_crc32c
 import numpy as np
@@ -17,7 +17,7 @@ BLOCK = np.arange(100, dtype=np.uint8)
 
 
 class Buffered:
-    """A value in memory."""
+    """A stored value that is read from memory."""
 
     def __init__(self, content: bytes):
         self._content = content

@@ -1,4 +1,4 @@
-"""Verdicts of two readings of a value."""
+"""Second reading: the verdict from two fresh readings of a value."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,7 +23,7 @@ Damage = Callable[[bytes], bytes]
 
 
 class DamagedReading:
-    """A reading of a value whose answers are damaged in transit."""
+    """A reading of a value, whose bytes `damage` changes on the way."""
 
     def __init__(self, content: bytes, damage: Damage):
         self._content = content
@@ -38,7 +38,7 @@ class DamagedReading:
 
 
 def verdict(*contents: bytes | None, damages: tuple[Damage, ...] = ()) -> ReadingVerdict:
-    """Judge readings that find these contents, one after the other."""
+    """Return the verdict of readings that find these contents, one after the other; None: the value is missing."""
     found = iter(contents)
     damaging = iter(damages)
 

@@ -1,4 +1,4 @@
-"""Tests of trace contexts: what W3C's headers allow is read, and everything else is ignored."""
+"""Tests of trace contexts: headers that W3C's standard allows are read, and all others are ignored."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""Tests of the trace exporter: nothing waits for the collector, and memory is bounded."""
+"""Tests of the trace exporter: its callers never wait for the collector, and its memory is limited."""
 
 import socket
 import threading
@@ -20,7 +20,7 @@ def a_span(name: str = "span") -> SpanRecord:
 
 
 class Collector:
-    """A collector that takes spans, refuses them, or keeps its callers waiting."""
+    """A collector that accepts spans, refuses them, or lets its callers wait."""
 
     def __init__(self) -> None:
         self.batches: list[list[str]] = []
@@ -107,10 +107,10 @@ def test_trace_that_cannot_be_made_does_not_end_the_others(caplog):
 def http_collector(
     head: bytes, pieces: Iterator[bytes], requests: list[bytes] | None = None
 ) -> Iterator[tuple[str, list[int]]]:
-    """Serve one connection; yield the endpoint, and a list to which the number of bytes that were sent is added.
+    """Serve one connection; yield the endpoint, and a list that gets the number of sent bytes at the end.
 
-    The head of the request is added to `requests`. The body is read too, because a connection that is closed with
-    unread bytes is reset, and the client may then lose the answer.
+    `requests` gets the head of the request. The server reads the body, too: closing a connection with unread bytes
+    resets it, and the client may then lose the answer.
     """
     sent: list[int] = []
 

@@ -28,7 +28,7 @@ def address_of(array: np.ndarray) -> int:
 
 
 class Pool:
-    """The node's pool, which holds block i with generation 100 + i."""
+    """The node's pool; block i has the slot generation 100 + i."""
 
     def __init__(self):
         self.bytes = np.concatenate([a_block(index) for index in range(BLOCKS)])
@@ -43,7 +43,7 @@ class Pool:
 
 
 class CopyingAgent:
-    """An agent that moves the bytes when a transfer starts, and checks its arguments."""
+    """A NIXL agent that copies all bytes when a transfer starts, and checks its arguments."""
 
     def __init__(self, name: str = "client"):
         self.registered: dict[int, list[tuple[int, int]]] = {}
@@ -122,7 +122,7 @@ def test_blocks_are_written_only_where_the_stamp_matches(pool):
 
 
 def test_stamp_is_checked_after_the_bytes_have_moved(pool):
-    """The stamp decides even if the checksum matches."""
+    """Change the stamps while a block is read: the block is a miss, although its checksum matches."""
 
     class TakenOverMeanwhile(CopyingAgent):
         def move(self, direction, here, there, length):
@@ -215,7 +215,7 @@ def test_new_agent_uses_the_renewed_offer_after_a_failure(pool):
 
     def renew(deadline):
         asked.append(threading.current_thread())
-        return pool.offer if len(asked) > 1 else None  # at first, the node has no offer
+        return pool.offer if len(asked) > 1 else None  # the first time, the node has no offer
 
     transport = a_transport(pool, first, second, renew=renew)
     assert transport.get([pool.slot(0)], empty_buffers(1), deadline_in(0.01)) == [BlockOutcome.GONE]

@@ -1,4 +1,4 @@
-"""Tests of the process of a node's NIXL agent, with a script in the place of the agent."""
+"""Tests of the process of a node's NIXL agent; a script replaces the agent."""
 
 import asyncio
 import sys
@@ -26,7 +26,7 @@ exec cat
 
 @pytest.fixture
 def offer(tmp_path, monkeypatch):
-    """Return the file that the agent sends as its offer."""
+    """Replace the agent by a script, and return the file whose content the script sends as its offer."""
     (tmp_path / "agent").write_text(AGENT.format(offer=tmp_path / "offer"))
     (tmp_path / "agent").chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "agent"))
@@ -60,7 +60,7 @@ async def test_ports_are_warned_of_once_and_only_if_nixl_starts(node, offer, cap
     ids=["soon", "late"],
 )
 def test_pause_grows_only_while_the_agent_dies_soon(node, monkeypatch, lifetime, pauses):
-    """Time is virtual."""
+    """Let the agent die again and again in virtual time, and check the pauses before its restarts."""
     starts = []
 
     async def live() -> int:

@@ -1,4 +1,4 @@
-"""Tests of the environments of client programs, without pip and a server."""
+"""Tests of the environments of client programs; pip is replaced, and there is no server."""
 
 import re
 import subprocess
@@ -19,7 +19,7 @@ VERSION = re.compile(r"([\w.-]+)==([\w.!]+)")
 
 @pytest.fixture
 def ran(monkeypatch):
-    """Returns the commands that were to be run; pip lists two packages."""
+    """Replace `subprocess.run`, and return the list of commands that it was called with; `pip list` prints two packages."""
     commands = []
 
     def run(command, **given):

@@ -1,4 +1,4 @@
-"""Fit of hardware coefficients: what it recovers, what it leaves unchanged, and that it repeats."""
+"""Fit of hardware coefficients: what it recovers, what it leaves unchanged, and that a second fit gives the same result."""
 
 from itertools import product as product_of
 
@@ -82,7 +82,7 @@ def test_same_rows_give_same_coefficients():
 
 @pytest.mark.parametrize("phase", list(MeasuredPhase))
 def test_arrays_predict_like_single_measurements(phase):
-    """The fit predicts all measurements at once on arrays; the command and the simulator predict one by one."""
+    """Compare the predictions of the fit, for all measurements at once, with those of the command, one by one."""
     sides = {
         "prefill": MeasuredRole(parallelism=ShardingDegrees(tp=4), workers=2),
         "decode": MeasuredRole(parallelism=ShardingDegrees(tp=8)),

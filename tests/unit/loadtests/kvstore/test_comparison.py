@@ -13,7 +13,7 @@ def a_line(**fields) -> BenchmarkLine:
 
 
 def in_turn(*figures: float):
-    """Return a contestant with these figures; the first one is for the warm-up."""
+    """Return a contestant that gives these figures in turn; the first one is for the warm-up."""
     left = iter(figures)
     return lambda: next(left)
 

@@ -1,4 +1,4 @@
-"""Figures of the repeated-prefix benchmark: the length from which loading pays."""
+"""Figures of the repeated-prefix benchmark: the length from which loading is faster than computing."""
 
 import pytest
 
@@ -11,9 +11,9 @@ from loadtests.kvstore.prefix_figures import LENGTHS, PrefixLine, PrefixOrigin, 
         ({32: 20.0, 64: 20.0, 128: 20.0}, 48.0),  # computing takes 10, 30 and 50 ms
         ({32: 5.0, 64: 6.0, 128: 7.0}, 32.0),
         ({32: 99.0, 64: 99.0, 128: 99.0}, None),
-        ({32: 5.0, 64: 31.0, 128: 40.0}, 64 + 64 / 11),  # loading does not pay at 64, although it pays at 32
+        ({32: 5.0, 64: 31.0, 128: 40.0}, 64 + 64 / 11),  # loading is slower at 64, although it is faster at 32
         ({64: 10.0, 128: 20.0}, 64.0),  # the shortest length was declined
-        ({32: 10.0, 64: 30.0, 128: 49.0}, 64.0),  # a draw
+        ({32: 10.0, 64: 30.0, 128: 49.0}, 64.0),  # at 64, both take the same time
         ({}, None),
     ],
 )

@@ -1,4 +1,4 @@
-"""Leaderboard: its drawn requests, its linear engines, and its sums."""
+"""Leaderboard: its random requests, its engines with linear step times, and its figures."""
 
 import json
 import random
@@ -43,7 +43,7 @@ def test_run_is_reproducible():
 
 
 def test_default_policy_keeps_shared_prefixes_together():
-    """This is the short part of the comparison in ADR 0014: four engines with little room."""
+    """Repeat the short part of the comparison in ADR 0014: four engines with little KV memory."""
     device = SimulatedDevice(kv_tokens=100_000)
     workload = conversations(900, seed=11, groups=64)
     workload = workload.at(0.9 * ideal_rate(workload, 4, device))
@@ -68,7 +68,7 @@ def test_default_policy_keeps_shared_prefixes_together():
 
 
 def test_load_one_is_rate_of_common_cache_without_imbalance():
-    """Two prompts of two blocks share the first: three blocks and two ends of five tokens are computed, in two steps."""
+    """Compute the rate for two prompts of two blocks and five tokens each, whose first block is the same."""
     requests = [TraceRequest(Nanos(at * SECOND), 25, chain, 1) for at, chain in ((0, (1, 2)), (1, (1, 3)))]
     workload = recorded("two", requests, BLOCK)
     device = SimulatedDevice(

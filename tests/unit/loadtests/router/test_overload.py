@@ -27,7 +27,7 @@ def a_refusal(status: bytes = b"429 Too Many Requests", hint: bytes = b"Retry-Af
 
 
 async def asked(*answers: bytes, goal_seconds: float = 60.0) -> tuple[LoadedStep, int]:
-    """Ask a server for each of these answers in turn. Return the results, and the number of connections."""
+    """Send a request for each of these answers, which a server gives in turn; return the results, and the number of connections."""
     step, left, connections = LoadedStep(rate=1.0, seconds=1.0), list(answers), 0
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -1,4 +1,4 @@
-"""Parts of the soak test: expected answers, and growth."""
+"""Parts of the soak test: the expected answers, and how growth of memory is found."""
 
 import random
 
@@ -20,7 +20,7 @@ MODEL = SimulatedModel(seed=3, vocab_size=4096, eos_token_ids=(2,), eos_probabil
 
 
 def computed(prompt: bytes, sampling: Sampling) -> tuple[int, ...]:
-    """Return the answer of the engine's own sequence, computed block by block."""
+    """Return the answer that the simulated engine itself computes, block by block."""
     layout = EngineLayout(
         layers=2, kv_heads=4, block_tokens=BLOCK_TOKENS, head_bytes=8, tensor_parallel=2, kv_layout="NHD"
     )

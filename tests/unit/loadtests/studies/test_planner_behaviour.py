@@ -1,4 +1,4 @@
-"""Behaviour of planners: how figures follow from replays, and what Fleet's planner promises."""
+"""Study of the planner's behaviour: how figures are computed from replays, and what Fleet's planner promises."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Study of planners: its tables and findings follow from the figures of the replays."""
+"""Study of planners: how tables and findings are made from the figures of the replays."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Studies: their scenarios run, their sums are right, and one study runs from its command to its status."""
+"""Studies: their scenarios run, their figures are computed rightly, and one study runs as a command up to its exit status."""
 
 import json
 

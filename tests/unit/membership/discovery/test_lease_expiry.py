@@ -1,4 +1,4 @@
-"""A Lease has ended when it has not changed for its duration."""
+"""Lease expiry: a Lease has ended when it has not changed for its duration."""
 
 from fleet.core.clock import Nanos
 from fleet.membership.discovery.lease_expiry import ExpiredLease, LeaseExpiry

@@ -1,4 +1,4 @@
-"""HTTP connections with a transport made by hand: relayed answers, the cache of heads, and the lifetime."""
+"""HTTP connections with a fake transport: relayed answers, the cache of request heads, and the lifetime of a connection."""
 
 import httptools
 import pytest
@@ -18,7 +18,7 @@ REQUEST = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\
 
 
 class Transport:
-    """Transport of a client or of a relay source."""
+    """Fake transport of a client connection or of an upstream."""
 
     def __init__(self):
         self.reading = True
@@ -88,12 +88,12 @@ async def test_paused_relay_source_resumes_after_its_answer():
     connection.data_received(REQUEST)
     (exchange,) = exchanges
     exchange.relay(source).write(b"the whole answer")
-    connection.pause_writing()  # as the transport does during `write`
+    connection.pause_writing()  # as a real transport may do during `write`
     assert not source.reading
 
     exchange.relayed(keep_alive=True)
 
-    assert source.reading  # for its next request, from another client
+    assert source.reading  # the source can be read for its next request, from another client
 
 
 async def test_relay_source_pauses_while_client_does_not_read():
@@ -110,7 +110,7 @@ async def test_relay_source_pauses_while_client_does_not_read():
 
 
 def served(connection, exchanges, data):
-    """Send one request, answer it and return it."""
+    """Send one request, answer it, and return the parsed request."""
     connection.data_received(data)
     exchange = exchanges.pop()
     exchange.respond(200, b"{}")
@@ -131,7 +131,7 @@ async def test_known_head_with_other_length_is_not_parsed_again(pieces, monkeypa
     monkeypatch.setattr(httptools, "HttpRequestParser", CountingParser)
     connection, exchanges = a_connection(Transport())
     whole = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nContent-Length: 3\r\n\r\nabc"
-    connection.data_received(whole[:-pieces])  # the body may come later
+    connection.data_received(whole[:-pieces])  # in some cases, the body comes later
     served(connection, exchanges, whole[-pieces:])
     parsed = CountingParser.fed
 
@@ -167,7 +167,7 @@ async def test_head_cache_ignores_only_the_content_length():
 @pytest.mark.parametrize("digits", [b"", b"+2", b"-2", b" 2", b"2_0", b"0x2", b"2 ", b"2,2", b"\xb2", b"1000000000002"])
 def test_latest_head_is_found_with_any_valid_length(digits):
     content = REQUEST.removesuffix(b"{}")
-    heads, unused = HeadCache(), HeadCache()  # only the first one has a latest head
+    heads, unused = HeadCache(), HeadCache()  # a head is added only to the first one
     head = HttpHead(method="POST", path="/", headers={}, keep_alive=True, chunked_answer=True)
     heads.add(content, head, 2)
     unused.add(content, head, 2)
@@ -206,7 +206,7 @@ async def test_long_body_after_known_head_is_refused_without_memory():
 
 
 def is_kept_alive(connection, client, exchanges) -> bool:
-    """Send and answer one request; return whether another one may follow."""
+    """Send and answer one request; return whether the connection stays open for another request."""
     client.written = b""
     served(connection, exchanges, REQUEST)
     return b"connection: close" not in client.written.lower()
@@ -233,7 +233,7 @@ async def test_connection_without_lifetime_stays_open():
     assert is_kept_alive(connection, client, exchanges)
 
 
-# Bodies that are read while they arrive
+# Bodies that are read while they arrive.
 
 UPLOAD = b"POST /upload HTTP/1.1\r\nhost: x\r\n%s\r\n\r\n"
 

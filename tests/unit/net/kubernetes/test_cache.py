@@ -1,4 +1,4 @@
-"""The object cache never returns to a state before a write of ours, and reports only real changes."""
+"""Object cache: it never goes back to a state before one of its own writes, and reports only real changes."""
 
 from fleet.net.kubernetes.cache import Cache
 from fleet.net.kubernetes.views import KubernetesLease, LeaseSpec, NamedObject, ObjectMetadata

@@ -1,4 +1,4 @@
-"""Leader election: two candidates never act at the same time, whatever their clocks, and one of them soon does."""
+"""Leader election: two candidates never lead at the same time, whatever their clocks say, and soon one of them leads."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -53,7 +53,7 @@ def test_same_identity_leads_by_the_others_renewals():
 
 
 class Server:
-    """A Lease with versions, as the API server keeps it; writes to an older version are refused."""
+    """Fake API server with one Lease; it refuses a write that is based on an older version."""
 
     def __init__(self):
         self.holder, self.version = None, 0
@@ -85,7 +85,7 @@ def test_at_most_one_leads_over_a_slow_and_lossy_network(rounds):
         began = Nanos((time + skew) * SECOND)
         lease = server.read()
         step = election.step(lease, began)
-        time += slow  # between reading and writing
+        time += slow  # time passes between reading and writing
         if (
             step is not ElectionStep.WAIT
             and server.write(identities[who], None if lease is None else lease.version)

@@ -1,4 +1,4 @@
-"""The address of the API server, and the errors for unusable files."""
+"""Kubeconfig files: the address of the API server in them, and the errors for unusable files."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""JSON that is nested too deeply is read without its depths."""
+"""Deeply nested JSON: it is read without the levels that are too deep."""
 
 import json
 
@@ -53,7 +53,7 @@ def test_invalid_json_stays_invalid(content):
 
 
 def in_turns(levels):
-    """Return objects and lists nested in turn."""
+    """Return `levels` nested values, objects and lists in turn."""
     found = "leaf"
     for level in reversed(range(levels)):
         found = [found] if level % 2 else {"a": found, "b": 1}

@@ -1,4 +1,4 @@
-"""Ages of Leases, whatever the clocks of their writers say."""
+"""Ages of Leases: they do not depend on the clocks of the writers."""
 
 from datetime import UTC, datetime, timedelta
 

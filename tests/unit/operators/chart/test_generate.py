@@ -127,7 +127,7 @@ OWN = {
     "kvstore_tier_bytes",
     "kvstore_tier_capacity_bytes",
 }
-"""Gauges of which every process reports another part, so that they are summed."""
+"""Gauges of which each process reports its own part, so that dashboards sum them."""
 
 
 @pytest.mark.parametrize("name", DASHBOARDS)

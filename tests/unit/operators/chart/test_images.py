@@ -29,7 +29,7 @@ unneeded = UNNEEDED["unneeded"]
 
 
 def copied(path: Path) -> set[str]:
-    """Return everything that is copied, as it is written."""
+    """Return the source paths of all COPY instructions, as the Dockerfile writes them."""
     return {
         word for _, stage in stages(path) for each in stage if each.name == "COPY" for word in each.text.split()[:-1]
     }
@@ -95,7 +95,7 @@ def test_installed_packages_are_declared_and_locked(path):
                     next(words)
                 elif not word.startswith("-"):
                     installs += 1
-                    # By its path, because an index may have another package of our name.
+                    # Fleet must be installed by its path, because an index may have another package of this name.
                     own = re.fullmatch(r"(?:\.|\$\(echo /tmp/wheels/\*\.whl\))\[([\w,-]+)\]", word)
                     if own:
                         assert set(own[1].split(",")) <= extras, word
@@ -152,7 +152,7 @@ def test_every_image_has_a_size_budget():
 
 @each_image
 def test_no_image_installs_the_tools_of_the_tests(path):
-    """An image either installs only what Fleet requires, or removes everything else of the lock."""
+    """Check that an image either installs only what Fleet requires, or removes all other packages of the lock file."""
     runs = [each.text for _, stage in stages(path) for each in stage if each.name == "RUN"]
     extras = set(re.findall(r"(?:\.|\.whl\))\[([\w,-]+)\]", " ".join(runs))[0].split(","))
 
@@ -201,7 +201,7 @@ esac
 
 @pytest.fixture
 def images(tmp_path):
-    """Return a function that runs build.py with a container runtime that only notes its commands."""
+    """Return a function that runs build.py with a fake container runtime, which only records its commands."""
     runtime, log = tmp_path / "runtime", tmp_path / "log"
 
     def build(*arguments, base=400_000_000, digests=f'["python@{DIGEST}"]'):

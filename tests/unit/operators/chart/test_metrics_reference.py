@@ -1,4 +1,4 @@
-"""Tests of the generated page of all metrics, and of everything that names a metric."""
+"""Tests of the generated page of all metrics, and of the metric names in documents and dashboards."""
 
 import importlib
 import re
@@ -18,14 +18,14 @@ DEFINES = re.compile(r"\b(Counter|Gauge|Histogram)Definition\(")
 METRIC = re.compile(
     r"`((?:fleet|kvstore|gen_ai)_[a-z_]+)(?:\{[^`]*)?`|\b((?:fleet|kvstore|gen_ai)_[a-z_]+)(?=[{\[]|_bucket)"
 )
-"""A name in backquotes, or before the braces of a query."""
+"""A metric name in backquotes, or before a bracket of a query."""
 
 OTHER_NAMES = frozenset({"fleet_prompt_tokens_waiting"})
-"""Names that look like those of metrics and are others: the adapter's rules give this one."""
+"""Names that look like metric names of Fleet, but are none: the rules of prometheus-adapter define this one."""
 
 
 def exported_names() -> set[str]:
-    """Return every name under which a sample is exported, and every name without `_total`."""
+    """Return the names of all exported samples, and those of counters also without `_total`."""
     names: set[str] = set()
     for each in (each for definitions in PROCESSES.values() for each in definitions):
         names |= {each.name, each.exported_name}

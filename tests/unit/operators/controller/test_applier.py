@@ -1,4 +1,4 @@
-"""The applier writes exactly what was decided, or nothing."""
+"""Applier: it writes exactly what was decided, or nothing."""
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -27,7 +27,7 @@ def a_manifest(owner):
 
 
 class Cluster:
-    """An API server with one Service, or none."""
+    """Fake API server with one Service, or with no object."""
 
     def __init__(self, there=None):
         self.there = there

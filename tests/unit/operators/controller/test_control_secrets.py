@@ -21,7 +21,7 @@ IMAGES = Images(router="r", worker_cpu="c", worker_cuda="u", worker_rocm="o")
 
 
 class Cluster:
-    """An API server that keeps Secrets and counts requests."""
+    """Fake API server that keeps Secrets and counts requests."""
 
     def __init__(self, **data: str) -> None:
         self.kept = dict(data)

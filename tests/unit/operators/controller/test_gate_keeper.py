@@ -1,4 +1,4 @@
-"""The gate keeper: which group of pods passes the scheduler next."""
+"""Gate keeper: which group of pods loses its scheduling gates next."""
 
 import msgspec
 

@@ -1,4 +1,4 @@
-"""Failed domains: which are remembered, for how long, and how many."""
+"""Failed topology domains: which ones are remembered, for how long, and how many."""
 
 import pytest
 

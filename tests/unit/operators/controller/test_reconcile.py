@@ -1,4 +1,4 @@
-"""A cluster that obeys reaches the desired state, whatever is interrupted on the way."""
+"""Reconciliation: a cluster that follows its objects reaches the desired state, even if the operator is interrupted."""
 
 import random
 
@@ -24,7 +24,7 @@ def desired_deployment(*roles, **spec):
 
 
 class Cluster:
-    """Holds applied objects, and starts and ends pods when the test lets time pass."""
+    """Fake cluster: it keeps applied objects, and starts and ends pods when the test lets time pass."""
 
     def __init__(self):
         self.objects = {}
@@ -83,7 +83,7 @@ class Cluster:
         self.check()
 
     def check(self):
-        """Assert that pods find their settings at every moment."""
+        """Assert that every ConfigMap exists that a pod template refers to."""
         for (kind, _), each in self.objects.items():
             if kind == "Deployment":
                 for volume in each["spec"]["template"]["spec"]["volumes"]:
@@ -95,7 +95,7 @@ class Cluster:
             self.pods[each.kind, each.name] = (asked, min(asked, pods), max(0, pods - asked) if not leaving else 0)
 
     def settle(self, desired, most=100):
-        """Run until nothing is left to do; return the last status."""
+        """Reconcile and let time pass until nothing is left to do; return the last status."""
         for _ in range(most):
             outcome = reconcile(desired, self.observed(), IMAGES, NOW)
             for action in outcome.actions:
@@ -155,7 +155,7 @@ def test_operator_killed_after_any_write_reaches_the_same_end(seed):
     cluster = Cluster()
     for _ in range(chance.randint(1, 15)):
         actions = reconcile(chance.choice(wishes), cluster.observed(), IMAGES, NOW).actions
-        for action in actions[: chance.randint(0, len(actions))]:  # the operator dies here
+        for action in actions[: chance.randint(0, len(actions))]:  # the operator dies after some of the actions
             cluster.do(action)
         cluster.pass_time()
     cluster.settle(last)
@@ -265,8 +265,8 @@ def test_deletion_costs_are_annotated_before_scale_down():
     ("ready", "warm", "gone"),
     [
         ((0, 1, 2), {0: 90, 1: 7, 2: 500}, [1]),
-        ((0, 1, 2), {0: 90, 2: 500}, [1]),  # nothing is known about it, because it is new
-        ((0, 1), {0: 1, 1: 7, 2: 500}, [2]),  # serves nobody, whatever it holds
+        ((0, 1, 2), {0: 90, 2: 500}, [1]),  # pod 1 is new, so nothing is known about its blocks
+        ((0, 1), {0: 1, 1: 7, 2: 500}, [2]),  # pod 2 is not ready, so it goes first, whatever it holds
         ((0, 1, 2), {}, [2]),
         ((0, 1, 2), {0: 3, 1: 3, 2: 3}, [2]),
     ],

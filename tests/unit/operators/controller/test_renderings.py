@@ -1,4 +1,4 @@
-"""The manifests of a deployment are made again only after a change on which they depend."""
+"""Renderings: the manifests of a deployment are made again only after a change that they depend on."""
 
 import msgspec
 import pytest
@@ -17,7 +17,7 @@ SERVED = OptionalKinds()
 
 
 def desired(name="one", replicas=1, **spec):
-    """Return a deployment that equals others with the same specification, and is none of them."""
+    """Return a new deployment object; objects with the same arguments are equal, but not identical."""
     roles = [
         {"name": "decode", "type": "decode", "replicas": replicas, "scaling": {"mode": "External"}},
         {"name": "router", "type": "router", "replicas": replicas},
@@ -28,7 +28,7 @@ def desired(name="one", replicas=1, **spec):
 
 @pytest.fixture
 def made(monkeypatch):
-    """Return a list to which each revision and each rendering of shared objects adds the deployment's name."""
+    """Return a list of the computations of revisions and of shared objects: each adds its kind and the deployment's name."""
     found = []
 
     def counted(name, original):

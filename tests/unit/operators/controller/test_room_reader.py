@@ -1,4 +1,4 @@
-"""Room reader: lists the cluster at most once in a while, and keeps promised room for groups without pods."""
+"""Room reader: it lists the cluster's pods only now and then, and reserves promised room for groups that have no pods yet."""
 
 from decimal import Decimal
 
@@ -25,7 +25,7 @@ class Time:
 
 
 class Cluster:
-    """An API server with one node of eight GPUs, and the given pods."""
+    """Fake API server with one node of eight GPUs, and the pods that the test sets."""
 
     def __init__(self):
         self.pods = []

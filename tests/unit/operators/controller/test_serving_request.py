@@ -1,4 +1,4 @@
-"""ServingRequests on a cluster: the objects made of them, and their status."""
+"""ServingRequests on a cluster: the objects that the operator makes of them, and their status."""
 
 import msgspec
 
@@ -38,7 +38,7 @@ def told(request, there=None, refusals=()):
 
 
 def as_made(made, *, owner="request-uid", status=None, generation=1):
-    """Return the server's object for a manifest."""
+    """Return the object that the API server has after this manifest was applied."""
     metadata = made.manifest["metadata"]
     return CustomObject(
         metadata=ObjectMetadata(

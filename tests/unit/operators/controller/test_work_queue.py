@@ -1,4 +1,4 @@
-"""The work queue returns a key once for many requests, never twice at a time, and rarely while it fails."""
+"""Work queue: many requests for a key are one, a key is never in work twice at a time, and failing keys come rarely."""
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -65,7 +65,7 @@ def test_key_without_room_sets_overflown():
 
 
 class Model(RuleBasedStateMachine):
-    """A comparison with dictionaries: when each key is due, and which are in progress."""
+    """Comparison with a simple model, in random histories: when each key is due, and which keys are in progress."""
 
     def __init__(self):
         super().__init__()

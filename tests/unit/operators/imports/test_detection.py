@@ -1,4 +1,4 @@
-"""Imports of other projects' deployments: the results, and the notes about the rest."""
+"""Imports of other projects' deployments: the results, and the warnings about what could not be imported."""
 
 from collections.abc import Iterator
 from copy import deepcopy
@@ -466,7 +466,7 @@ def test_unreadable_field_is_refused_with_its_path(content, said):
 
 
 def leaves(value, path=()) -> Iterator[tuple]:
-    """Return the paths to all inner values."""
+    """Yield the paths to all values within a value, at any depth."""
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for name, each in inner:
         yield (*path, name)

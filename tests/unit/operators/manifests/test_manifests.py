@@ -1,4 +1,4 @@
-"""Manifests of a deployment: settings that our processes accept, and pods that change only when they must."""
+"""Manifests of a deployment: Fleet's processes accept their settings, and pods change only when they must."""
 
 import itertools
 import re
@@ -57,7 +57,7 @@ def of_kind(found, kind):
 
 
 def settings_of(config, kind, **put_in):
-    """Return the settings as the pod has them, with its name filled in."""
+    """Return the settings in a ConfigMap as the pod's process reads them, after the pod's own values were filled in."""
     settings = msgspec.json.decode(config["data"]["settings.json"]) | put_in
     if "embedded_store" in settings:
         settings["embedded_store"]["store_id"] = "pod"
@@ -266,7 +266,10 @@ def hub_parts(model):
 
 
 def of_all(hub):
-    """Routers, which end when nothing comes for two minutes, so that it is heard of; and two kinds of workers."""
+    """Return the expected hub settings of routers and of two kinds of workers.
+
+    Routers give up after two minutes without data, so that the failure is noticed.
+    """
     return [hub | {"patience_seconds": PATIENCE_SECONDS}, hub, hub]
 
 
@@ -313,7 +316,7 @@ def test_model_in_a_volume_or_image_is_not_fetched(model):
 @pytest.mark.parametrize("leader_worker_sets", [True, False])
 @pytest.mark.parametrize("path", SAMPLES, ids=lambda path: path.stem)
 def test_workers_admit_only_their_deployments_pods(path, leader_worker_sets):
-    """Worker groups and block transfers need no key, so the policy is their only protection."""
+    """Check the network policy of the workers, which is the only protection of worker groups and block transfers."""
     deployment = a_deployment(path)
     served = OptionalKinds(leader_worker_sets=leader_worker_sets)
     theirs = {"podTemplate": {"metadata": {"labels": {TYPE: "mine", ROLE: "mine", INSTANCE: "mine"}}}}
@@ -360,7 +363,7 @@ def test_control_port_of_routers_admits_operator_and_planner():
 
 
 def selects(selector, labels):
-    """Return whether a selector matches, for the operators of Kubernetes that we use."""
+    """Return whether a label selector matches; only the operator `In` is supported."""
     named = all(labels.get(key) == value for key, value in selector.get("matchLabels", {}).items())
     each = selector.get("matchExpressions", ())
     assert all(one["operator"] == "In" for one in each)

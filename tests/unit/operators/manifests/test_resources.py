@@ -53,7 +53,7 @@ def test_requests_follow_engine_model_and_store(role, spec, cpu, memory):
 def test_known_model_is_weighed_by_its_config():
     known = requests({}, model={"name": "a", "uri": "meta-llama/Llama-3.1-8B-Instruct"})["memory"]
 
-    # 8.03 billion parameters in bf16, twice, beside 3 GiB.
+    # Twice the size of 8.03 billion parameters in bf16, and 3 GiB.
     assert 32_000 < int(known.removesuffix("Mi")) < 34_000
 
 
@@ -96,7 +96,7 @@ def test_no_pod_of_a_sample_is_best_effort(path):
 
 
 def test_liveness_asks_for_the_watchdog_and_spares_loading():
-    """The service `liveness` is not serving once the watchdog has found a hang; before the engine runs, nothing is killed."""
+    """Check the probes: they ask the service `liveness`, which fails after the watchdog has found a hang, and loading may take a day."""
     main = main_of(GPUS)
 
     live = {"grpc": {"port": 50061, "service": "liveness"}}

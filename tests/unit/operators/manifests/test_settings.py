@@ -1,4 +1,4 @@
-"""How workers and routers of a deployment find each other, and when pods are ready."""
+"""Settings in manifests: how workers and routers of a deployment find each other, and when pods are ready."""
 
 import msgspec
 
@@ -65,7 +65,7 @@ def test_router_pods_are_peers_with_the_control_secret():
 
     settings, container, admitted = router_of(deployment)
 
-    # The headless Service by which workers find every router, as its first test shows.
+    # Routers find each other by the headless Service by which workers find the routers.
     assert settings["replicas_name"] == f"{worker_of(deployment)[0]['registry'].rpartition(':')[0]}:50054"
     assert (
         settings["replicas_credentials"]

@@ -1,4 +1,4 @@
-"""Domains: the smallest one with room for the whole group, on nodes that its pods can use."""
+"""Topology domains: a group gets the smallest domain with room for all its pods, on nodes that its pods can use."""
 
 from decimal import Decimal
 

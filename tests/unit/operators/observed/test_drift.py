@@ -1,4 +1,4 @@
-"""Drift of children: it follows from the owners of fields, and each change of these counts once."""
+"""Drift of child objects: it is found by the owners of their fields, and each change of an owner counts once."""
 
 import msgspec
 

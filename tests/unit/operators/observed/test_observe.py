@@ -107,7 +107,7 @@ def test_ended_or_released_lease_does_not_count():
     nothing_told = observed(a_child(1), a_pod("a"))
 
     assert (found.registrations_known, found.children[0].registered) == (True, 0)
-    # Ready pods still count for scaling, or nothing could roll out without reports; but the deployment is not Ready.
+    # Without reports, ready pods count for scaling, so that a rollout can proceed; but the deployment is not Ready.
     assert (nothing_told.registrations_known, nothing_told.children[0].registered) == (False, 0)
     assert nothing_told.children[0].replicas.ready == 1
 
@@ -152,7 +152,7 @@ def test_children_of_a_former_namesake_are_foreign():
 
 
 def group(*pods):
-    """Return two nodes of one replica."""
+    """Return the observed child object of one replica that consists of two pods."""
     one = a_child(2, name="dd-all-r1-0", **{GROUP_LABEL: "0"})
     return observed(one, *pods, stateful=True).children[0]
 
@@ -198,7 +198,7 @@ def test_half_placed_group_is_given_back_after_a_while():
 
     assert group(member("a"), member("b", ready=False, unplaced=lately)).half_scheduled == ()
     assert group(member("a"), member("b", ready=False, unplaced=OLD)).half_scheduled == ("dd-all-r1-0",)
-    # A group without any node waits without harm.
+    # A group of which no pod has a node may wait, because it occupies nothing.
     waiting = [member(name, ready=False, unplaced=OLD) for name in "ab"]
     assert group(*waiting).half_scheduled == ()
 
@@ -278,7 +278,7 @@ def test_routers_speak_tls_if_a_ready_one_does():
     assert not observed(routers, plain).router.tls
     assert not observed(routers, plain, waiting).router.tls
     assert observed(routers, secured).router.tls
-    assert observed(routers, plain, secured).router.tls  # in a rollout, during which no probe is sent
+    assert observed(routers, plain, secured).router.tls  # during a rollout, in which no probe is sent
 
 
 def test_router_pod_without_an_owner_is_not_counted():

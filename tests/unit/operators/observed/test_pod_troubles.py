@@ -1,4 +1,4 @@
-"""Pod troubles: they say why pods do not run, and never repeat what pods wrote."""
+"""Pod troubles: texts that say why pods do not run; they never contain output of pods."""
 
 import msgspec
 import pytest

@@ -1,4 +1,4 @@
-"""Tests of what a ServingPlan's status says."""
+"""Tests of the status of a ServingPlan."""
 
 from msgspec import structs
 

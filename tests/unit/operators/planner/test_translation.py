@@ -1,4 +1,4 @@
-"""Tests of the settings of a planner that follow from a ServingPlan and its deployment."""
+"""Tests of the planner settings that are made from a ServingPlan and its deployment."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Probe evidence: what is needed before a deployment is Ready, and what is not probed twice."""
+"""Probe evidence: which answers are needed before a deployment is Ready, and when no new probe is sent."""
 
 import msgspec
 

@@ -1,4 +1,4 @@
-"""The prober sends probes one after the other, with limited concurrency, while it leads and while they are needed."""
+"""Prober: it sends the probes of a deployment one after the other, few in all at the same time, while the operator leads."""
 
 import asyncio
 from contextlib import asynccontextmanager
@@ -14,7 +14,7 @@ from operators.probes.prober import Prober
 from tests.support.waiting import turns
 from tests.unit.operators.probes.test_evidence import REFUSED, a_subject, an_aim
 
-TURNS = 20  # enough for a probe to be sent, or its answer to be learnt
+TURNS = 20  # enough turns of the event loop to send a probe, or to receive its answer
 
 
 class Clients:
@@ -38,7 +38,7 @@ class Clients:
             self.on_the_way -= 1
 
     async def until(self, count):
-        """Wait until so many probes were sent."""
+        """Wait until `count` probes were sent."""
         async with asyncio.timeout(60):
             while len(self.asked) < count:
                 self.changed.clear()
@@ -158,7 +158,7 @@ async def test_failing_deployments_leave_room_for_others():
             prober.want(deployment_key("ns", name), a_want("a"))
             clients.answers.put_nowait(REFUSED)
         await clients.until(3)
-        await turns(TURNS)  # both pauses of no length are over
+        await turns(TURNS)  # the pauses, which have no length, are over
         prober.want(deployment_key("ns", "other"), a_want("a"))
         await clients.until(4)
 
@@ -177,7 +177,7 @@ async def test_after_a_failure_there_is_a_pause():
 
 
 def test_pause_is_the_shortest_again_after_an_answer():
-    """Time is virtual."""
+    """Let probes be refused in virtual time, and compare the pauses before and after an answer."""
     clients = TimedClients()
     for answer in (REFUSED, REFUSED, REFUSED, ProbeCompletion(True), REFUSED, ProbeCompletion(True)):
         clients.answers.put_nowait(answer)

@@ -1,4 +1,4 @@
-"""Status of a deployment: Ready only after answers, the KV path as last observed, and changes of roles."""
+"""Status of a deployment: Ready only after answered probes, the KV path that was last observed, and changes of roles."""
 
 import msgspec
 import pytest
@@ -15,7 +15,7 @@ FULL = ProbeFailure(429, "queue_full", busy=True)
 
 
 def settled(desired):
-    """Return the observed state of a deployment without obstacles, with pods by name."""
+    """Return the state that a deployment reaches without obstacles, with named pods."""
     cluster = Cluster()
     cluster.settle(desired)
     observed = cluster.observed()
@@ -120,7 +120,7 @@ def test_proved_deployment_stays_ready_for_a_new_operator():
 
 
 def behind_other_routers(observed, **changes):
-    """Return the same state with other routers."""
+    """Return the same state with another router pod."""
     router = msgspec.structs.replace(observed.router, pods=(RunningPod("router-1"),))
     return msgspec.structs.replace(observed, router=router, **changes)
 
@@ -205,7 +205,7 @@ def available(outcome):
 
 
 def with_ready(observed, **ready):
-    """Return the same state with so many ready replicas that routers know, by role."""
+    """Return the same state with these numbers of ready replicas, by role."""
     children = tuple(
         msgspec.structs.replace(each, replicas=msgspec.structs.replace(each.replicas, ready=ready[each.role]))
         if each.role in ready

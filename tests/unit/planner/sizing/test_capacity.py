@@ -60,7 +60,7 @@ def test_higher_percentile_lowers_the_rate() -> None:
 
 
 def waits(rate: float, service: float, replicas: int, burst: int, seed: int) -> list[float]:
-    """Return the time in queue and service of bursts of requests at servers behind one queue."""
+    """Simulate bursts of requests in one queue for several servers; return the seconds from arrival to end of each request."""
     chance, now, free, found = random.Random(seed), 0.0, [0.0] * replicas, []
     for _ in range(20_000 // burst):
         now += chance.expovariate(rate / burst)
@@ -72,14 +72,14 @@ def waits(rate: float, service: float, replicas: int, burst: int, seed: int) -> 
 
 
 def test_bursty_trace_is_kept_where_mean_sizing_misses() -> None:
-    """P3: bursts of six requests; sizing by the mean takes too few replicas, sizing at the percentile enough."""
+    """Check property P3 with bursts of six requests: sizing by the mean gives too few replicas, sizing by the percentile enough."""
     prefill, service = POOLS[Role.PREFILL], 0.1
     latency = EngineLatency(prefill_base_ms=0.0, prefill_ms_per_token=1e3 * service / SHAPE.prompt_tokens)
     capacity = StepCapacity(
         {prefill.name: linear_engine(latency, Role.PREFILL, capacity_tokens=1e6, most_running=64, budget_tokens=2000)}
     )
     goals, rate, burst = PlanGoals(ttft_seconds=3.0 * service, tpot_seconds=1.0), 4.0 / service, 6
-    load = OfferedLoad(shape=SHAPE, dispersion=float(burst))  # each burst counts as one arrival of six
+    load = OfferedLoad(shape=SHAPE, dispersion=float(burst))  # bursts of six requests each
 
     def attained(replicas: int) -> float:
         found = waits(rate, service, replicas, burst, seed=7)

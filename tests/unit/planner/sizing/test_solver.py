@@ -1,4 +1,4 @@
-"""The solver of pools, compared with complete search."""
+"""Solver for the sizes of pools, compared with a search through all sizes."""
 
 import random
 from itertools import product
@@ -28,7 +28,7 @@ def rates(pool: PlannedPool, replicas: int) -> float:
 
 
 def best(candidates: list[Candidate], rate: float, budget: PlanBudget) -> tuple[float, float] | None:
-    """Return the highest served rate and its lowest price by trying everything."""
+    """Try all sizes; return minus the highest served rate, and the lowest price for it; None if no size is within the budget."""
     found = None
     for replicas in product(*(range(each.least, each.most + 1) for each in candidates)):
         if within_budget(candidates, replicas, budget):
@@ -62,7 +62,7 @@ def test_solution_is_the_best_of_all(rate, most, least, gpus, dollars, ratio) ->
     if found is not None and wanted is not None:
         assert within_budget(candidates, found.replicas, budget)
         assert found.served == pytest.approx(-wanted[0], abs=1e-4)
-        assert found.dollars <= wanted[1] * 1.02 + 1e-6  # starting a replica costs a hundredth more than keeping one
+        assert found.dollars <= wanted[1] * 1.02 + 1e-6  # the solver counts a new replica 1 % dearer
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.5, 17.0, 90.0])

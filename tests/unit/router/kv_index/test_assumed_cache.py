@@ -1,4 +1,4 @@
-"""Assumed caches: bounded in size and time, with the latest prompts kept."""
+"""Assumed caches: they are limited in size and time, and keep the latest prompts."""
 
 import random
 
@@ -39,7 +39,7 @@ def test_sent_prompt_is_assumed_cached():
 
 def test_least_recently_sent_prompt_is_forgotten_first():
     chains, cache = a_cache(6)
-    for prompt in ((1, 2), (3, 4), (1, 2), (5, 6), (7, 8)):  # the first was sent again
+    for prompt in ((1, 2), (3, 4), (1, 2), (5, 6), (7, 8)):  # the first prompt is sent twice
         cache.sent(prompt, LATER)
 
     assert [bool(chains.runs((key,))) for key in (1, 3, 5, 7)] == [True, False, True, True]
@@ -117,7 +117,7 @@ def test_limits_hold_for_any_prompts(seed):
 
 
 def test_prompt_of_another_router_keeps_its_age():
-    """A worker that has joined and one that joins later; a prompt whose time is over counts for neither."""
+    """Announce prompts before and after their workers join: a prompt that is too old counts for no worker."""
     told, later = RouterMachineDriver(), RouterMachineDriver()
     joined = [
         structs.replace(a_joined_worker(name, Role.BOTH), knowledge=Knowledge.APPROXIMATE, believed_for=MINUTE)
@@ -162,7 +162,7 @@ def test_earlier_prompt_does_not_shorten_the_one_it_continues():
 
 
 def test_earlier_prompt_expires_behind_a_later_one():
-    """The prompt of a peer was added last but sent first; it must not be believed as long as the prompt before it."""
+    """Add a peer's prompt that was sent before the prompts already there: it must expire before them."""
     chains, cache = a_cache(100)
     cache.sent((1, 2), LATER)
     cache.add_earlier((5, 6, 7), START)

@@ -1,4 +1,4 @@
-"""Predicted cached tokens, compared with those that workers report."""
+"""Cache accuracy: predicted cached tokens, compared with those that workers report."""
 
 import pytest
 from hypothesis import given
@@ -24,7 +24,7 @@ HIT, MISS = CacheComparison(320, 256, 256, 256), CacheComparison(320, 256, 0, 0)
         ((100, 64, 64, 32), CacheComparison(100, 64, 64, 64)),
         ((100, 96, 32, 32), CacheComparison(100, 96, 32, 32)),
         ((100, 0, 64, 32), CacheComparison(100, 0, 64, 0)),
-        ((96, 95, 64, 32), CacheComparison(96, 64, 64, 64)),  # the last token is always computed, and with it its block
+        ((96, 95, 64, 32), CacheComparison(96, 64, 64, 64)),  # the last token is always computed, with its block
         ((96, 96, 95, 32), CacheComparison(96, 64, 64, 64)),
         ((1, 0, 0, 32), CacheComparison(1, 0, 0, 0)),
         ((0, -1, 0, 32), CacheComparison(0, 0, 0, 0)),  # an unknown prompt, and one token to compute
@@ -72,7 +72,7 @@ def test_recent_sum_equals_the_window(prompts):
         assert 0 <= accuracy.recent.agreed <= min(accuracy.recent.predicted, accuracy.recent.reported)
 
 
-# In the router
+# In the router.
 
 
 def a_warm_router(blocks: int = 3) -> RouterMachineDriver:

@@ -1,4 +1,4 @@
-"""Announced prompts: requests that begin alike meet on one worker, whichever routers they use."""
+"""Peer prompts: requests that begin alike go to one worker, whichever routers they use."""
 
 import random
 from collections.abc import Sequence
@@ -54,7 +54,7 @@ def routers(count: int, *workers: tuple[str, Role], **settings) -> list[Told]:
 
 
 def believing(count: int, workers: int) -> list[Told]:
-    """Return routers whose workers do not report their caches."""
+    """Return routers with the same workers, which do not report their caches."""
     found = [Told(seed=seed, policy="smg", replicas_listen="unix:r" if count > 1 else "") for seed in range(count)]
     for router in found:
         for number in range(workers):
@@ -73,7 +73,7 @@ def others_of(one: Told, among: Sequence[Told]) -> list[Told]:
 
 @pytest.mark.parametrize(("count", "own"), [(1, 0), (1, 64), (2, 0), (2, 64), (4, 0)])
 def test_prompt_is_computed_once_across_routers(count, own):
-    """Eight siblings of 4,000 tokens arrive before any engine has reported. Without announcements each router computes the prompt once."""
+    """Send eight siblings of 4,000 tokens before any engine reports. Without announcements, each router would let one compute it."""
     several = routers(count)
     full = []
     for number in range(8):
@@ -93,7 +93,7 @@ def test_peers_find_the_prefill_worker_of_a_prompt():
 
     assert work.worker_id.startswith("p")
     again, tokens = other.place("r2", a_prompt(2000) + a_prompt(600, first=90_000))
-    assert (again.worker_id, tokens) == (work.worker_id, 2600 - 60 * 32)  # blocks of 62, as far as marks tell
+    assert (again.worker_id, tokens) == (work.worker_id, 2600 - 60 * 32)  # 60 of 62 blocks, which the marks prove
 
 
 @pytest.mark.parametrize("how", ["ended", "cancelled", "left"])
@@ -142,7 +142,7 @@ def test_short_or_cached_prompts_are_not_announced():
     for router in (alone, one):
         router.place("short", a_prompt(MIN_ANNOUNCED_TOKENS - 1, first=50_000))
         router.place("r1", a_prompt(2000))
-        router.place("r2", a_prompt(2000))  # after the first one
+        router.place("r2", a_prompt(2000))  # announced after the first one
 
     assert alone.machine.prompts.news() == ([], [])
     ((told,), over) = one.machine.prompts.news()
@@ -165,7 +165,7 @@ def test_late_peer_gets_known_prompts_then_news():
     late.send(PeerPlaced(replica=str(id(one)), placed=tuple(one.machine.prompts.latest())))
     assert late.place("r3", a_prompt(2000))[1] < 2000
 
-    one.step(brief, 1, finish=Finish.STOP)  # before it is announced
+    one.step(brief, 1, finish=Finish.STOP)  # it ends before it is announced
     one.step(known, 1, finish=Finish.STOP)
     one.tell(early, late)
 
@@ -228,7 +228,7 @@ def test_own_knowledge_counts_if_it_is_deeper():
 
 
 def hit_rate(count: int, *, told: bool = True) -> float:
-    """Return the share of cached blocks for 12 conversations of 7 turns over 8 workers; each turn uses a random router."""
+    """Return the share of cached blocks for 12 conversations of 7 turns on 8 workers; each turn goes to a random router."""
     several = believing(count, 8)
     dice = random.Random(5)
     sent: dict[str, set[bytes]] = {}

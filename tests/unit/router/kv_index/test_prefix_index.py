@@ -1,4 +1,4 @@
-"""The prefix index, compared with a brute-force oracle, and its memory bounds."""
+"""The prefix index: compared with a brute-force reference, and its limits of memory."""
 
 import random
 import tracemalloc
@@ -128,11 +128,11 @@ def test_memory_is_freed_when_all_holders_leave():
 
 
 BYTES_A_BLOCK = 400
-"""Memory for a block of one worker: two table entries, an integer, and the spare room of tables and sets that have just grown."""
+"""Maximum bytes for a block of one worker: two table entries, an integer, and the unused room of tables that have just grown."""
 
 
 def test_day_of_churn_stays_within_memory_cap():
-    """Caches are always full and turn over each hour, and a quarter of the workers restart each hour."""
+    """Simulate a day: all caches are always full, their content is replaced each hour, and one of four workers restarts each hour."""
     rng = random.Random(5)
     workers, capacity = [engine_cache_holder(WorkerId(f"w{number}")) for number in range(4)], 1_500
     tracemalloc.start()
@@ -183,7 +183,7 @@ HOLDERS = st.sampled_from([Holder(name) for name in "abcd"])
 
 
 class IndexEqualsOracle(RuleBasedStateMachine):
-    """The oracle is a dictionary of sets. Few keys and holders make runs, holes and reused bits meet often."""
+    """Comparison with a dictionary of sets in random histories. Few keys and holders let rare cases happen often."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -236,7 +236,7 @@ class IndexEqualsOracle(RuleBasedStateMachine):
         assert len(self.index) == len(set().union(*self.oracle.values()))
 
     def longest(self, prompt: list[int]) -> dict[Holder, int]:
-        """Check that the answer does not depend on the bisection threshold."""
+        """Return the answer of the index, after a check that it does not depend on the bisection threshold."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("fleet.router.kv_index.prefix_index.WORTH_BISECTING", 1)
             bisected = self.index.longest(prompt)

@@ -1,7 +1,7 @@
-"""The index against a plain reference on a public trace: the same answers with a known amount of work.
+"""Speed of the prefix index: on a public trace, it gives the answers of a simple reference with a known share of its work.
 
-Work is counted in bytecode steps of the interpreter, which are the same on every machine under any load. Processor time, which is
-less precise, covers the work that C code does in one step.
+Work is counted in bytecode steps of the interpreter, which are the same on every machine under any load. Processor time is less
+precise, but also covers the work that C code does in one step.
 """
 
 import sys
@@ -13,7 +13,7 @@ from tests.support.sim.traces import CONVERSATION
 
 WORKERS, CAPACITY = 16, 4_000
 STEPS_OF_REFERENCE = 0.219
-"""The index's steps over the reference's, measured at its last deliberate change; a tenth more is a regression."""
+"""Steps of the prefix index divided by those of the reference, as last measured; a tenth more is a regression."""
 
 
 @cache
@@ -22,7 +22,7 @@ def done() -> list[IndexOperation]:
 
 
 def steps(index: MeasuredIndex) -> int:
-    """Return the interpreter steps of `done` on an index."""
+    """Return the number of interpreter steps that the operations (`done`) take on an index."""
     counted = 0
 
     def count(frame, event, argument):

@@ -12,7 +12,7 @@ from fleet.router.kv_index.radix_tree import JOIN_ABOVE, Chain, ChainHolder, Rad
 
 HOLDERS = 4
 
-# A prompt is a path through a small tree, so many prompts begin alike; a key is the path so far.
+# A prompt is a path through a small tree, so many prompts begin alike; the key of a block is the path up to it.
 prompts = st.lists(st.integers(0, 1), max_size=9)
 
 
@@ -72,7 +72,7 @@ def test_unshared_prompt_is_one_node():
 
 
 def divided(chains: RadixTree, holders: list[ChainHolder], keys: tuple[int, ...]) -> list[Chain]:
-    """Add a chain, and one for each of its beginnings."""
+    """Add a chain and all its prefixes, the longest first, for the holders in turn; return the added chains."""
     return [chains.add(holders[end % len(holders)], keys[:end]) for end in range(len(keys), 0, -1)]
 
 
@@ -99,7 +99,7 @@ def test_node_where_a_chain_ends_stays_split():
     chains, holder = RadixTree(), ChainHolder(1)
     keys = tuple(range(1, 101))
     there = divided(chains, [holder], keys)
-    while len(there) > 50:  # the chains that end in the first half
+    while len(there) > 50:  # removes the chains that end in the first half
         chains.remove(there.pop())
 
     chains.remove(chains.add(holder, keys))
@@ -139,7 +139,7 @@ def test_removed_chain_leaves_no_garbage_cycles():
 def test_colliding_keys_break_nothing():
     chains, one, other = RadixTree(), ChainHolder(1), ChainHolder(2)
     first = chains.add(one, (1, 2, 3))
-    second = chains.add(other, (9, 1, 2))  # the keys 1 and 2 stand for other blocks as well
+    second = chains.add(other, (9, 1, 2))  # here, the keys 1 and 2 are those of other blocks
     third = chains.add(one, (2, 1))
     chains.runs((1, 2, 3)), chains.runs((9, 2, 1)), chains.runs((2, 9))
 
@@ -150,7 +150,7 @@ def test_colliding_keys_break_nothing():
     assert (one.blocks, other.blocks) == (0, 0)
 
 
-collisions = st.lists(st.integers(0, 4), max_size=6)  # keys that stand for several blocks, and for several places
+collisions = st.lists(st.integers(0, 4), max_size=6)  # equal keys of different blocks at several positions
 
 
 @given(

@@ -1,4 +1,4 @@
-"""Native costs, compared with their numpy twin to the last bit."""
+"""Native costs, compared bit by bit with the version in numpy."""
 
 import math
 import random
@@ -38,7 +38,7 @@ def test_native_costs_equal_the_twin_bit_for_bit(workers):
         costs.fleet_costs(table, found, 1000, *weights, *switches)
 
         assert expected.tobytes() == found.tobytes()
-        # One of the columns occurs twice, so that there may be two lowest costs.
+        # One column is repeated, so that there may be two lowest costs.
         table = table[:, [*range(workers), rng.randrange(workers)]]
         twins = twin.fleet_lowest(table, 1000, *weights, *switches)
         assert costs.fleet_lowest(np.ascontiguousarray(table), 1000, *weights, *switches) == twins
@@ -98,7 +98,7 @@ def test_native_spread_live_equals_the_twin():
     for _ in range(300):
         workers = rng.randrange(1, 130)
         row_at = np.full(rng.randrange(workers, 200), -1, dtype=np.intp)
-        rows = rng.sample(range(workers), rng.randrange(1, workers + 1))  # the others have blocks of another size
+        rows = rng.sample(range(workers), rng.randrange(1, workers + 1))  # other workers have another block size
         row_at[rng.sample(range(len(row_at)), len(rows))] = rows
         masks = [rng.getrandbits(rng.choice([1, 63, 64, 65, 250])) for _ in range(rng.randrange(5))]
         runs = [(depth, mask) for depth, mask in enumerate(masks, start=1) if mask]

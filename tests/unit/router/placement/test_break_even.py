@@ -1,4 +1,4 @@
-"""Prefill break-even: from how many uncached tokens on a prompt is handed over, when that is learned."""
+"""Prefill break-even: how the router learns from how many uncached tokens on a prefill worker is the better choice."""
 
 import random
 
@@ -43,7 +43,7 @@ def test_prompts_are_handed_over_until_enough_is_measured(constant, tokens):
 
 @pytest.mark.parametrize("begin", [1, 10_000])
 def test_estimate_converges_within_a_tenth(begin):
-    """The first sample is wrong by orders of magnitude; the others scatter by a quarter around 40 ms."""
+    """Give a first sample that is wrong by orders of magnitude, and then samples that differ by up to a quarter from 40 ms."""
     rng = random.Random(1)
     break_even = learned(begin, samples=1)
     for _ in range(100):
@@ -53,7 +53,7 @@ def test_estimate_converges_within_a_tenth(begin):
 
 
 def test_router_learns_and_reports_the_break_even():
-    """With 200 ms for a handoff, 1 ms for a prompt token and no delayed request, both ways cost the same at 200 tokens."""
+    """Measure 200 ms for a handoff and 1 ms for a prompt token: without delayed requests, the break-even is at 200 tokens."""
     router = RouterMachineDriver(("p1", Role.PREFILL), ("d1", Role.DECODE), learn_remote_prefill=True)
     sampling = Sampling(temperature=0.0, max_tokens=2)
     for number in range(MIN_SAMPLES):
@@ -86,7 +86,7 @@ def test_external_request_is_not_handed_over_to_measure(external, phase):
 
 @pytest.mark.parametrize("learning", [False, True])
 def test_break_even_is_reported_even_if_unused(learning):
-    """With eight requests on the decode worker, an eighth of 200 tokens is below the lower bound."""
+    """Run eight requests on the decode worker: the break-even, an eighth of 200 tokens, is below the lower bound."""
     router = RouterMachineDriver(("p1", Role.PREFILL), ("d1", Role.DECODE), learn_remote_prefill=learning)
     nothing = router.machine.remote_prefill()
     assert (nothing.learned, nothing.handoffs, nothing.workers[0].min_tokens) == (learning, 0, None)

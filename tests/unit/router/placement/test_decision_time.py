@@ -1,4 +1,4 @@
-"""Time limits of one decision."""
+"""Time limits of one placement decision, and of the processing of KV events."""
 
 import random
 import time
@@ -22,10 +22,10 @@ from tests.support.builders import a_joined_worker, an_arrival
 from tests.support.router.machine_driver import START
 
 BLOCK = 64
-TRIES = 20  # one of the rounds has to keep its budget, because other processes share the core and its caches
+TRIES = 20  # only one of these rounds must keep the budget, because other processes use the core, too
 BUDGET_SECONDS = 2e-3
-"""Processor time for a prompt of 32k tokens and 64 workers, hashing included. A quiet core takes a fifth of that; the budget finds
-work that grows with workers × blocks."""
+"""Processor time for placing a prompt of 32k tokens with 64 workers, including its hashes. A quiet core takes a fifth of it. Code whose
+work grows with workers × blocks exceeds it."""
 
 
 @pytest.mark.parametrize("name", BUILT_IN.policies)
@@ -61,12 +61,12 @@ def test_decision_over_64_workers_is_within_budget(name):
 
 BLOCKS, WORKERS = 1_000_000, 512
 EVENT_SECONDS = 50e-6
-"""Processor time for an event of eight blocks from a worker: ten thousand a second then take half a core. A quiet core takes a third
-of that."""
+"""Processor time for a KV event of eight blocks from a worker: with this time, 10,000 events a second take half a core. A quiet core
+takes a third of it."""
 
 
 def test_ten_thousand_kv_events_leave_time_for_requests():
-    """Workers report blocks as stored and removed; after each ten events a request is placed."""
+    """Process KV events with stored and removed blocks, and place a request after each ten events; limit the time of both."""
     rng = random.Random(0)
     machine = RouterMachine(RouterSettings(), random.Random(0))
     for number in range(WORKERS):
@@ -89,7 +89,7 @@ def test_ten_thousand_kv_events_leave_time_for_requests():
             told.append((WorkerId(f"w{worker}"), message.SerializeToString()))
 
     def rounds() -> tuple[float, float]:
-        """Return the seconds of an event, and of the second slowest of a hundred requests."""
+        """Return the mean seconds of an event, and the 99th percentile of the seconds of a request."""
         spent, requests = 0.0, []
         for number, (worker_id, content) in enumerate(told):
             began = time.thread_time()

@@ -27,7 +27,7 @@ ASKED = PlacementRequest(prompt_tokens=100)
 
 
 class Last(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The worker that joined last, with a bonus."""
+    """Scorer that prefers the worker that joined last, by a bonus."""
 
     bonus: float = 1.0
 
@@ -55,7 +55,7 @@ def found(monkeypatch, **values: str) -> None:
 
 
 class Misbehaving:
-    """A policy that does what a test wants."""
+    """A policy whose behaviour the test sets."""
 
     name = "misbehaving"
 
@@ -193,7 +193,7 @@ def test_hanging_policy_costs_its_budget_once():
     hangs = guarded(lambda _: release.wait() and 1, budget_seconds=0.02)
 
     assert [choose(hangs) for _ in range(50)] == ["d1"] * 50
-    # It is waited for once, not fifty times.
+    # The router waits for the hanging policy only once, not fifty times.
     assert hangs.fallbacks == {"late": 1, "busy": 49}
 
     release.set()
@@ -245,7 +245,7 @@ def test_missing_cost_terms_leave_the_explanation(itemise):
 
 
 def test_late_cost_terms_delay_by_the_budget_only():
-    """Gateways ask for the terms too, to name fallbacks, and an explanation delays all streams."""
+    """Explain decisions with a policy whose cost terms never come: each explanation waits only for the time budget."""
     release = threading.Event()
     machine = RouterMachine(
         RouterSettings(), random.Random(0), guarded(lambda _: 0, 0.02, itemise=lambda _: release.wait() and {})
@@ -254,7 +254,7 @@ def test_late_cost_terms_delay_by_the_budget_only():
     machine.handle(an_arrival(), START)
 
     for _ in range(20):
-        machine.explain(RequestId("r1"))  # which would never come back
+        machine.explain(RequestId("r1"))  # without the budget, this would wait for ever
     release.set()
 
 

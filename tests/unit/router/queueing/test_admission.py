@@ -24,7 +24,7 @@ GREEDY = Sampling(temperature=0.0, max_tokens=8)
 
 
 class Busy(RouterMachineDriver):
-    """A worker with room for one request, which a request called "running" takes."""
+    """A router with one worker that has room for one request; a request called "running" takes this room."""
 
     def __init__(self, **settings):
         super().__init__(oversubscribe=1.0, **settings)
@@ -36,7 +36,7 @@ class Busy(RouterMachineDriver):
         return self.send(an_arrival(request_id=name, tenant=tenant, sampling=GREEDY, **fields))
 
     def finish(self):
-        """End the running request, so the next one starts."""
+        """End the running request, so that the next one starts."""
         commands = self.step(self.work, 1, finish=Finish.STOP)
         if started := [command for command in commands if isinstance(command, Dispatch)]:
             (self.work,) = started
@@ -47,7 +47,7 @@ class Busy(RouterMachineDriver):
 
 
 def a_paced_router(**settings):
-    """Return a router whose only worker has taken a request of ten tokens each second; no request waits yet."""
+    """Return a router whose only worker has so far served a request of ten tokens each second; no request waits yet."""
     router = Busy(**settings)
     for number in range(EVIDENCE + 1):
         router.arrive(f"warm{number}")
@@ -84,7 +84,7 @@ def test_queued_tenants_are_served_by_weight():
 
 @pytest.mark.parametrize(("priority_seconds", "seconds"), [(0.0, 1), (5.0, 15), (10.0, 30)])
 def test_low_priority_waits_only_for_the_priority_seconds(priority_seconds, seconds):
-    """A request three steps higher arrives each second and is served in a second, so there is always one of them."""
+    """Let a request with a higher priority by three arrive each second, so that one always waits; see when the low one is served."""
     router = Busy(priority_seconds=priority_seconds)
     router.arrive("low")
     for second in range(100):
@@ -142,7 +142,7 @@ def test_high_priority_request_ignores_the_backlog_behind_it():
 
 
 def test_predicted_wait_counts_cached_tokens_of_departures():
-    """All but 32 of 3,200 tokens are in the worker's cache; a request leaves each second."""
+    """Send prompts of 3,200 tokens, all but 32 of which the worker has cached; a request leaves the queue each second."""
     prompt = a_prompt(3200)
     router = Busy(max_queue_seconds=4.5)
     held = tuple(chain(prompt[: 4 * (3200 - BLOCK_TOKENS)], BLOCK_TOKENS))
@@ -186,7 +186,7 @@ def test_request_of_lost_worker_stays_in_a_full_queue():
     second = the(Dispatch, router.arrive("second"))
     router.step(second, 7)
     router.arrive("waits")
-    router.leave("d2")  # "second" waits again, and there is one too many
+    router.leave("d2")  # "second" waits again, so one request too many waits
 
     refusal = the(Reject, router.arrive("new"))
 
@@ -219,7 +219,7 @@ def test_raised_limit_moves_queue_and_survives_rejoin():
     assert [command.start.request_id.partition("#")[0] for command in joined] == ["c", "d"]
 
 
-# Requests that wait for particular workers.
+# Requests that only some of the workers can serve.
 
 ADA = LoraAdapter(ModelName("ada"))
 PARTICULAR = [
@@ -234,7 +234,10 @@ PARTICULAR = [
 
 
 def a_half_busy_router() -> tuple[RouterMachineDriver, Dispatch]:
-    """Return a router with two workers. One is full and has a LoRA adapter, a label, more room, a partner and a session."""
+    """Return a router with two workers, and the work that fills one of them.
+
+    Only the full worker has a LoRA adapter, a label, a larger context, a prefill partner and a session.
+    """
     router = RouterMachineDriver(oversubscribe=1.0, session_affinity="hard")
     router.join("other", max_running=2, max_model_len=2000, fingerprint="of its own")
     description = a_description(worker_id="busy", max_running=1)
@@ -265,7 +268,7 @@ def test_request_for_a_busy_worker_delays_no_other(particular):
     ("go", "refused"), [("leave", {"first", "pinned", "tried"}), ("drain", {"pinned", "tried", "bound"})]
 )
 def test_pinned_request_is_rejected_when_its_worker_leaves(go, refused):
-    """The running request is bound to its session too, and ends it: the next one waits with the others."""
+    """Remove a full worker: requests that only this worker could serve are rejected; the next request of its session waits."""
     router, _ = a_half_busy_router()
     router.send(an_arrival(request_id="tried", sampling=GREEDY, pin=WorkerId("busy"), labels=("gold",)))
     for name in ("plain", "more", "waits"):
@@ -279,7 +282,7 @@ def test_pinned_request_is_rejected_when_its_worker_leaves(go, refused):
 
 
 def asked_of(router: RouterMachineDriver, monkeypatch) -> list[str]:
-    """Return the requests that are tried from now on."""
+    """Return a list that gets the id of each request that the router tries to place from now on."""
     asked = []
     choose = router.machine.placer.choose
     monkeypatch.setattr(
@@ -335,7 +338,7 @@ def test_failed_tries_per_event_are_bounded(monkeypatch):
 
 
 def a_router_with_more_wishes_than_are_tried(**settings) -> tuple[RouterMachineDriver, int]:
-    """Return a router whose workers have one occupied place each; one request waits for each of them by name."""
+    """Return a router whose workers are all full, and their number; for each worker, a request that is pinned to it waits."""
     router, count = RouterMachineDriver(oversubscribe=1.0, **settings), 3 * MAX_FAILED_TRIES
     for number in range(count):
         pin = WorkerId(f"w{number}")
@@ -347,7 +350,7 @@ def a_router_with_more_wishes_than_are_tried(**settings) -> tuple[RouterMachineD
 
 @pytest.mark.parametrize("happens", ["nothing", "anything"])
 def test_group_behind_many_others_gets_a_turn(monkeypatch, happens):
-    """The groups before it are either known to be blocked, or have to be tried each time."""
+    """Queue a request behind many groups that are blocked, or that have to be tried again each time: its group gets a turn."""
     monkeypatch.setattr(waiting_module, "MAX_FIRST_TRIES", 0)
     router, count = a_router_with_more_wishes_than_are_tried()
     router.join("free", max_running=1)
@@ -372,7 +375,7 @@ def test_request_for_the_free_worker_passes_blocked_groups():
     for number in range(count):
         router.join(f"w{number}", max_running=1)
     sent = []
-    for name in ("runs", "waits"):  # the waiting request came when no worker had room, and was not tried
+    for name in ("runs", "waits"):  # "waits" comes when no worker has room, and is not tried
         for number in range(count):
             pin = WorkerId(f"w{number}")
             sent += router.send(an_arrival(request_id=f"{name}{number}", sampling=GREEDY, pin=pin))
@@ -457,7 +460,7 @@ def test_retried_request_is_in_a_group_of_its_own():
 
 @pytest.mark.parametrize("seed", range(20))
 def test_no_worker_idles_while_it_could_serve_a_queued_request(seed):
-    """Three workers with one place each serve requests of three tenants, for one worker or for any, with ends and cancellations."""
+    """Simulate three workers with room for one request each, requests for one worker or for any, ends and cancellations."""
     dice = random.Random(seed)
     router = RouterMachineDriver(oversubscribe=1.0, max_queued=1000, max_queue_seconds=1e6)
     names = ["w0", "w1", "w2"]

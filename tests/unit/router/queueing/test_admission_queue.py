@@ -76,7 +76,7 @@ def test_low_priority_is_served_in_bounded_time():
         if room.serve() == "low":
             served = second
             break
-    assert served == pytest.approx(60, abs=2)  # it is 30 s of arrivals behind, and half of them are served in that time
+    assert served == pytest.approx(60, abs=2)  # 30 s of arrivals, two a second, go before it
 
 
 def test_very_large_priority_seconds_are_strict():
@@ -106,11 +106,11 @@ def test_size_seconds_prefer_short_prompts_within_bounds():
         room.add(f"other{second}", tokens=10)
         if room.serve() == "long":
             break
-    assert 100 < second < 130  # 60 s of arrivals, of which half are served in that time
+    assert 100 < second < 130  # 60 s of arrivals, two a second, go before it
 
 
 def test_tenants_share_computation_by_weight():
-    """The shares are within 5 % of the weights, for any sizes and numbers of requests."""
+    """Serve requests of different sizes and numbers: the shares of the tenants are within 5 % of their weights."""
     weights = {"gold": 3.0, "silver": 2.0}
     room = Room(weights)
     dice = random.Random(5)

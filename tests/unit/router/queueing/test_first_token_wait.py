@@ -22,7 +22,7 @@ GREEDY = Sampling(temperature=0.0, max_tokens=8)
 
 
 class FullWorker(RouterMachineDriver):
-    """A worker that answers one request at a time, each in one second, and by default is sent up to four requests.
+    """A router with a worker that answers one request at a time, each in one second; the router sends it up to four requests.
 
     With `workers`, there are several such workers.
     """
@@ -34,7 +34,7 @@ class FullWorker(RouterMachineDriver):
         self.on_worker: list[Dispatch] = []
 
     def limit(self, seconds: float):
-        """Change the limit of the predicted wait."""
+        """Change the longest predicted wait with which a request is admitted."""
         thresholds = structs.replace(self.machine.thresholds(), max_queue_seconds=seconds)
         self.send(ThresholdsChanged(thresholds=thresholds))
 
@@ -44,7 +44,7 @@ class FullWorker(RouterMachineDriver):
         return commands
 
     def answer(self, seconds=1.0):
-        """Answer the first request of the worker after some time. What it gets next is sent to it then."""
+        """Let `seconds` pass, and answer the worker's first request; the router then sends it the next ones."""
         self.now = Nanos(self.now + round(seconds * SECOND))
         self.step(self.on_worker[0], 1)
         commands = self.step(self.on_worker.pop(0), 2, finish=Finish.STOP)
@@ -85,7 +85,10 @@ LONG = a_prompt(60 * BLOCK_TOKENS, first=10_001)
 
 
 def workers_with_prompt(full: list[str]) -> FullWorker:
-    """Build workers that have cached the prompt LONG, and `idle` without it. On `full`, LONG would wait a second for blocks."""
+    """Return a router with the workers `full`, which have cached the prompt LONG, and `idle`, which has not.
+
+    On a worker in `full`, a request with LONG would wait a second for blocks.
+    """
     router = FullWorker(workers=(*full, "idle"), max_running=4, kv_blocks=100, max_queue_seconds=60.0)
     stored = KvStored(tuple(chain(LONG, BLOCK_TOKENS)))
     for worker_id in full:
@@ -107,7 +110,7 @@ def test_full_workers_with_the_prompt_give_way_to_an_idle_one():
 
 
 def test_pair_with_a_full_decode_worker_takes_another_one():
-    """There is one prefill worker, so only the decode worker of the pair can be replaced."""
+    """Place a prompt on a pair whose decode worker is full: another decode worker is taken, as there is only one prefill worker."""
     router = workers_with_prompt(["full"])
     router.join("p1", Role.PREFILL)
 
@@ -117,14 +120,14 @@ def test_pair_with_a_full_decode_worker_takes_another_one():
 
 
 def test_request_with_a_free_place_is_never_rejected():
-    """The worker has measured one first token a second, but that was when it was full."""
+    """Send a request to a worker with a free place, whose measured rate of first tokens is slow because the worker was full."""
     router = a_warm_worker(max_queue_seconds=0.5)
 
     assert the(Dispatch, router.arrive("next"))
 
 
 def test_blocks_that_another_request_holds_count_once():
-    """The worker has ten blocks. Two requests with the same eight blocks of prompt fit, and two with different ones do not."""
+    """Send requests to a worker of ten blocks: two with the same eight prompt blocks fit, two with different ones do not."""
     router = FullWorker(max_running=2, kv_blocks=10)
     router.warm_up(prompt_tokens=8 * BLOCK_TOKENS)
     router.limit(0.5)
@@ -136,7 +139,7 @@ def test_blocks_that_another_request_holds_count_once():
 
 
 def test_slow_rate_is_forgotten_and_measured_again():
-    """The worker was slow while it was full. If its rate were kept, it would never be full and measured again."""
+    """Let a full worker be slow: if its rate were kept for ever, it would never again be full, and so never measured again."""
     router = FullWorker(max_queue_seconds=60.0)
     router.warm_up(seconds=12.0)
     router.limit(10.0)
@@ -155,7 +158,7 @@ def test_slow_rate_is_forgotten_and_measured_again():
 
 
 def test_wait_on_worker_adds_to_the_wait_in_the_queue():
-    """Four requests on the worker take four seconds. Each request in the queue takes another one."""
+    """Put four requests on the worker, which take four seconds; each request in the queue adds another second."""
     router = a_warm_worker(max_queue_seconds=5.5)
     for number in range(4 + EVIDENCE):
         router.arrive(f"more{number}")
@@ -191,7 +194,7 @@ def test_requests_of_peers_make_a_worker_full():
 
 
 def test_uneven_first_tokens_make_the_limit_stricter():
-    """Requests that wait on the worker are answered after two seconds on average, but half of them after nearly three."""
+    """Let requests that wait on the worker be answered after two seconds on average, but half of them after nearly three."""
     router = a_warm_worker(max_queue_seconds=2.6)
     for number in range(ENOUGH - 1):
         router.arrive(f"runs{number}")

@@ -1,4 +1,4 @@
-"""Wait groups: trying queued requests as groups does not change which request is served when."""
+"""Wait groups: requests are served in the same order as if each queued request were tried by itself."""
 
 import random
 from itertools import count
@@ -35,7 +35,7 @@ WORKERS = [WorkerId(f"w{number}") for number in range(5)]
 
 
 class World:
-    """A queue, and workers with some places each. A group is the set of workers that a request may use."""
+    """A queue, and workers with room for some requests each. A group is the set of workers that a request may use."""
 
     def __init__(self, *, one_by_one: bool) -> None:
         self.room = AdmissionQueue({"a": 3.0, "b": 0.5})
@@ -106,7 +106,7 @@ def test_grouping_does_not_change_the_service_order(seed):
 
 
 def test_blocked_group_is_tried_at_most_once():
-    """Ten thousand requests of many tenants wait for one worker; another worker has room at times, for a request behind them."""
+    """Queue ten thousand requests for a full worker, and behind them a request for a worker that has room at times."""
     world, looked = World(one_by_one=False), []
     busy, free = WORKERS[:2]
     for number in range(10_000):
@@ -143,7 +143,7 @@ ADAPTERS = LoraAdapter(ModelName("ada")), LoraAdapter(ModelName("bob"))
 
 
 def a_router_with_small_and_large(**settings) -> tuple[RouterMachineDriver, Dispatch, Dispatch]:
-    """Return a router with a worker for 320 tokens and a larger one, each with one occupied place, and the running requests."""
+    """Return a router with a worker for 320 tokens and a larger one, and the request that fills each of them."""
     router = RouterMachineDriver(oversubscribe=1.0, **settings)
     router.join("small", max_running=1, kv_blocks=320 // BLOCK_TOKENS)
     router.join("large", max_running=1)
@@ -232,7 +232,7 @@ def could_be_served(router: RouterMachineDriver, request_id: str) -> bool:
     request = machine.placer.with_session(live, router.now)
     candidate_table, settings = machine.registry.candidate_table(live), machine.settings
     outcome = decide(request, candidate_table, machine.policy, settings, random.Random(0))
-    if isinstance(outcome, Rejection) and live.failures:  # after a failure any worker is better than none
+    if isinstance(outcome, Rejection) and live.failures:  # after a failure, demands of the client do not count
         request = structs.replace(request, placement=Placement.AUTO, kv_path=None, pin=None)
         outcome = decide(request, candidate_table, machine.policy, settings, random.Random(0))
     return isinstance(outcome, Decision)
@@ -240,7 +240,7 @@ def could_be_served(router: RouterMachineDriver, request_id: str) -> bool:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_no_request_waits_for_available_capacity(seed):
-    """Requests of all kinds; workers that join, leave, drain, fail and are reserved by peers."""
+    """Simulate requests of all kinds, and workers that join, leave, drain, fail and are reserved by peer routers."""
     dice, incarnations = random.Random(seed), count()
     router = RouterMachineDriver(oversubscribe=1.0, max_queued=25, max_queue_seconds=1e6, session_affinity="hard")
     running: dict[str, Dispatch] = {}

@@ -1,4 +1,4 @@
-"""Worth of a worker's cache: the seconds that computing again would take what no other worker holds."""
+"""Worth of a worker's cache: the seconds that it would take to compute again the blocks that no other worker holds."""
 
 import random
 
@@ -54,7 +54,7 @@ def test_blocks_in_the_store_count_by_the_time_to_load_them(router):
 
 
 def test_measured_speed_turns_blocks_into_seconds(router):
-    """A prompt of 320 tokens takes 3.2 s, so each token takes 10 ms."""
+    """Let a prompt of 320 tokens take 3.2 s, so that each cached token is worth 10 ms."""
     work = the(Dispatch, router.send(an_arrival(tokens=320)))
     router.now = Nanos(router.now + round(3.2 * SECOND))
     router.step(work, 7)

@@ -170,7 +170,7 @@ def test_ended_request_frees_its_lora_slot():
     assert fleet.machine.registry[work.worker_id].adapters_reserved == {}
 
 
-# Listed as models
+# Adapters in the list of models.
 
 
 def cards(fleet: Fleet) -> dict[str, tuple[str, str, int]]:

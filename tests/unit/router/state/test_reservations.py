@@ -1,4 +1,4 @@
-"""Reservations: what placement reads from them, beyond what the machine's own tests show."""
+"""Reservations: the values that placement reads from them."""
 
 import random
 
@@ -26,7 +26,7 @@ def reservations() -> tuple[WorkerReservations, np.ndarray]:
 
 
 def test_answer_near_its_end_counts_less_but_at_least_one():
-    """320 tokens are expected. The answer grows by a block every 32 tokens, while the counted share shrinks towards the end."""
+    """Let an answer of 320 expected tokens grow by a block of 32 tokens at a time: towards its end, a smaller share of it counts."""
     made, column = reservations()
     made.reserve(R1, (1, 2), 64, 64, START, expected_tokens=320)
     counted = []
@@ -99,5 +99,5 @@ def test_expected_length_reduces_the_reserved_blocks():
         router.step(work, token)
 
     (pool,) = router.machine.registry.tables.values()
-    assert pool.columns[ACTIVE_BLOCKS, 0] == 3  # blocks of the prompt, and one
+    assert pool.columns[ACTIVE_BLOCKS, 0] == 3  # the blocks of the prompt, and one of the answer
     assert router.booked("d1")[1] == 4

@@ -23,7 +23,7 @@ FINGERPRINTS = ("even", "odd")
 
 
 def by_hand(router: RouterMachineDriver, live: LiveRequest) -> list[list[float]]:
-    """Return for each worker: backlog, active, requests, live, new, engine, coming, store and below blocks."""
+    """Return for each worker, computed one by one: backlog, active, requests, live, new, engine, coming, store and below blocks."""
     registry = router.machine.registry
     found = []
     for worker in registry.serving(live.arrived.model):
@@ -71,7 +71,7 @@ LOOKED_AT = [
 
 @pytest.mark.parametrize("seed", range(12))
 def test_worker_table_equals_a_loop_over_workers(seed):
-    """Workers have two block sizes, layouts and stores, and caches with holes; requests arrive, grow and end."""
+    """Simulate workers with two block sizes, layouts and stores, and caches with holes, while requests arrive, grow and end."""
     rng = random.Random(seed)
     router = RouterMachineDriver(remote_prefill_min_tokens=256, oversubscribe=8.0)
     works: list[Dispatch] = []

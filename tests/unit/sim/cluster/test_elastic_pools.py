@@ -19,7 +19,7 @@ START = 2  # seconds
 
 
 class Elastic:
-    """A cluster with one elastic pool, and requests that arrive at distinct instants."""
+    """A simulated cluster with one elastic pool, and requests that arrive at different instants."""
 
     def __init__(
         self, workers: int = 2, *, drain: float = 60.0, spread: float = 0.0, gpus: int | None = None, **limits

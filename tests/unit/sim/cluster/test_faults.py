@@ -1,4 +1,4 @@
-"""Faults of a simulated cluster: what is lost and repeated, and that no request is lost."""
+"""Faults of a simulated cluster: which work is lost or repeated, and that no request is lost."""
 
 from functools import partial
 
@@ -45,7 +45,7 @@ class Watched:
         self.sent.extend((now / SECOND, command) for command in commands if isinstance(command, Dispatch))
 
     def instants(self, kind: type, worker: WorkerId) -> list[float]:
-        """Return the instants at which the router got such an event from a worker."""
+        """Return the instants, in seconds, at which the router got an event of this kind from a worker."""
         return [at for at, event in self.heard if isinstance(event, kind) and _worker(event) == worker]
 
     @property
@@ -145,7 +145,7 @@ def test_role_change_drains_and_keeps_cache():
     fault = RoleFlip(at=AT, worker=FIRST, role=Role.PREFILL)
     run = Watched(a_plan(a_pool(workers=3), faults=(fault,), remote_prefill_min_tokens=100))
     run.nothing_is_lost()
-    assert run.retried == 1  # the attempt that was under way to an idle worker
+    assert run.retried == 1  # the attempt that was on its way to the worker
     (drained,) = run.instants(WorkerDraining, FIRST)
     flipped = run.instants(WorkerJoined, FIRST)[1]
     assert 0.0005 < flipped - drained < 1.0  # running requests have ended
@@ -192,7 +192,7 @@ def test_idle_worker_changes_role_at_once():
 
 
 def slow_links(*faults: Fault) -> RunPlan:
-    """Return a prefill and two decode workers, between which a prompt's blocks take 50 ms."""
+    """Return the plan of a prefill and two decode workers; the transfer of a prompt's blocks between them takes 50 ms."""
     pools = [structs.replace(pool, bandwidth=6e6) for pool in (a_pool(Role.PREFILL, 1), a_pool(Role.DECODE, 2))]
     return a_plan(*pools, faults=faults, remote_prefill_min_tokens=100)
 

@@ -1,4 +1,4 @@
-"""Links of the simulated cluster, which transfers share."""
+"""Links of the simulated cluster: how transfers share their bandwidth."""
 
 import pytest
 from hypothesis import given, settings
@@ -108,7 +108,7 @@ def test_transfer_over_several_links_gets_smallest_share(kernel, network):
 @given(st.lists(st.integers(1, 10**9), min_size=1, max_size=20))
 @settings(max_examples=30, deadline=None)
 def test_busy_link_carries_its_bandwidth(sizes):
-    """All bytes over a link that never idles take as long as one after the other."""
+    """Start several transfers over a link at once: together they take as long as one after the other."""
     kernel, came = Kernel(1), Arrivals()
     network = Network(kernel)
     link = LinkName("lane")

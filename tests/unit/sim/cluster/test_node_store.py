@@ -1,4 +1,4 @@
-"""Simulated store: content of its tiers, which loads are worth it, and what the router learns."""
+"""Simulated store: the content of its tiers, which loads are faster than computing, and what the router learns."""
 
 from functools import partial
 
@@ -55,7 +55,7 @@ class Node:
         self.kernel.run()
 
     def load(self, *keys: int, here: int = 0) -> int:
-        """Load blocks, wait, and return the number of offered blocks."""
+        """Load the blocks that the store offers, wait for them, and return their number; the engine has the first `here` blocks."""
         offered = self.store.offer(self.attached_worker, keys, here) - here
         if offered:
             self.store.load(self.attached_worker, keys, here, self.came.append)
@@ -186,11 +186,11 @@ def test_lost_store_returns_with_its_disk():
     assert node.came[-1] == {"ssd": 2 * BLOCK}
 
 
-# In a cluster:
+# The store in a cluster.
 
 
 def returning(world, kernel, turns: int = 3) -> None:
-    """Return twelve prompts of 17 blocks that repeat; two engines of 60 blocks cannot keep them."""
+    """Send twelve prompts of 17 blocks, each `turns` times; two engines of 60 blocks cannot keep them all."""
     for number in range(12 * turns):
         chain = tuple(1000 * (number % 12) + index for index in range(17))
         at = Nanos(number * SECOND // 2)
@@ -275,7 +275,7 @@ def test_workers_of_one_node_hand_off_through_store():
     decodes = [command.start for command in begun if command.start.phase is Phase.DECODE]
     assert {start.handoff.kv_path.value for start in decodes} == {"store"}
     assert {each.cached_tokens for each in ended} == {0}
-    # The decode worker computes the partly filled block of each prompt: the token that the prefill worker sampled.
+    # For each prompt, the decode worker computes only the token that the prefill worker has sampled.
     computed = [engine.computed_tokens for _, _, engine in world.workers()]
     assert computed[0] == 12 * 17 * BLOCK
     assert sum(computed[1:]) == 12

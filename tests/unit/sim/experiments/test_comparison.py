@@ -46,7 +46,7 @@ def test_interval_contains_mean_in_95_percent(count):
 
 
 def test_pairs_show_difference_below_spread(outcome):
-    """Seeds differ by 10 and scenarios by 1, which only pairs can show."""
+    """Compare scenarios that differ by 1 while seeds differ by 10: only differences for equal seeds show this."""
     a = with_goodput(outcome, 10.0, 20.0, 30.0, 40.0)
     b = with_goodput(outcome, 11.0, 21.1, 30.9, 41.0)
     compared = compare(("a", "b"), (1, 2, 3, 4), list(zip(a, b, strict=True)), same_requests=True)

@@ -64,12 +64,12 @@ def test_longer_run_is_not_reused_as_point(scenario, tmp_path):
 
 @pytest.fixture
 def endless(scenario):
-    """Return a scenario that takes minutes."""
+    """Return the scenario with so many requests that it takes minutes."""
     return structs.replace(scenario, workload=structs.replace(scenario.workload, requests=3_000_000))
 
 
 def the_child(others):
-    """Wait for the process that runs beside the caller, and return it."""
+    """Wait until a new child process of the caller computes, and return this process."""
 
     def look():
         ours = [child for child in multiprocessing.active_children() if child not in others]

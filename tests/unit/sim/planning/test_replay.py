@@ -1,4 +1,4 @@
-"""Replay of scaling rules: what a rule is told, what its plans do, and what is counted."""
+"""Replay of scaling rules: what a rule gets as input, what its plans do, and what the replay counts."""
 
 from itertools import pairwise
 
@@ -15,7 +15,7 @@ BOTH = PoolName("both")
 
 
 class Scripted:
-    """A rule that wants given numbers of replicas from given seconds on, and keeps what it was told."""
+    """A rule that wants these numbers of replicas from these seconds on, and keeps its inputs."""
 
     def __init__(self, wanted: dict[int, int], interval: int = 5, numbers: dict[str, float] | None = None) -> None:
         self.interval = Nanos(interval * SECOND)

@@ -1,4 +1,4 @@
-"""Scaling rules in a replay: each follows the load within its bounds, and rules with hindsight keep what they promise."""
+"""Scaling rules in a replay: each rule follows the load within its bounds, and rules that know the future keep their promises."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Charts as SVG: their geometry, and that all names are text."""
+"""Charts as SVG: their geometry, and that names are escaped."""
 
 import re
 from itertools import pairwise

@@ -21,7 +21,7 @@ POOL = SimpleNamespace(
 
 
 def test_figures_per_token_say_which_tokens_they_divide_by():
-    """The run divides energy by generated tokens and cost by those of prompts and answers, a pool both by its own work."""
+    """Check the column heads of a pool: cost and energy are divided by the tokens that the pool has computed or generated."""
     (table,) = pools([POOL]).tables
 
     per_token = [head for head in table.head if "token" in head and ("$" in head or "J" in head)]

@@ -1,4 +1,4 @@
-"""Quantiles in bins, and which requests are good."""
+"""Outcomes of a run: quantiles from bins, and which requests count as good."""
 
 from random import Random
 

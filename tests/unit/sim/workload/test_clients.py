@@ -32,7 +32,7 @@ def drawn(**fields):
 
 
 def most_at_once(ended: list[EndedRequest]) -> int:
-    """Return the most concurrent requests; an end counts before a beginning of the same instant."""
+    """Return the highest number of concurrent requests; at the same instant, ends count before arrivals."""
     changes = sorted([(each.arrival, 1) for each in ended] + [(each.end, -1) for each in ended])
     under_way = most = 0
     for _, change in changes:
@@ -87,7 +87,7 @@ def test_turn_waits_for_answers_and_gap():
         (
             TraceTurn(a_request(1)),
             TraceTurn(a_request(2), (0,), Nanos(5 * SECOND)),  # a sub-agent
-            TraceTurn(a_request(3, answer=40), (0,), Nanos(4 * SECOND)),  # another one, which is slower
+            TraceTurn(a_request(3, answer=40), (0,), Nanos(4 * SECOND)),  # another sub-agent, which is slower
             TraceTurn(a_request(4), (0, 1, 2), Nanos(SECOND)),
         )
     )
@@ -188,7 +188,7 @@ def test_same_seed_gives_same_digest(clients):
 
 
 def test_closed_loop_throughput_is_users_per_turn():
-    """The accuracy report assumes that throughput equals users divided by the time of a turn."""
+    """Compare the throughput with the number of users divided by the time of a turn, as the accuracy report assumes it."""
     outcome, ended = ran(ClosedClients(users=4), drawn(requests=400, spread=0.0))
     turn = sum(each.end - each.arrival for each in ended) / len(ended) / SECOND
     assert outcome.requests / outcome.simulated_seconds == pytest.approx(4 / turn, rel=0.02)

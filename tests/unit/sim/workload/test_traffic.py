@@ -1,4 +1,4 @@
-"""Traffic: selected, scaled and drawn requests."""
+"""Traffic: requests that are selected from a trace, scaled in rate, or generated at random."""
 
 import json
 from itertools import pairwise

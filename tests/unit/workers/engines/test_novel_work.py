@@ -1,4 +1,4 @@
-"""Kinds of work that are new to an engine."""
+"""Novel work: which kinds of work an engine does for the first time."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Parser names: the chat template shows which parsers fit."""
+"""Parser names: they follow from the model's chat template."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Rules 2 to 4 of `workers.store.evacuation_priority`."""
+"""Evacuation priority: tests of rules 2 to 4 of `workers.store.evacuation_priority`."""
 
 from kvstore.block import HashAlgorithm, chain
 from tests.support.builders import token_bytes
@@ -10,7 +10,7 @@ SALT = b"s" * 32
 
 
 def tokens(*blocks: int) -> bytes:
-    """Return blocks of one repeated token each."""
+    """Return the tokens of a prompt; each of its blocks consists of one repeated token."""
     return token_bytes([number for number in blocks for _ in range(BLOCK)])
 
 

@@ -1,4 +1,4 @@
-"""Rules 1 to 5 of `workers.store.session_pins`."""
+"""Session pins: tests of rules 1 to 5 of `workers.store.session_pins`."""
 
 from fleet.core.clock import SECOND, Nanos
 from fleet.core.errors import Reason
@@ -21,7 +21,7 @@ def at(seconds: float) -> Nanos:
 
 
 class Worker:
-    """Attempts one after the other."""
+    """A worker that runs attempts one after the other, and pins the blocks of their sessions."""
 
     def __init__(self):
         self.holds = SessionPinPolicy(LONGEST)
@@ -37,7 +37,7 @@ class Worker:
         return list(self.holds.stepped([some_progress(*tokens, request_id=work, finish=finish)], at(now)))
 
     def turn(self, began: float, ended: float) -> PinChain:
-        """Run one request from its beginning to its end."""
+        """Run one request from its beginning to its end, and return the command to pin its blocks."""
         work = self.begin(began)
         self.hear(work, 1, now=began)
         (hold,) = self.hear(work, 2, now=ended, finish=Finish.STOP)

@@ -1,4 +1,4 @@
-"""HTTP answers, and the forms in which clients want them."""
+"""HTTP answers, and the forms in which clients request them: objects, tables, or metadata alone."""
 
 import msgspec
 from aiohttp import web
@@ -19,7 +19,7 @@ class AnswerForm(msgspec.Struct, frozen=True):
 
 
 def form_of(request: web.Request) -> AnswerForm:
-    """Return the first form in the Accept header that this server supports."""
+    """Return the first form in the Accept header that this server supports; the objects themselves if there is none."""
     for each in request.headers.get("Accept", "").split(","):
         media, *parameters = (part.strip() for part in each.split(";"))
         named = dict(part.partition("=")[::2] for part in parameters)

@@ -1,4 +1,4 @@
-"""Discovery documents: the groups, versions and resources of the server, in several documents or in a single one."""
+"""Discovery documents: the groups, versions and resources of the server, in a document each or aggregated."""
 
 import itertools
 

@@ -25,12 +25,12 @@ ALWAYS = (
 )
 INFO = {"title": "Fleet's API server for tests", "version": f"v{builtin_kinds.VERSION}"}
 PARAMETERS = ("dryRun", "fieldManager", "fieldValidation")
-"""Query parameters that clients look for before they use them."""
+"""Query parameters of writes that clients use only if the document lists them."""
 ONLY_OURS = ("x-kubernetes-validations", "nullable", "anyOf", "oneOf", "not", "default")
 
 
 class Documents:
-    """Makes the documents of a catalogue at their first request, and again after the catalogue has changed."""
+    """Makes each document of a catalogue when it is first requested, and again after the catalogue has changed."""
 
     def __init__(self, catalogue: ResourceCatalogue):
         self._catalogue = catalogue
@@ -111,7 +111,7 @@ def definition_name(resource: ServedResource) -> str:
 
 
 def _definitions(served: Iterable[ServedResource], *, second: bool) -> dict[str, Object]:
-    """Return the definitions of all served kinds, and the definitions to which these refer."""
+    """Return the definitions of all served kinds, and all further definitions that these refer to."""
     found: dict[str, Object] = {}
     custom = {definition_name(each): each for each in served if each.custom}
     wanted = [*ALWAYS, *(definition_name(each) for each in served)]
@@ -141,7 +141,7 @@ def _custom(resource: ServedResource, *, second: bool) -> Object:
 def _second_form(node: Json) -> Json:
     """Return the parts of a schema node that OpenAPI version 2 can express.
 
-    For a node that accepts any value the result is empty, because clients of version 2 would refuse such a node.
+    A node that accepts unknown fields loses its type and properties, because clients of version 2 would refuse other fields.
     """
     if not isinstance(node, dict):
         return node
@@ -175,7 +175,7 @@ def _json(document: Object) -> bytes:
     return json.dumps(document, separators=(",", ":")).encode()
 
 
-# Protobuf: length-delimited fields only, and one boolean.
+# Encoding in protobuf; all fields are length-delimited, except one boolean.
 
 
 def _protobuf(document: Object) -> bytes:

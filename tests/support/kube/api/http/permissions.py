@@ -1,7 +1,7 @@
 """Role-based access control for service accounts.
 
-A request with the bearer token `system:serviceaccount:NAMESPACE:NAME` has the rights of that account, which the roles
-bound to it give. A request without such a token has all rights, so that tests can make and check objects without roles.
+A request with the bearer token `system:serviceaccount:NAMESPACE:NAME` has the rights of the roles that are bound to this
+account. A request without such a token has all rights, so that tests can make and check objects without roles.
 """
 
 from collections.abc import Iterator

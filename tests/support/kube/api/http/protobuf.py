@@ -1,8 +1,8 @@
-"""Decoder of Kubernetes objects in protobuf; Helm 4 sends the objects that it writes by typed clients in this form.
+"""Decoder of Kubernetes objects in protobuf: Helm 4 sends some objects in this form.
 
-The module reads only the few kinds that tests need. The envelope is four bytes and a `runtime.Unknown`. The field
+The module reads only the few kinds that tests need. A body is four magic bytes and a `runtime.Unknown`. The field
 numbers are those of the generated.proto files of k8s.io/api and k8s.io/apimachinery. The server answers with JSON,
-which such clients accept as well.
+which clients that send protobuf accept as well.
 """
 
 import base64

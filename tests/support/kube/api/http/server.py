@@ -1,8 +1,8 @@
-"""The HTTP server: paths, verbs, media types, faults, and the log of requests.
+"""HTTP server of the API server for tests: paths, verbs, media types, faults, and the log of requests.
 
 Besides the paths of Kubernetes, the server has paths for tests: `/fleet-test/faults` (POST orders a fault, GET lists
-all, DELETE removes one or all), `/fleet-test/compact` (POST: the server forgets old changes) and `/fleet-test/requests`
-(GET lists the logged requests, DELETE clears the log).
+all faults, DELETE removes one or all), `/fleet-test/compact` (POST: the server forgets old changes) and
+`/fleet-test/requests` (GET lists the logged requests, DELETE clears the log).
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from tests.support.waiting import pace, until
 
 log = logging.getLogger(__name__)
 
-BODY_BYTES = 3 * 1024 * 1024  # as kube-apiserver limits it
+BODY_BYTES = 3 * 1024 * 1024  # the limit of kube-apiserver
 LOGGED_REQUESTS = 100_000
 FORBIDDEN = Fault(kind="forbid")
 HOLD_SECONDS = 600.0  # longest time that a fault holds a request back
@@ -127,7 +127,7 @@ class KubeHttpServer:
             form = f"g=apidiscovery.k8s.io;v={version};as=APIGroupDiscoveryList"
             if form in request.headers.get("Accept", "").replace(" ", ""):
                 whole = answers.as_json(discovery.aggregated(catalogue, legacy=root == "api", version=version))
-                # Clients check whether they got what they asked for.
+                # By this header, clients check that they got the requested form.
                 whole.headers["Content-Type"] = f"application/json;{form}"
                 return whole
         if root == "api":
@@ -209,14 +209,14 @@ class KubeHttpServer:
             raise
         entry |= {"code": answer.status, "bytes": len(body)}
         if self._with_controllers and verb not in {"get", "list"}:
-            # The controllers run soon after, not within the request.
+            # As in a real cluster, the controllers run soon after the request, not within it.
             asyncio.get_running_loop().call_soon(controllers.settle, self.cluster)
         if fault is not None and fault.kind == "drop":
             return answers.close(request)
         return await answers.half(request, answer) if fault is not None and fault.kind == "cut" else answer
 
     async def _suffer(self, fault: Fault) -> None:
-        """Wait or fail, as the fault demands, before the request is carried out.
+        """Wait or raise the error that the fault demands, before the request is carried out.
 
         Raises:
             ApiError: The fault refuses the request.
@@ -434,7 +434,7 @@ def _patch(request: web.Request) -> str:
 
 
 def _decode(body: bytes) -> Json:
-    """Decode JSON, YAML, or protobuf of some kinds."""
+    """Decode a body: protobuf (some kinds of objects), JSON or YAML."""
     if body.startswith(protobuf.MAGIC):
         return protobuf.decode(body)
     try:

@@ -20,7 +20,7 @@ def table(
     """Return objects as a Table.
 
     Args:
-        metadata: The metadata of the list: its revision, and how it continues.
+        metadata: The metadata of the list: its revision, and the token for its next chunk.
         include: The part of each object that its row contains: `None`, `Metadata` or `Object`.
         version: The version of the kind Table.
         headed: Whether the table describes its columns; in a watch, only the first event does so.

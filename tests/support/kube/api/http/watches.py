@@ -21,10 +21,10 @@ from tests.support.kube.api.values import Object
 
 BOOKMARK_SECONDS = 10.0
 LEAST_SECONDS = 5.0
-"""Duration of the shortest watch that ends with a bookmark. kube-apiserver sends the last one 2 s before the end."""
+"""Shortest duration, in seconds, of a watch that ends with a bookmark. kube-apiserver sends the last one 2 s before the end."""
 
 Kind = Literal["ADDED", "MODIFIED", "DELETED", "BOOKMARK", "ERROR", "STATE TOLD"]
-"""The types of watch events. The last one is used only in this module: all initial events have been sent."""
+"""The types of watch events. The last one is used only in this module: it means that all initial events have been sent."""
 
 
 class Watch(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,9 +117,9 @@ async def _events(
 
 
 def _told(change: StoredChange, watch: Watch) -> Iterator[tuple[Kind, Object]]:
-    """Return a change as a watcher with a selector sees it.
+    """Yield the event that a watcher with a selector gets for a change, or nothing.
 
-    An object that starts to match is added, one that stops matching is deleted.
+    For this watcher, an object that starts to match is added, and an object that stops matching is deleted.
     """
     if watch.namespace and change.item["metadata"].get("namespace") != watch.namespace:
         return

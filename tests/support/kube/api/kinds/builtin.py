@@ -1,4 +1,4 @@
-"""Built-in kinds: their schemas as published for Kubernetes 1.36, their independent defaults, and their table columns.
+"""Built-in kinds: their schemas as published for Kubernetes 1.36, their fixed defaults, and their table columns.
 
 The schemas come from the package `kubernetes-validate`.
 """
@@ -60,9 +60,9 @@ storage.k8s.io/v1               storageclasses            StorageClass          
 apiregistration.k8s.io/v1       apiservices               APIService               cluster  S   -         api-extensions
 apiextensions.k8s.io/v1         customresourcedefinitions CustomResourceDefinition cluster  SG  crd,crds  api-extensions
 """
-"""API, plural, kind, scope, then flags, short names and category.
+"""Columns: API, plural, kind, scope, flags, short names and category.
 
-Flags: S has a status subresource, G counts generations, X can be scaled."""
+Flags of a kind: S: it has a status subresource; G: its generation is counted; X: it can be scaled."""
 
 DEFAULTS: dict[str, Object] = {
     "core.v1.ContainerPort": {"protocol": "TCP"},
@@ -123,7 +123,7 @@ DEFAULTS: dict[str, Object] = {
     "networking.v1.NetworkPolicySpec": {"podSelector": {}, "policyTypes": ["Ingress"]},
     "discovery.v1.EndpointPort": {"protocol": "TCP", "name": ""},
 }
-"""Defaults that do not depend on another field, by the end of the definition's name."""
+"""Defaults that do not depend on another field, by the last part of the definition's name."""
 
 
 @functools.cache
@@ -150,7 +150,7 @@ def definitions() -> dict[str, Object]:
 
 
 def _open_the_untyped(node: Json) -> None:
-    """Let definitions without fields, items and scalar type accept any value: RawExtension, JSON, FieldsV1."""
+    """Let nodes accept any value if they have neither fields nor a type other than object: RawExtension, JSON, FieldsV1."""
     if not isinstance(node, dict) or "$ref" in node:
         return
     if node.get("type", "object") == "object" and not node.keys() & {"properties", "additionalProperties"}:
@@ -161,7 +161,7 @@ def _open_the_untyped(node: Json) -> None:
 
 @functools.cache
 def shapes() -> dict[str, Object]:
-    """Return the definitions for validation: without enumerated apiVersion and kind, numbers and texts told apart."""
+    """Return the definitions for validation: apiVersion and kind may be any text; ports may be numbers or texts, quantities anything."""
     found = clone(definitions())
     for definition in found.values():
         for name in ("apiVersion", "kind"):
@@ -178,7 +178,7 @@ def shape_of(definition: str) -> StructuralSchema:
 
 @functools.cache
 def definition_names() -> dict[tuple[str, str, str], str]:
-    """Return the name of the definition for each (group, version, kind)."""
+    """Return the name of the definition by (group, version, kind), without definitions that several kinds share."""
     return {
         (each["group"], each["version"], each["kind"]): name
         for name, definition in definitions().items()

@@ -9,11 +9,11 @@ from tests.support.kube.api.kinds.resources import ServedResource
 from tests.support.kube.api.values import Object, dig
 
 Address = Callable[[], str]
-"""Returns the next free address of a Service."""
+"""Function that returns the next free IP address for a Service."""
 
 
 def complete(resource: ServedResource, item: Object, old: Object | None, next_address: Address) -> None:
-    """Fill in the fields that follow from other fields or from the object's earlier state.
+    """Fill in the fields that follow from other fields or from the object's earlier state; do nothing for custom kinds.
 
     The caller checks the schema afterwards.
     """
@@ -130,7 +130,7 @@ IMMUTABLE: dict[str, tuple[tuple[str, ...], ...]] = {
 
 
 def further_violations(resource: ServedResource, item: Object, old: Object | None) -> Iterator[ErrorCause]:
-    """Return the violations of rules that the schema does not express, as far as operators or charts can break them."""
+    """Yield the violations of rules that the schema does not express; only rules are checked that operators or charts may break."""
     if resource.custom:
         return
     if resource.scale or resource.kind == "DaemonSet":
@@ -175,7 +175,7 @@ def further_violations(resource: ServedResource, item: Object, old: Object | Non
 
 
 def _added_gates(item: Object, old: Object) -> Iterator[ErrorCause]:
-    """Yield a cause for each scheduling gate that an update adds; gates may only be taken away."""
+    """Yield an error cause for each scheduling gate that an update adds, because an update may only remove gates."""
     before = {each["name"] for each in dig(old, "spec", "schedulingGates") or ()}
     for each in dig(item, "spec", "schedulingGates") or ():
         if each["name"] not in before:

@@ -1,11 +1,11 @@
 """The validation rules of custom resources: CEL, evaluated by Google's own implementation.
 
-`self` is the value at the node, and `oldSelf` is its previous value. A rule that names `oldSelf` is checked only at a
-change, and only where an old and a new value belong together: fields by name, and items of list-maps by key. Values
-within atomic lists and sets never belong together.
+`self` is the value at the node, and `oldSelf` is its previous value. A rule that names `oldSelf` is checked only at an
+update, and only for a value that has a previous value: a field with the same name, or an item of a list-map with the
+same key. Values within atomic lists and sets never have a previous value.
 
 The functions that Kubernetes adds to CEL (quantities, URLs, addresses, `sum` of lists) are missing here. A rule without
-them gives the same results here and on a real server. This module does not compute the cost limit of a real server.
+these functions gives the same results here and on a real server. This module has no cost limit, unlike a real server.
 """
 
 import functools
@@ -41,7 +41,7 @@ RESERVED = frozenset(
         *("loop", "package", "namespace", "return", "var", "void", "while"),
     }
 )
-"""Field names that rules have to write between double underscores (list in Kubernetes' documentation of CEL)."""
+"""Field names that rules have to write between double underscores, as listed in Kubernetes' documentation of CEL."""
 
 
 class BadRule(Exception):
@@ -69,7 +69,7 @@ def compiled(text: str) -> cel.Expression:
     """Compile a rule.
 
     Raises:
-        BadRule: It does not compile; the message is the compiler's.
+        BadRule: The rule does not compile; the message is that of the compiler.
     """
     try:
         return _environment().compile(text)
@@ -97,16 +97,16 @@ def rules_of(node: Object) -> list[Rule]:
 
 
 def has_rules(node: Json) -> bool:
-    """Return whether a schema has any rule, anywhere."""
+    """Return whether a schema has a rule at any depth."""
     if isinstance(node, dict):
         return "x-kubernetes-validations" in node or any(has_rules(each) for each in node.values())
     return isinstance(node, list) and any(has_rules(each) for each in node)
 
 
 def broken_rules(value: Json, old: Json, shape: StructuralSchema, path: str = "") -> Iterator[ErrorCause]:
-    """Return the messages of all broken rules of a node and everything below it.
+    """Yield an error cause for each broken rule of a node and of everything below it.
 
-    `old` is None if there is nothing to compare with.
+    `old` is the previous value; None if there is none.
     """
     if value is None:
         return
@@ -130,7 +130,7 @@ def broken_rules(value: Json, old: Json, shape: StructuralSchema, path: str = ""
 
 
 def _judge(rule: Rule, known: Object) -> str | None:
-    """Return why the rule is broken for these values of its variables, or None."""
+    """Return why the rule is broken for these values of its variables; None if it holds."""
     outcome = compiled(rule.text).eval(data=known)
     if outcome.type() == cel.Type.ERROR:
         return f"{rule.text}: {outcome.value()}"
@@ -144,7 +144,7 @@ def _judge(rule: Rule, known: Object) -> str | None:
 
 
 def _escaped(value: Json, shape: StructuralSchema | None) -> Json:
-    """Rename field names that CEL cannot write; keys of maps stay."""
+    """Replace field names that CEL does not allow by their escaped form; keys of maps stay as they are."""
     if isinstance(value, dict):
         named = shape is not None and shape.named
         return {

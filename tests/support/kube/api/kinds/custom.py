@@ -17,11 +17,11 @@ CLEANUP = "customresourcecleanup.apiextensions.k8s.io"
 BOOLEANS = frozenset({"n", "y", "no", "yes", "on", "off"})
 """Field names that YAML 1.1, and so kubectl, reads as booleans.
 
-A real server accepts them; this one refuses them, to protect users."""
+A real server accepts these names. This server refuses them, so that Fleet's own kinds never have such a field."""
 
 
 def resources_of(definition: Object) -> list[ServedResource]:
-    """Return one resource for each served version."""
+    """Return one resource for each served version of a CustomResourceDefinition."""
     spec, names = definition["spec"], definition["spec"]["names"]
     return [_resource(definition, spec, names, version) for version in spec["versions"] if version.get("served")]
 
@@ -86,7 +86,7 @@ def _path(text: str) -> tuple[str, ...]:
 
 
 def complete(definition: Object) -> None:
-    """Fill in the fields that the server adds to a new or changed definition."""
+    """Fill in the fields that a server adds to a new or changed CustomResourceDefinition."""
     names = dig(definition, "spec", "names")
     if isinstance(names, dict) and isinstance(kind := names.get("kind"), str):
         names.setdefault("singular", kind.lower())

@@ -15,7 +15,7 @@ STEP = re.compile(
 
 
 class BadPath(ValueError):
-    """Raised for a text that is not a JSONPath, or that uses features of it which this module does not support."""
+    """Raised for a text that is not a JSONPath, or that uses a feature of JSONPath that this module does not support."""
 
 
 def steps(path: str) -> list[re.Match[str]]:
@@ -36,7 +36,7 @@ def steps(path: str) -> list[re.Match[str]]:
 
 
 def look_up(value: Json, path: str) -> list[Json]:
-    """Return every value that the path selects; nulls count as absent."""
+    """Return every value that the path selects, without nulls."""
     found = [value]
     for step in steps(path):
         following: list[Json] = []

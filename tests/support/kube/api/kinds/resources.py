@@ -9,7 +9,7 @@ from tests.support.kube.api.kinds.schemas import StructuralSchema
 from tests.support.kube.api.values import Json, Object
 
 Place = tuple[str, str]
-"""Group and plural of a kind. They identify the place where its objects are stored, the same one for all versions."""
+"""Group and plural of a kind. The objects of a kind are stored under this key, which is the same for all its versions."""
 
 
 class TableColumn(msgspec.Struct, frozen=True):
@@ -79,7 +79,7 @@ class ServedResource(msgspec.Struct, frozen=True, eq=False):
 class ResourceCatalogue:
     """Holds all served resources in the order of their registration.
 
-    Every change increases `generation`, by which the server notices that it has to make its documents again.
+    Every change increases `generation`. The server makes its documents again when `generation` has changed.
     """
 
     def __init__(self, built_in: Iterable[ServedResource]):

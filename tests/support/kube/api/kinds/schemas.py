@@ -3,9 +3,11 @@
 A `StructuralSchema` is one node of a schema. Built-in and custom kinds have the same nodes; nodes of built-in kinds
 refer to each other by `$ref`.
 
+A value passes three steps:
+
 1. Fields that the schema does not name are pruned, unless the node preserves unknown fields.
-2. Then missing fields get their defaults, from the outside in.
-3. Then the value is validated; every violation has the path of the field.
+2. Missing fields get their defaults: first those of a node, then those of the nodes below it.
+3. The value is validated; every violation has the path of the field.
 """
 
 import re
@@ -74,7 +76,7 @@ class StructuralSchema:
 
     @property
     def named(self) -> bool:
-        """Return whether fields have fixed names, as in a struct; in a map, the user chooses the names."""
+        """True if the fields have fixed names, as in a struct; in a map, the user chooses the names."""
         return "properties" in self.node
 
     @property
@@ -89,7 +91,7 @@ class StructuralSchema:
 
     @property
     def atomic(self) -> bool:
-        """Return whether a manager of server-side apply owns the value as a whole."""
+        """True if a manager of server-side apply owns the value only as a whole, and not its parts."""
         if self.type == "array":
             return self.list_type == "atomic"
         return self.type == "object" and self.node.get("x-kubernetes-map-type") == "atomic"
@@ -103,7 +105,7 @@ class StructuralSchema:
         return self.node.get("x-kubernetes-list-map-keys", [])
 
     def keys_of(self, item: Object) -> Object:
-        """Return the key fields of a list-map's item; a missing one has its default."""
+        """Return the key fields of a list-map's item; a missing field has its default, and is left out if it has none."""
         found = {}
         for key in self.keys:
             value = item.get(key)
@@ -136,7 +138,7 @@ def prune(value: Json, shape: StructuralSchema, path: str = "") -> list[str]:
 
 
 def drop_nulls(value: Json, shape: StructuralSchema) -> None:
-    """Remove nulls that the schema does not allow, except within untyped values, as a typed decoder does."""
+    """Remove fields that are null although the schema does not allow null, as a typed decoder does; keep nulls in untyped values."""
     if isinstance(value, dict):
         for name in list(value):
             child = shape.field(name)
@@ -165,7 +167,7 @@ def fill_defaults(value: Json, shape: StructuralSchema) -> None:
 
 
 def violations(value: Json, shape: StructuralSchema, path: str = "") -> Iterator[ErrorCause]:
-    """Return all violations of the schema, outermost first."""
+    """Yield all violations of the schema, those of outer values first."""
     node = shape.node
     if value is None:
         if not (node.get("nullable") or shape.type is None):
@@ -261,7 +263,7 @@ def _number_violations(value: float, node: Object, path: str) -> Iterator[ErrorC
 
 
 def _combined(value: Json, shape: StructuralSchema, path: str) -> Iterator[ErrorCause]:
-    """Check `allOf`, `anyOf`, `oneOf` and `not`."""
+    """Yield the violations of `allOf`, `anyOf`, `oneOf` and `not`."""
 
     def holds(node: Object) -> bool:
         return next(violations(value, StructuralSchema(node, shape.definitions), path), None) is None

@@ -19,7 +19,7 @@ _REQUIREMENT = re.compile(
 
 
 def label_test(selector: str) -> Test:
-    """Parse a label selector into a test of labels.
+    """Parse a label selector, and return a function that tests whether an object matches.
 
     Raises:
         ApiError: The selector is malformed (400).
@@ -56,7 +56,7 @@ def _label(found: re.Match[str]) -> Test:
 
 
 def field_test(selector: str, resource: ServedResource) -> Test:
-    """Parse a field selector into a test of objects.
+    """Parse a field selector, and return a function that tests whether an object matches.
 
     Raises:
         ApiError: The selector names a field for which the kind has no selectors (400).

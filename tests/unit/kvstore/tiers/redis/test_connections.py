@@ -1,4 +1,4 @@
-"""Redis connections are kept for the next turn only if no unread bytes have arrived on them."""
+"""Redis connections: a connection is reused only if no unread bytes have arrived on it."""
 
 import socket
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ HALF_A_VALUE = b"$9064\r\nFKVR"
 
 
 class Servers:
-    """The server's ends of the connections that were opened."""
+    """Redis server that accepts connections and keeps its ends of them."""
 
     def __init__(self) -> None:
         self.ends: list[socket.socket] = []

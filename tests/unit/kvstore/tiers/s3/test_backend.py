@@ -1,4 +1,4 @@
-"""The S3 backend with a fake client: when it relies on its memory, and when it queries the object store."""
+"""S3 backend with a fake client: when it uses what it remembers about objects, and when it asks the object store."""
 
 from types import SimpleNamespace
 
@@ -19,7 +19,7 @@ class Missing(Exception):
 
 
 class FakeClients:
-    """Stands for `S3Clients`: every client looks up the same set of objects."""
+    """Replaces `S3Clients`: every client looks up the same set of objects."""
 
     client_error = Missing
     errors = (Missing,)

@@ -1,4 +1,4 @@
-"""The search for the end of a stored prefix with few requests."""
+"""Search for the last stored block of a chain, with as few requests as possible."""
 
 import pytest
 

@@ -9,7 +9,7 @@ from kvstore.tiers.ssd.segments.segment import Segment
 
 
 class NoFile:
-    """The file of a segment that is neither read nor written."""
+    """Replaces the file of a segment in tests that neither read nor write it."""
 
     size_bytes = 128 << 20
 

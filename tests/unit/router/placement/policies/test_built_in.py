@@ -25,7 +25,7 @@ from tests.support.builders import BLOCK_TOKENS, a_prompt, an_arrival, some_prog
 from tests.support.router.candidate_tables import a_candidate, candidates_of, decide, score
 from tests.support.router.machine_driver import Dispatch, RouterMachineDriver, the
 
-ALONE = {"decode_weight": 1.0, "others_weight": 0.0, "stall_weight": 0.0}  # so that the figures are whole
+ALONE = {"decode_weight": 1.0, "others_weight": 0.0, "stall_weight": 0.0}  # so that costs are whole numbers
 SETTINGS = RouterSettings(policies={"fleet": ALONE})
 ASKED = PlacementRequest(prompt_tokens=320)
 
@@ -41,7 +41,7 @@ def choice(name: str, request: PlacementRequest, *rows, rng: random.Random | Non
     return candidates.worker_ids[place]
 
 
-# The default policy's cost.
+# The cost of the default policy.
 
 GOLDEN = [
     ({}, 20.0),
@@ -95,11 +95,11 @@ GOLDEN = [
     ({"prefill": True, "active_blocks": 50, "store_blocks": 6}, 5.5),
     ({"prefill": True, "prefill_speed": 3, "backlog_tokens": 96}, 4.333333333333333),
 ]
-"""Worked out by hand from the docstring of `fleet.router.placement.policies.fleet`, in fractions: blocks of 32, batch of 16."""
+"""Costs that were computed by hand by the docstring of `fleet.router.placement.policies.fleet`: blocks of 32 tokens, batch of 16."""
 
 
 def test_low_decode_weight_keeps_shared_prefix_together():
-    """A worker with the whole prompt and two requests that use it is better than an idle one without anything."""
+    """Compare a worker that has the prompt and two requests that use it with an idle worker without the prompt: the first is better."""
     settings = RouterSettings()
     cold = score(a_candidate(prompt_tokens=2048), 2048, settings)
     warm = score(
@@ -123,7 +123,7 @@ PRICES = [  # workers, computing workers, requests on this worker; price of its 
 
 @pytest.mark.parametrize(("workers", "busy", "requests", "price"), PRICES)
 def test_price_of_work_grows_with_computing_workers(workers, busy, requests, price):
-    """The numbers follow from rule 4 of `fleet.router.placement.policies.fleet`: a prompt of ten blocks, six of them to be computed."""
+    """Check rule 4 of `fleet.router.placement.policies.fleet` with a prompt of ten blocks, six of which must be computed."""
     rows = [
         a_candidate(
             f"w{place}", prompt_tokens=320, engine_blocks=4, backlog_tokens=32 * (place < busy), requests=requests
@@ -136,7 +136,7 @@ def test_price_of_work_grows_with_computing_workers(workers, busy, requests, pri
 
 
 def test_busy_cluster_waits_for_prefix_and_idle_one_recomputes():
-    """One worker has 8 of 10 blocks and 12 blocks to compute before; the other has neither."""
+    """Choose between a worker with 8 of 10 blocks cached and 12 blocks to compute first, and one without either."""
     warm = a_candidate("warm", prompt_tokens=320, engine_blocks=8, backlog_tokens=32 * 12)
     cold = a_candidate("cold", prompt_tokens=320)
     others = [a_candidate(f"busy{place}", prompt_tokens=320, backlog_tokens=32 * 100) for place in range(6)]
@@ -147,7 +147,7 @@ def test_busy_cluster_waits_for_prefix_and_idle_one_recomputes():
 
 
 def test_prefill_goes_where_it_delays_fewer_streams():
-    """Both workers have to compute the same, and have the same backlog."""
+    """Choose between workers that have equally much to compute, but different numbers of running requests."""
     few = a_candidate("few", prompt_tokens=320, requests=1)
     many = a_candidate("many", prompt_tokens=320, requests=8)
     apart = {"running_request_blocks": 0.0, "decode_weight": 0.0}
@@ -209,7 +209,7 @@ def test_explained_terms_match_the_decision_for_any_weights():
 
 
 def test_fetch_credit_is_limited_to_the_saved_time():
-    """Hardware that computes a block in a fifth of the time gains nothing from a transfer that takes a quarter of it."""
+    """Compare two workers with blocks in the store: one computes a block faster than the store transfers it, and gets no credit."""
     fast = a_candidate("fast", prompt_tokens=320, prefill_speed=5.0, store_blocks=8)
     slow = a_candidate("slow", prompt_tokens=320, store_blocks=8)
 
@@ -307,7 +307,7 @@ def test_dynamo_credit_decays_with_excess_backlog():
 
 @pytest.mark.parametrize("temperature", [0.2, 1.0, 3.0])
 def test_softmax_draws_with_its_published_probabilities(temperature):
-    """A chi-square test with 5 degrees of freedom; one fair run in a thousand exceeds 20.5."""
+    """Compare the frequencies by a chi-square test with 5 degrees of freedom: one correct run in a thousand exceeds 20.5."""
     values = np.array([3.0, 4.0, 5.0, 5.0, 9.0, 13.0])
     weights = [math.exp(-(value - 3) / (10 * temperature)) for value in values]
     expected = [20_000 * weight / sum(weights) for weight in weights]
@@ -352,7 +352,7 @@ def test_random_policy_is_uniform():
 
 
 def test_two_choices_takes_less_loaded_of_uniform_pair():
-    """The least loaded of four workers is in half of all pairs, the next wins two of six, and the most loaded never wins."""
+    """Draw from four workers: the least loaded one is in three of six pairs, the next one wins two, and the most loaded one none."""
     chosen = policy("p2c", {})
     loads = (2, 3, 0, 1)
     candidates = candidates_of([a_candidate(f"d{load}", requests=load) for load in loads], SETTINGS)
@@ -395,7 +395,7 @@ def test_consistent_hash_keeps_keys_within_load_bound():
     counts = Counter(before.values())
     assert len(counts) == 8
     ring, everybody = policy("consistent_hash", {}), candidates_of([a_candidate(name) for name in names], SETTINGS)
-    candidates = everybody.only(np.array([6, 0, 1, 2, 3, 4, 5]))  # all but w7, which has no room, say
+    candidates = everybody.only(np.array([6, 0, 1, 2, 3, 4, 5]))  # all but w7, as if it had no room
     chosen = {
         key: candidates.worker_ids[
             ring.choose(
@@ -405,7 +405,7 @@ def test_consistent_hash_keeps_keys_within_load_bound():
         for key in keys
     }
     assert chosen == after, "who is no candidate now is passed over as if it had left"
-    # With bounded loads, one key alone fills no worker beyond 1.25 times the average.
+    # With bounded loads, even a single key fills no worker beyond 1.25 times the average.
     ring, requests = policy("consistent_hash", {"load_factor": 1.25}), [0] * 8
     for _ in range(80):
         rows = [a_candidate(name, requests=count) for name, count in zip(names, requests, strict=True)]
@@ -427,7 +427,7 @@ def test_sticky_keeps_the_session_while_worker_has_room():
 
 
 def test_mooncake_fetches_a_much_longer_match():
-    """FAST '25, Algorithm 1, with 0.1 ms of prefill and 0.01 ms of transfer for each token, no attention term, threshold 4."""
+    """Check Mooncake's Algorithm 1 (FAST '25): 0.1 ms of prefill and 0.01 ms of transfer per token, no attention term, threshold 4."""
     parameters = {
         "balancing_threshold": 4.0,
         "prefill_seconds_per_token": 1e-4,
@@ -446,7 +446,7 @@ def test_mooncake_fetches_a_much_longer_match():
 
 
 def test_llm_d_scores_match_their_formulas():
-    """Costs are weight x (1 - score): queue 2, KV utilisation 2, prefix 3."""
+    """Compare costs with the sum of weight x (1 - score); the weights are 2 (queue), 2 (KV utilisation) and 3 (prefix)."""
     queued = a_candidate("queued", prompt_tokens=320, requests=20, max_running=16, engine_blocks=10, active_blocks=512)
     half = a_candidate("half", prompt_tokens=320, requests=18, max_running=16, engine_blocks=5, active_blocks=256)
     free = a_candidate("free", prompt_tokens=320)
@@ -478,7 +478,7 @@ def test_every_policy_places_and_explains_every_request(name):
 
 
 def placements(router: RouterMachineDriver, *, prefix: int, requests: int, own: int = 64) -> list[tuple[str, int]]:
-    """Return worker and prompt tokens to compute, for requests that begin alike and arrive at once."""
+    """Place requests that begin alike and arrive at once; return for each its worker, and the prompt tokens to compute."""
     found = []
     for number in range(requests):
         tail = a_prompt(own, first=100_000 * (number + 1))
@@ -491,7 +491,7 @@ def placements(router: RouterMachineDriver, *, prefix: int, requests: int, own: 
 
 @pytest.mark.parametrize(("requests", "full_prefills"), [(2, 1), (8, 1), (16, 1), (32, 2), (64, 4)])
 def test_simultaneous_siblings_compute_their_prompt_few_times(requests, full_prefills):
-    """No cache has reported anything. On sixteen idle workers each sibling would go to a worker of its own."""
+    """Place siblings on sixteen idle workers before any cache has reported; few of them may compute the whole prompt."""
     router = RouterMachineDriver(*((f"w{number}", Role.BOTH) for number in range(16)))
 
     found = placements(router, prefix=1024, requests=requests, own=0)
@@ -501,7 +501,7 @@ def test_simultaneous_siblings_compute_their_prompt_few_times(requests, full_pre
 
 
 def test_hot_prefix_spreads_with_the_number_of_requests():
-    """One hot prefix with 4 to 64 requests at once; each further copy costs one prefill, so almost all requests hit."""
+    """Send 4 to 64 requests with one hot prefix at once: more workers get it, and almost all requests still find it cached."""
     reach, hit_rates = [], []
     for requests in (4, 16, 32, 64):
         router = RouterMachineDriver(*((f"w{number}", Role.BOTH) for number in range(8)))
@@ -521,10 +521,10 @@ def test_hot_prefix_spreads_with_the_number_of_requests():
 
 
 def spread_at(rate: float) -> tuple[int, float]:
-    """Return the workers that got requests, and the share of requests that found the prefix, after ten seconds at a rate.
+    """Send requests with one prefix for ten seconds; return the number of workers that got requests, and the share of cache hits.
 
-    Eight workers with batches of 16, one of which has the prefix; each computes 5,000 tokens a second, one prompt after the other,
-    and answers for a second.
+    There are eight workers with batches of 16; at first, one of them has the prefix. A worker computes 5,000 tokens a second, one
+    prompt after the other, and an answer takes a second.
     """
     router = RouterMachineDriver(*((f"w{number}", Role.BOTH) for number in range(8)))
     machine, start = router.machine, router.now
@@ -560,7 +560,7 @@ def spread_at(rate: float) -> tuple[int, float]:
 
 
 def test_hot_prefix_spreads_as_needed_and_keeps_hits():
-    """A batch of 16 serves about 16 requests a second; each further 16 need one more worker and one prefill."""
+    """Raise the rate: a worker serves about 16 requests a second, so each further 16 need one more worker and one more prefill."""
     measured = {rate: spread_at(rate) for rate in (1, 8, 16, 32, 64, 96)}
 
     workers = [count for count, _ in measured.values()]

@@ -1,4 +1,4 @@
-"""Rules of other routers that decide by cases or remember their choices, compared with figures from their published form."""
+"""Policies of other routers that decide case by case or remember their choices, compared with figures from their publications."""
 
 import random
 
@@ -19,7 +19,7 @@ ASKED = PlacementRequest(prompt_tokens=320)
 
 
 class Router:
-    """One policy that is asked repeatedly."""
+    """One policy that chooses again and again, and remembers its choices."""
 
     def __init__(self, name: str, **parameters):
         self.policy = policy(name, parameters)
@@ -34,7 +34,7 @@ class Router:
 
 
 def test_aibrix_takes_longest_match_of_calm_workers():
-    """Requests 0, 2 and 4 have mean 2 and deviation 1.63; the bound is 3.63."""
+    """Use workers with 0, 2 and 4 requests: the mean is 2 and the deviation 1.63, so a worker with more than 3.63 is left out."""
     idle = a_candidate("idle", prompt_tokens=320, engine_blocks=1)
     calm = a_candidate("calm", prompt_tokens=320, engine_blocks=5, requests=2)
     busy = a_candidate("busy", prompt_tokens=320, engine_blocks=9, requests=4)
@@ -65,7 +65,7 @@ def test_aibrix_takes_fewest_requests_when_unbalanced():
     [(33, 1, "warm"), (34, 1, "idle"), (40, 7, "idle"), (400, 367, "warm"), (440, 399, "idle")],
 )
 def test_smg_takes_fewest_requests_when_unbalanced(most, least, chosen):
-    """The difference is more than 32, and the factor more than 1.1."""
+    """Use numbers of requests around the limits: loads are unbalanced if they differ by more than 32 and by a factor above 1.1."""
     warm = a_candidate("warm", prompt_tokens=320, engine_blocks=10, requests=most, max_running=1000)
     idle = a_candidate("idle", prompt_tokens=320, requests=least, max_running=1000)
 
@@ -78,9 +78,9 @@ def test_smg_takes_long_match_or_the_smallest_tree():
     cold = a_candidate("cold", prompt_tokens=320)
     router = Router("smg")
 
-    assert router.pick(cold, most) == "most"  # four new blocks
-    assert router.pick(half, a_candidate("most", prompt_tokens=320)) == "half"  # five, because it had been sent nothing
-    assert router.pick(half, a_candidate("most", prompt_tokens=320)) == "most"  # ten more
+    assert router.pick(cold, most) == "most"  # it now has four more blocks
+    assert router.pick(half, a_candidate("most", prompt_tokens=320)) == "half"  # it now has five more
+    assert router.pick(half, a_candidate("most", prompt_tokens=320)) == "most"  # it now has ten more
     assert router.pick(a_candidate("half", prompt_tokens=320), a_candidate("most", prompt_tokens=320), cold) == "cold"
 
 
@@ -143,7 +143,7 @@ def parts(router: Router, *rows, request: PlacementRequest) -> dict[str, list[fl
 
 @pytest.mark.parametrize(("blocks", "chosen"), [(5, "idle"), (6, "warm")])
 def test_preble_exploits_a_mostly_cached_prompt(blocks, chosen):
-    """Six of ten blocks are more than four; five are not more than five. The worker with the blocks has had 3.2 s of work."""
+    """Use a worker with 3.2 s of work that has most of the prompt: with six of ten blocks it is chosen, with five it is not."""
     router = Router("preble", **TIMES)
     router.pick(a_candidate("warm", prompt_tokens=3200), request=a_question(3200))
     warm = a_candidate("warm", prompt_tokens=320, engine_blocks=blocks)
@@ -164,7 +164,7 @@ def test_preble_exploits_longest_match_then_least_load():
 
 
 def test_preble_load_sums_prefill_and_decode_in_the_window():
-    """320 tokens with 64 cached, and 10 tokens of an answer: 0.256 + 0.1 s; forgotten after three minutes."""
+    """Place 320 tokens, 64 of them cached, with an answer of 10 tokens: the load is 0.256 + 0.1 s, and forgotten after three minutes."""
     router = Router("preble", **TIMES)
     half = a_candidate("half", prompt_tokens=320, engine_blocks=2)
     cold = a_candidate("cold", prompt_tokens=320)
@@ -191,7 +191,7 @@ def test_preble_explore_cost_includes_attention():
 
 
 def test_preble_eviction_weighs_by_sharing_requests():
-    """There is room for 20 blocks, 10 of them a prompt of key 7 that three of four requests had: 320 ms x 3/4."""
+    """Fill a worker of 20 blocks half with a prompt that three of four requests had: its eviction costs 320 ms x 3/4."""
     router = Router("preble", **TIMES)
     full = a_candidate("full", prompt_tokens=320, kv_blocks=20)
     router.pick(full, request=a_question(key=7))
@@ -217,7 +217,10 @@ def test_preble_evicts_least_recently_used_nodes_first():
 
 
 def test_preble_rebalances_to_the_least_loaded_worker():
-    """The load is more than 1.5 times the least, after 50 requests for each worker. Warm has 1 s then; cold gets 0.33 s each."""
+    """Send 50 requests per worker to `warm`, which then has more than 1.5 times the least load: the next ones go to `cold`.
+
+    Then `warm` has a load of 1 s, and each request adds 0.33 s to `cold`.
+    """
     router = Router("preble", **TIMES)
     warm = a_candidate("warm", prompt_tokens=320, engine_blocks=10)
     cold = a_candidate("cold", prompt_tokens=320)
@@ -227,7 +230,7 @@ def test_preble_rebalances_to_the_least_loaded_worker():
 
 
 def test_preble_exploits_by_cost_instead_of_load():
-    """Tight has 0.33 s and would lose the 320 ms that its only request had; roomy has 0.42 s and loses nothing."""
+    """Compare `tight` (load 0.33 s, and a prompt of 320 ms would be evicted) with `roomy` (load 0.42 s, nothing is evicted)."""
     router = Router("preble", **TIMES)
     tight = a_candidate("tight", prompt_tokens=640, kv_blocks=15, engine_blocks=11)
     roomy = a_candidate("roomy", prompt_tokens=640, kv_blocks=90, engine_blocks=11)
@@ -239,7 +242,7 @@ def test_preble_exploits_by_cost_instead_of_load():
 
 
 def test_preble_eviction_counts_only_that_workers_requests():
-    """One of two requests of `full` had key 7: 320 ms x 1/2. Two of three of `busy` had it: 320 ms x 2/3."""
+    """Give `full` and `busy` different requests: at `full`, one of two had key 7 (320 ms x 1/2); at `busy`, two of three (x 2/3)."""
     router = Router("preble", **TIMES)
     full = a_candidate("full", prompt_tokens=320, kv_blocks=20)
     busy = a_candidate("busy", prompt_tokens=320, kv_blocks=20)
@@ -266,7 +269,7 @@ def test_preble_evicts_unused_nodes_for_free():
 
 
 def a_queue(ahead: int, **fields) -> Router:
-    """Queue key 7 at `warm`, with 32 tokens to compute: nothing ahead in the first half, then this many tokens."""
+    """Place two requests with key 7 and 32 tokens to compute at `warm`: the first behind no other tokens, the second behind `ahead`."""
     router = Router("preble", **TIMES | fields)
     for seconds, backlog in ((0, 0), (100, ahead)):
         warm = a_candidate("warm", prompt_tokens=320, engine_blocks=9, backlog_tokens=backlog)
@@ -276,7 +279,7 @@ def a_queue(ahead: int, **fields) -> Router:
 
 @pytest.mark.parametrize(("ahead", "chosen"), [(31, "warm"), (32, "cold")])
 def test_preble_copies_a_prefix_with_doubled_queue(ahead, chosen):
-    """The copy is made from 64 tokens on, not from 63, on the least loaded worker without the prefix."""
+    """Copy the prefix to the least loaded worker without it if 64 tokens are queued before a request, but not if 63 are."""
     router = a_queue(ahead)
     warm = a_candidate("warm", prompt_tokens=320, engine_blocks=9)
     some = a_candidate("some", prompt_tokens=320)
@@ -286,7 +289,7 @@ def test_preble_copies_a_prefix_with_doubled_queue(ahead, chosen):
 
 
 def test_preble_copy_shares_requests_until_unused():
-    """Warm has 2 x 0.132 s; the copy is 0.42 s, and has three blocks less of the prompt, 96 ms."""
+    """Choose between `warm` (load 2 x 0.132 s) and the copy (load 0.42 s, and three more blocks of the prompt to compute, 96 ms)."""
     router = a_queue(32)
     warm = a_candidate("warm", prompt_tokens=320, engine_blocks=9)
     cold = a_candidate("cold", prompt_tokens=320)
@@ -326,7 +329,7 @@ def test_preble_makes_no_copy_while_rebalancing():
 
 
 def test_preble_explores_decode_heavy_worker_if_configured():
-    """Decoding is 1 s of 1.32 s of `talks`, 0.1 s of 0.42 s of `reads`."""
+    """Use two workers: at `talks`, decoding is 1 s of its 1.32 s of work; at `reads`, it is 0.1 s of 0.42 s."""
     talks, reads = (a_candidate(name, prompt_tokens=320) for name in ("talks", "reads"))
 
     def chosen(**fields) -> str:
@@ -362,7 +365,7 @@ def test_preble_window_drops_the_oldest_requests(monkeypatch):
         ("aibrix", {"k": 1}),
         ("preble", {"imbalance": 0.5}),
         ("preble", {"decode_share": 1.5}),
-        ("preble", {"prefill_seconds_per_token": 1e308}),  # infinite with the tokens of a prompt
+        ("preble", {"prefill_seconds_per_token": 1e308}),  # infinite if multiplied by the tokens of a prompt
         ("infera", {"weight": -1e308}),
         ("dynamo", {"prefill_load_scale": float("inf")}),
         ("composed", {"scorers": [{"name": "queue", "weight": 1e308}]}),

@@ -1,4 +1,4 @@
-"""Continuous batching: each request gets the tokens that it would get alone, whatever shares its batch."""
+"""Continuous batching: each request gets the tokens that it would get alone, whichever requests share its batch."""
 
 import pytest
 from hypothesis import given, settings
@@ -20,7 +20,7 @@ LAYOUT = EngineLayout(layers=1, kv_heads=2, block_tokens=BLOCK_TOKENS, head_byte
 
 
 class Engine:
-    """A batch that the test steps, without time and without loads."""
+    """A batch whose steps the test makes, without time and without loads from a store."""
 
     def __init__(self, *, blocks: int = 64, max_running: int = 4, max_batched_tokens: int = 16) -> None:
         self.shape = SequenceContext(model=MODEL, layout=LAYOUT, block_tokens=BLOCK_TOKENS, max_model_len=64)

@@ -84,7 +84,7 @@ async def test_engine_survives_cancellation_before_the_handoff(monkeypatch, path
         perform = engine.batch.perform
 
         def perform_then_cancel(plan):
-            """Cancel when the prompt was computed, before the task of the handoff begins."""
+            """Cancel the request after its prompt was computed, and before the task of the handoff begins."""
             yield from perform(plan)
             engine.cancel(prefill.request_id)
 
@@ -110,7 +110,7 @@ async def test_latency_follows_the_model_divided_by_the_speedup(speedup, least, 
     async with open_engine(told) as engine, driven_engines(engine) as (one,):
 
         async def was_quick() -> bool:
-            """Sooner or later, where the machine is busy with something else."""
+            """Return whether an answer took less than `most`; on a busy machine, it may take longer."""
             began = asyncio.get_running_loop().time()
             await one.do(an_attempt(fresh_prompt(100), 40))  # 12 ms + 39 steps of 2.4 ms
             took = asyncio.get_running_loop().time() - began

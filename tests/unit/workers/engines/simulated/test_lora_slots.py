@@ -1,4 +1,4 @@
-"""LoRA slots: bounded, held while in use, and the one idle longest is replaced."""
+"""LoRA slots: their number is limited, adapters in use keep theirs, and the adapter that was idle longest is replaced."""
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule

@@ -1,4 +1,4 @@
-"""KV blocks with their bytes: attempts come and go, share blocks and name them."""
+"""KV memory of the simulated engine: attempts allocate, share, name and free blocks."""
 
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
@@ -16,7 +16,7 @@ CHAINS.append([*CHAINS[0][:2], *CHAINS[1][2:]])  # it shares a prefix with the f
 
 
 class Heard:
-    """The cache as a consumer of the events believes it to be."""
+    """The names of cached blocks, as a receiver of the KV events knows them."""
 
     def __init__(self) -> None:
         self.names: set[bytes] = set()
@@ -37,7 +37,7 @@ def an_attempt(keys: list[bytes], prompt_tokens: int) -> BatchedAttempt[bytes]:
 
 
 class Pool(RuleBasedStateMachine):
-    """The pool never loses a block, never gives one twice, and has the bytes of exactly the named blocks."""
+    """Random histories: the pool never loses a block, never gives one away twice, and has the right bytes for all named blocks."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -29,7 +29,7 @@ def some_blocks(model: SimulatedModel, count: int = 4) -> list[bytes]:
 
 
 def next_tokens(model: SimulatedModel, blocks: list[bytes]) -> list[int]:
-    """Return three tokens, so that two contexts agree by chance once in 7e10 times."""
+    """Return the next token of three prompt lengths: two contexts have the same three by chance only once in 7e10 times."""
     digest = model.beginning
     for block in blocks:
         digest = model.read(digest, block)
@@ -154,4 +154,4 @@ def test_strong_penalty_makes_a_token_rare():
         return drawn.count(6) / len(drawn)
 
     assert 0.4 < share(None) < 0.6
-    assert 0.05 < share(shifts) < 0.2  # e^-2 to 1
+    assert 0.05 < share(shifts) < 0.2  # the odds are e^-2 to 1

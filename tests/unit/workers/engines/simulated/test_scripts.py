@@ -1,4 +1,4 @@
-"""Scripts of the simulated engine: values follow their schemas, and calls are as demanded."""
+"""Scripts of the simulated engine: JSON values follow their schemas, and tool calls are made as the request demands."""
 
 import json
 

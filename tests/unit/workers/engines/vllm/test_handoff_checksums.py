@@ -1,4 +1,4 @@
-"""Checksums of handed-over blocks: which are sent, which are compared, and what follows from a difference."""
+"""Handoff checksums: which checksums are sent, which ones are compared, and what happens if one differs."""
 
 import json
 
@@ -36,7 +36,7 @@ def a_handoff() -> dict:
 
 
 def a_sender(ranks: int = 1, **fields) -> tuple[HandedChecksums, Request]:
-    """Build the sender's side with one request of ten tokens, which has blocks 7, 8 and 9."""
+    """Return the checksums of a prefill engine, with one request of ten tokens that has blocks 7, 8 and 9."""
     sender = HandedChecksums(block_tokens=BLOCK, ranks=ranks)
     request = Request("r", list(range(10)), **{"kv_transfer_params": TO_HAND_OFF, **fields})
     sender.arrived(request)
@@ -48,7 +48,7 @@ def blocks_of(request_id: str) -> list[int]:
 
 
 def sent(params: dict) -> HandoffChecksums | None:
-    """Return the checksums in a handoff after its way to the decode engine."""
+    """Return the checksums that the decode engine reads from a handoff, which is sent as JSON."""
     return checksums_in(json.loads(json.dumps(params)))
 
 
@@ -94,7 +94,7 @@ def test_missing_rank_leaves_the_handoff_without_checksums():
     params = a_handoff()
     sender.finished("r", params)
     sender.computed({"r": {0: encoded([1, 2, 3])}})
-    sender.computed({"r": {0: encoded([1, 2, 3]), 1: encoded([1, 2, 3])}})  # of a later step, so it is too late
+    sender.computed({"r": {0: encoded([1, 2, 3]), 1: encoded([1, 2, 3])}})  # from a later step, so this is too late
 
     assert sent(params) == HandoffChecksums("crc32c", BLOCK, [])
 
@@ -127,7 +127,7 @@ def test_checksums_that_do_not_fit_are_not_compared(change):
 
 
 class Memory:
-    """Blocks of a decode engine by number; the checksum of a block is its content."""
+    """Fake memory of a decode engine: blocks by number; the checksum of a block is its content."""
 
     def __init__(self, *, checks: bool = True, **contents: int):
         self.contents = {int(name.removeprefix("b")): content for name, content in contents.items()}

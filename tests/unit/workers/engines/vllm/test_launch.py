@@ -1,4 +1,4 @@
-"""Refusals before vLLM starts, from the configuration that vLLM made of its arguments."""
+"""Launch of vLLM: which configurations are refused before vLLM starts, and how its ports and step sizes are chosen."""
 
 import contextlib
 import os
@@ -18,7 +18,7 @@ from workers.settings import ModelTask, VllmSettings, WorkerSettings
 
 
 def a_config(*, heads: int = 8, ranks: int = 1, speculative: Any = None, **fields: Any) -> Any:
-    """Return the parts of vLLM's configuration that are read, for an ordinary model."""
+    """Return those parts of vLLM's configuration that the checks read, for an ordinary model unless `fields` change it."""
     model = {"use_mla": False, "is_hybrid": False, "has_inner_state": False, "is_attention_free": False}
     model |= {"is_encoder_decoder": False, "get_total_num_kv_heads": lambda: heads}
     cache = {"sliding_window": None, "cache_dtype": "auto"}
@@ -68,7 +68,7 @@ def test_invalid_number_of_ranks_is_refused_by_name(size):
 
 
 def a_step(*, tokens: int = 2048, answers: int = 16, chunked: bool = True, **fields: Any) -> Any:
-    """Return the parts of vLLM's configuration from which the tokens of a step follow, for a model on text."""
+    """Return those parts of vLLM's configuration that determine the tokens of a step, for a text model unless `fields` change it."""
     model = {"is_multimodal_model": False, "is_encoder_decoder": False, "is_hybrid": False, "has_inner_state": False}
     scheduler = {"max_num_batched_tokens": tokens, "max_num_seqs": answers, "enable_chunked_prefill": chunked}
     speculative = fields.pop("speculative", None)
@@ -152,14 +152,14 @@ def test_only_vllm_can_bind_the_ports_reserved_for_it(family, host, monkeypatch)
         socket.create_server((host, 0), family=family).close()
     except OSError:
         pytest.skip(f"this host has no {host}")
-    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", "1")  # so that it is put back
+    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", "1")  # so that pytest restores it later
     with vllm_launch.side_channels(a_direct_worker(data_parallel_size=3)):
         first = int(os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"])
         for port in range(first, first + 3):
             with socket.socket(family) as other, pytest.raises(OSError, match="in use"):
                 other.bind((host, port))
         for port in range(first, first + 3):
-            # The socket of vLLM's side channel
+            # Bind a socket as vLLM's side channel does.
             with zmq.Context() as context, context.socket(zmq.ROUTER) as channel:
                 channel.setsockopt(zmq.IPV6, family is socket.AF_INET6)
                 channel.bind(f"tcp://[{host}]:{port}" if family is socket.AF_INET6 else f"tcp://{host}:{port}")

@@ -1,4 +1,4 @@
-"""Prefill speed, learned from when an engine's steps were planned."""
+"""Prefill speed: it is learned from the instants at which an engine's steps were planned."""
 
 import pytest
 

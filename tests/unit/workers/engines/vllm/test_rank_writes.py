@@ -1,4 +1,4 @@
-"""Positions of the ranks of one engine, without engine and store."""
+"""Rank writes: which heads of which blocks a rank of an engine writes; tested without engine and store."""
 
 import pytest
 

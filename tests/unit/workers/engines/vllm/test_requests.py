@@ -1,4 +1,4 @@
-"""The KV report with the first token, from the few numbers that vLLM gives then."""
+"""KV report with the first token: it is computed from the few numbers that vLLM gives at that time."""
 
 import pytest
 from msgspec import Struct
@@ -23,7 +23,7 @@ class Stats(Struct):
 
 
 def stats(engine: int = 0, store: int = 0, direct: int = 0) -> Stats:
-    """Return tokens by origin, as the connector leaves them."""
+    """Return vLLM's counts for these tokens by origin, after the KV connector has corrected them."""
     return Stats(engine, direct, engine + store + direct)
 
 
@@ -63,7 +63,7 @@ def test_store_blocks_after_a_failed_pull_count_as_store():
 
 
 def test_uncorrected_counts_follow_the_handoffs_kv_path():
-    tokens = Stats(0, 128, 128)  # vLLM sets these numbers at admission
+    tokens = Stats(0, 128, 128)  # the numbers that vLLM sets when it admits a request
 
     assert counts_at_start(handed_off(KvPath.DIRECT), tokens, BLOCK) == PromptBlockCounts(direct=4)
     assert counts_at_start(handed_off(KvPath.STORE), tokens, BLOCK) == PromptBlockCounts(store=4)

@@ -1,4 +1,4 @@
-"""The step counter in shared memory, with both sides in one process."""
+"""Step counter in shared memory; here, its writer and its reader are in one process."""
 
 import pytest
 

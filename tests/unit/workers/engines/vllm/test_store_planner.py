@@ -1,4 +1,4 @@
-"""Orders of the engine's scheduler to load blocks from the store and to save them."""
+"""Store planner: which blocks vLLM's scheduler orders to load from the store, and to save there."""
 
 import pytest
 from msgspec import Struct
@@ -42,13 +42,13 @@ def names(request: Request, salt: bytes = b"") -> list[bytes]:
 
 
 class World:
-    """A planner, a store with given blocks, and an engine's blocks: number 100 + index."""
+    """A planner, a store whose blocks the test sets, and an engine, whose block i of a request has the number 100 + i."""
 
     def __init__(self, remember: int = 1000, *, with_store: bool = True, ranks: int = 1):
         self.held: set[bytes] = set()
-        self.below: set[bytes] = set()  # in a slower tier; promoted once a request may wait
+        self.below: set[bytes] = set()  # in a slower tier; promoted if a request may wait
         self.on_their_way = False
-        self.promoted: dict[str, int] = {}  # reported once
+        self.promoted: dict[str, int] = {}  # by tier; reported only once
         self.looks = 0
         self.fetched: list[tuple[list[bytes], float]] = []  # names, longest wait
         self.asked: list[int] = []
@@ -101,7 +101,7 @@ class World:
         self.held |= set(names(request, salt)[:blocks])
 
     def admit(self, request: Request, local_blocks: int = 0) -> int:
-        """Look up and allocate; return the claimed tokens."""
+        """Look up a request's blocks in the store and allocate; return the number of tokens to load."""
         claimed = self.planner.look_up(request, local_blocks * BLOCK)
         self.planner.allocated(request, blocks_of(request), claimed)
         return claimed
@@ -308,7 +308,7 @@ def test_counts_show_where_blocks_came_from():
     ("good", "tiers"), [(3, {"cpu": 1, "ssd": 2}), (2, {"cpu": 1, "ssd": 1}), (1, {"cpu": 1}), (0, {})]
 )
 def test_counts_show_the_stores_tiers(good, tiers):
-    """The promoted blocks are the last of the four matched ones, of which the engine has the first."""
+    """Match four blocks: the engine has the first one, and the last two were promoted from the SSD tier."""
     world = World()
     request = a_request(21)
     world.hold(request, 4)
@@ -339,7 +339,7 @@ def test_directly_pulled_blocks_count_and_are_not_matched():
     assert world.planner.look_up(request, 4) == 0
     params["do_remote_prefill"] = False  # vLLM's connector does this when it takes the request
     world.planner.allocated(request, blocks_of(request), 0)
-    world.planner.allocated(request, blocks_of(request), 0)  # and calls again when they have arrived
+    world.planner.allocated(request, blocks_of(request), 0)  # vLLM calls it again when the blocks have arrived
 
     world.planner.pulled({"r"}, set(), set())
 

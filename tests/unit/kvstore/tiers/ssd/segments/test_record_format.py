@@ -1,4 +1,4 @@
-"""The structures of a segment file are decoded unchanged, and all other bytes are rejected."""
+"""Format of segment files: encoded structures are decoded to the same values, and all other bytes are rejected."""
 
 import random
 from array import array
@@ -119,7 +119,7 @@ def test_record_signs_match_the_header():
 
 
 def test_segment_format_has_not_changed():
-    """A change of these bytes also needs another `record_format.FORMAT_VERSION`."""
+    """Compare encoded structures with fixed bytes: if they change, `record_format.FORMAT_VERSION` has to change, too."""
     assert (HEAD.size, RECORD.size, ENTRY.size, TRAILER.size) == (40, 68, 40, 56)
     assert segment_head(a_head()).hex() == (
         "466c6565745365670100000000000000000102030405060709000000000000000000004000000000b48ea0d7"

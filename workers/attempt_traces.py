@@ -60,7 +60,7 @@ class AttemptFacts(Struct, kw_only=True):
     error: str = ""
     kv: KvReport | None = None
     times: AttemptTimes | None = None
-    share: float = 1.0  # share of the export queue that the spans may use
+    share: float = 1.0  # the spans are dropped if at least this share of the export queue is in use (rule 2)
 
 
 class AttemptTraces:

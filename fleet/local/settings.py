@@ -74,11 +74,11 @@ class SupervisionSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """
 
     worker_silence_seconds: Seconds = 30.0
-    """Maximum time for which a worker's event loop may stand still.
+    """Time after which a worker whose event loop stands still counts as hung. It is then killed and started again.
 
-    The default is long, because engines sometimes make long synchronous calls (a grammar, a LoRA adapter, garbage
-    collection), and because a new worker starts slowly. Routers send the requests of a silent worker elsewhere after
-    `router.heartbeat_timeout_seconds`.
+    The default is long, because engines sometimes make long synchronous calls (compiling a grammar, loading a LoRA adapter, garbage
+    collection), and because a restart is expensive: the new worker has to load the model. Routers wait less: they send the requests of a
+    silent worker elsewhere after `router.heartbeat_timeout_seconds`.
     """
 
     longest_pause_seconds: Seconds = 30.0

@@ -24,7 +24,7 @@ Key = TypeVar("Key", bound=Hashable)
 SHORT = Nanos(1 * SECOND)
 LONG = Nanos(10 * SECOND)
 MOST_PER_SECOND = 2
-"""The maximum number of writes per second, over all deployments, that contain only progress."""
+"""Maximum number of status writes per second that show nothing but progress (rule 2), all deployments together."""
 
 MOST = 4096
 """If more writes than this number are remembered, all writes that are older than LONG are forgotten."""

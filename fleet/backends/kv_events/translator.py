@@ -123,7 +123,7 @@ class KvEventTranslator:
         self._hashes: dict[BlockHash, int] = {}
         self._main: int | None = None  # number of the followed group of layers; None: the engine has no groups
         self._knows_main = False
-        self.followed = 0  # number of followed blocks since the start
+        self.followed = 0  # number of published blocks that were taken over since the start (rule 3), copies included; removals do not lower it
         self.passed_over: Counter[SkipReason] = Counter()  # number of skipped blocks since the start
         self.published_block_tokens = 0  # tokens in the latest block that was skipped because of its size
 

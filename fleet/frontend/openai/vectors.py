@@ -171,7 +171,8 @@ class VectorFrontend:
         """Return the vectors of the inputs, in their order.
 
         Raises:
-            RequestRejected: The model has another task, or an input failed.
+            RequestRejected: The API key is wrong, the model is unknown or has another task, the tenant may not send so many inputs, or an
+                input failed.
         """
         requests = [asked.shared.prompted(prompt, task, dimensions=asked.dimensions) for prompt in asked.prompts]
         validate_task(requests[0].pooling, self._card(exchange, asked.shared))

@@ -553,7 +553,9 @@ class IncrementalDecoder:
         """Return the text of the held tokens, with U+FFFD for incomplete characters, and restart the stream after the context."""
         known = self._decode(self._context)
         text = self._decode([*self._context, *self._held])
-        if not text.startswith(known):  # a character begins in the context and ends in the held tokens
+        # A byte-fallback decoder joins the last bytes of the context with the held bytes. If they are no UTF-8 together, it replaces all of
+        # them, also a whole character of the context.
+        if not text.startswith(known):
             text, known = self._decode(self._held), ""
         self._stream, self._held, self._known = DecodeStream(self._context, self._skip), (), ""
         return text[len(known) :]

@@ -5,8 +5,8 @@ Rules:
 1. Entry points of the groups `fleet.policies`, `fleet.filters`, `fleet.scorers` and `fleet.pickers` name Structs whose fields are
    their parameters (`fleet.router.policy`). An entry point with the name of a built-in plug-in is ignored.
 2. A policy that comes from another package, or has a part from one, decides in a thread of its own, on a copy of the data. If it exceeds
-   its time budget, raises an exception or names no candidate, the default policy decides, with its own parameters in the settings. The
-   failure is counted. While a call that has exceeded the budget is still running, the policy is not called again.
+   its time budget, raises an exception or names no candidate, the default policy decides instead. It uses the parameters that the
+   settings give for the default policy. The failure is counted. While a call that has exceeded the budget is still running, the policy is not called again.
 3. Such a policy has the same time budget for explaining its costs, because the whole router waits for the explanation too. If it does not
    give a finite number for each candidate, the explanation has no cost terms.
 """

@@ -111,8 +111,8 @@ class OpenAiWorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """The model name that clients send, and under which the server knows the model."""
 
     tokenizer: str = ""
-    """Hugging Face folder or repository of the server's model, so that prompts are compared token by token; empty: they are compared as
-    text."""
+    """Hugging Face folder or repository of the server's model. The router tokenizes prompts with it, to find the beginning that a prompt has
+    in common with prompts in the server's cache. Empty: the router compares the text instead; `kv_events` needs a tokenizer."""
 
     block_tokens: PositiveInt = 16
     """The server's block size in tokens. Without `kv_events`, prompts are compared in pieces of at least 64 tokens. If they are compared as

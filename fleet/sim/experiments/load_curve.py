@@ -109,11 +109,12 @@ def load_curve(
     Args:
         scenario: The scenario; only its first `MOST_REQUESTS` requests are used.
         folder: Folder that the paths in the scenario are relative to.
-        loads: Multiples of the scenario's load, in any order. Higher loads are added until attainment has fallen below `ENOUGH`.
+        loads: Multiples of the scenario's load, in any order. Higher loads are added until attainment is below `ENOUGH`, but at most
+            `MOST_FURTHER` of them.
         known: A finished run of the scenario, or None. Its load is not run again, unless the run had more than
             `MOST_REQUESTS` requests.
         on_point: Called with each point of the curve.
-        processes: Number of runs at a time.
+        processes: Maximum number of runs at a time.
 
     Raises:
         ConfigurationRefused: The scenario cannot be run.

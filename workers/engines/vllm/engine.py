@@ -570,7 +570,7 @@ class VllmEngine:
             return None
         except PreparationCancelled:
             pass
-        except Exception:  # supervisor: libraries raise anything, such as a device without memory; other requests go on
+        except Exception:  # supervisor: the image libraries may raise any exception; only this request fails
             log.exception("images not prepared", extra={"request": start.request_id})
             self._tell(_rejected(start, Reason.INTERNAL, "", "the worker could not prepare the images"))
             return None

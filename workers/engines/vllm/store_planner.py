@@ -249,7 +249,8 @@ class StorePlanner:
     def allocated(self, request: EngineRequest, block_ids: Sequence[int], external_tokens: int) -> None:
         """Record that vLLM has allocated blocks of the engine for a request.
 
-        If vLLM uses the match (`external_tokens` is positive), claim its blocks. Otherwise return its lease.
+        If vLLM uses the match of the request (`external_tokens` is positive), claim the matched blocks (rule 1). Otherwise return the
+        lease of the match.
         """
         tracked = self._tracked[request.request_id]
         if tracked.will_pull:

@@ -103,7 +103,9 @@ class Candidates(Struct, frozen=True, eq=False):
 
     everybody: Sequence[WorkerId]
     columns: Floats  # one row for each quantity, one column for each candidate
-    rows: Rows | None = None  # positions of the candidates in `everybody`, in the order of the columns; None: all workers are candidates
+    rows: Rows | None = (
+        None  # positions of the candidates in `everybody`, in the order of the columns; None: all workers are candidates
+    )
     warm: bool = True  # False if it is certain that no worker has any part of the prompt
     even: bool = False  # True if the speeds of all workers are 1
 

@@ -351,8 +351,10 @@ def _end_of(certificate: bytes) -> datetime | None:
 
 
 class CertificateWatch:
-    """Checks certificate files regularly. So the log and the metrics show a certificate that ends soon, or a renewal that cannot be used, even
-    if no connection uses the files."""
+    """Checks certificate files regularly, even if no connection uses them.
+
+    So the log and the metrics show a certificate that ends soon, and a renewal that cannot be used.
+    """
 
     def __init__(self, several: Sequence[CertificateFiles]) -> None:
         """Create the watch. The caller has to register it with a metrics registry."""

@@ -259,7 +259,6 @@ class Resume(Struct, frozen=True, kw_only=True):
     position: int = 0  # number of tokens of the answer that the client has
     # True if the router has to return the known tokens again. The frontend then leaves out what the client has already.
     from_start: bool = False
-    is_whole: bool = False  # True if the client has the whole answer: it ends again, without any parts
     # The following fields contain what the client has of a parsed answer.
     text: str = ""
     reasoning: str = ""

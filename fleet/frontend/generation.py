@@ -60,6 +60,7 @@ from fleet.core.requests import (
     Prompt,
     RateLimitStatus,
     RemoteImage,
+    Resume,
     Sampling,
     TextPrompt,
     TokenBytes,
@@ -661,13 +662,12 @@ class Generation:
         if resumed is not None:
             in_engine = isinstance(answer, EngineParsedAnswer)
             resumed.check(sampling, digest, codec.vocab_size, in_engine=in_engine, is_kept=request.is_kept)
-            if not resumed.resume.is_whole:
-                with self._affordable(resumed.claims, request.tenant):
-                    if len(resumed.token_ids) <= INLINE_TOKENS:
-                        resumed.replay(answer)
-                    else:
-                        async with self._replays:
-                            await self._threads.run(partial(resumed.replay, answer), len(resumed.token_ids))
+            with self._affordable(resumed.claims, request.tenant):
+                if len(resumed.token_ids) <= INLINE_TOKENS:
+                    resumed.replay(answer)
+                else:
+                    async with self._replays:
+                        await self._threads.run(partial(resumed.replay, answer), len(resumed.token_ids))
             replayed, ended = answer.num_tokens, resumed.end(answer, sampling)
         if request.resumable and self._resume_tokens is not None:
             claims = self._claims(request, digest, resumed)
@@ -804,6 +804,16 @@ class Generation:
             stop_string=(answer.stop_string or request.stop[0]) if answer.stopped else "",
         )
 
+    def check_resume_token(self, resume: Resume, authorization: str, tenant: str) -> ResumeClaims:
+        """Return the content of a resume token.
+
+        Raises:
+            RequestRejected: The API key is wrong, or the resume token is not valid for the tenant.
+        """
+        if self._resume_tokens is None:
+            raise invalid(RESUME_FIELD, NO_RESUME_TOKENS)
+        return self._resume_tokens.read(resume.token, self._tenants.tenant(authorization, tenant))
+
     async def _resumed(self, request: GenerateRequest, authorization: str) -> tuple[GenerateRequest, ResumedAnswer]:
         """Prepare a request that resumes an answer; return the request under a new id, and the known part of the answer.
 
@@ -812,14 +822,12 @@ class Generation:
                 or the tenant has used up a limit.
         """
         assert request.resume is not None
-        if self._resume_tokens is None:
-            raise invalid(RESUME_FIELD, NO_RESUME_TOKENS)
         if request.whole:
             raise invalid(RESUME_FIELD, "is only for streams")
-        tenant = self._tenants.tenant(authorization, request.tenant)
-        claims = self._resume_tokens.read(request.resume.token, tenant)
         resume = request.resume
-        if request.is_kept and self._kept_answers is not None and not resume.is_whole:
+        claims = self.check_resume_token(resume, authorization, request.tenant)
+        tenant = claims.tenant
+        if request.is_kept and self._kept_answers is not None:
             with self._affordable(claims, tenant):
                 known = await self._kept_answers.tokens(claims.stream, resume.position)
             resume = structs.replace(resume, token_ids=known)

@@ -9,8 +9,7 @@ Rules:
    answer that cannot be continued exactly is refused.
 3. If the client has more tokens than this router knows, the missing tokens are generated again and dropped. This is only done
    for greedy sampling, which gives the same tokens, and only if no worker parses the answer.
-4. If the client already has the last token or the stop string of the answer, nothing is generated. With `Resume.is_whole`, it also has the
-   answer's last event. Then its tokens are not even looked for.
+4. If the client already has the last token or the stop string of the answer, nothing is generated.
 5. With `Resume.from_start`, the caller of this module itself leaves out what the client has. Then nothing is dropped here: the known
    part is returned as the first part of the answer. The router needs the text of this part. So the resumption is refused if a worker
    parses the answer. It is also refused if, in the known part, text follows a tool call or reasoning follows text: the known part is
@@ -70,8 +69,6 @@ class ResumedAnswer(Struct, kw_only=True):
                 FIELD,
                 "is for another model or prompt, or for other stop strings, stop tokens or choice of tools; send the same request as before",
             )
-        if resume.is_whole:
-            return
         if len(resume.token_ids) > sampling.max_tokens or resume.position > sampling.max_tokens:
             raise invalid("resume.token_ids", "names more tokens than max_tokens allows")
         if resume.token_ids and max(resume.token_ids) >= vocab_size:
@@ -121,7 +118,7 @@ class ResumedAnswer(Struct, kw_only=True):
     def end(self, answer: Answer, sampling: Sampling) -> Finish | None:
         """Return why the answer has ended with the known tokens; None if more tokens must be generated (rule 4)."""
         known = self.token_ids
-        if self.resume.is_whole or answer.stopped or (known and known[-1] in sampling.stop_token_ids):
+        if answer.stopped or (known and known[-1] in sampling.stop_token_ids):
             return Finish.STOP
         return Finish.LENGTH if len(known) >= sampling.max_tokens else None
 

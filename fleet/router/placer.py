@@ -51,7 +51,7 @@ class Placer:
         counts = settings.learn_remote_prefill and (break_even.measured or not live.arrived.external)
         learned = break_even if counts else None
         outcome = decide(placement_request, candidate_table, self._policy, settings, self._rng, learned)
-        if isinstance(outcome, Rejection) and (live.failures or live.arrived.answered):
+        if isinstance(outcome, Rejection) and (live.failures or live.arrived.answered or live.arrived.fingerprint):
             # Drop the client's demands (rule 2).
             anyhow = Placement.AGGREGATED if placement_request.continues else Placement.AUTO
             free = structs.replace(placement_request, placement=anyhow, kv_path=None, pin=None)

@@ -19,7 +19,14 @@ import re
 import httptools
 
 from fleet.backends.external.http_client import FIRST_FINAL_STATUS, ServerAddress, connection_failure_cause
-from fleet.backends.external.upstream import MAX_HEAD_BYTES, MAX_INTERIM_HEADS, AnswerHead, connection_line, read_head
+from fleet.backends.external.upstream import (
+    MAX_HEAD_BYTES,
+    MAX_INTERIM_HEADS,
+    AnswerHead,
+    UnclearEnd,
+    connection_line,
+    read_head,
+)
 from fleet.core.errors import RequestRejected
 from fleet.frontend.openai.passage import Passage
 from fleet.net.http.exchange import ClientDisconnected
@@ -150,7 +157,10 @@ class ServerPassage:
         parser.feed_data(content + rest)
         if self._passage.method == "HEAD":
             self._complete, rest = True, b""
-        head = read_head(self._with_own_location(content))
+        try:
+            head = read_head(self._with_own_location(content))
+        except UnclearEnd as error:
+            raise ServerLost(str(error)) from error
         plain = head.chunked and not exchange.request.head.chunked_answer
         keep_alive = exchange.keeps_alive and not (plain or head.until_close)
         tail = connection_line(keep_alive=keep_alive, chunks=exchange.request.head.chunked_answer) + b"\r\n"

@@ -96,6 +96,10 @@ class AnswerHead(Struct, frozen=True):
     limits: bool  # True if the server sent rate limit headers
 
 
+class UnclearEnd(Exception):
+    """Error: the head of an answer does not say clearly where the answer ends, so a client could take it for two answers."""
+
+
 class AnswerHeads:
     """Caches prepared heads of answers by the exact bytes of the server's head."""
 
@@ -103,6 +107,7 @@ class AnswerHeads:
         self._known: dict[bytes, AnswerHead] = {}
 
     def find(self, content: bytes) -> AnswerHead:
+        """Return the prepared head, as `read_head` does."""
         if (head := self._known.get(content)) is None:
             if len(self._known) >= MAX_KNOWN_HEADS:
                 self._known.clear()
@@ -426,7 +431,11 @@ class Upstream(asyncio.Protocol):
         relayed = self._relayed
         assert relayed is not None
         owner, content = self._owner, data[end:]
-        head = self._head = owner.heads.find(data[:end])
+        try:
+            head = self._head = owner.heads.find(data[:end])
+        except UnclearEnd as error:
+            self.fail(str(error))
+            return
         self.latest = b""
         if (
             complete
@@ -675,7 +684,10 @@ def connection_line(*, keep_alive: bool, chunks: bool) -> bytes:
 def read_head(content: bytes) -> AnswerHead:
     """Prepare the head of an answer for clients.
 
-    `content` must be a complete head that ends with the empty line. Its lines are not checked here.
+    `content` must be a complete head that ends with the empty line. Of its lines, only the transfer coding is checked.
+
+    Raises:
+        UnclearEnd: There are several transfer codings, or one other than `chunked`.
     """
     status_line, *lines = content[:-4].split(b"\r\n")
     version, _, status = status_line.partition(b" ")
@@ -691,7 +703,9 @@ def read_head(content: bytes) -> AnswerHead:
             continue
         kept.append(line)
         if name == b"transfer-encoding":
-            chunked = b"chunked" in value.lower()
+            if chunked or value.strip().lower() != b"chunked":
+                raise UnclearEnd("its answer has another transfer coding than chunked")
+            chunked = True
             continue
         plain.append(line)
         sized = sized or name == b"content-length"

@@ -145,7 +145,7 @@ class RelayedPaths(Struct, frozen=True):
         if plain is None:
             # A client only needs the explanation "ambiguous" if the path begins like a relayed one.
             return PathClass.AMBIGUOUS if path.startswith(self.prefixes) else PathClass.UNKNOWN
-        if plain in PLACED and plain != path.removesuffix("/"):
+        if plain in PLACED and plain != path:
             return PathClass.AMBIGUOUS
         if plain in self.exact:
             return PathClass.RELAYED

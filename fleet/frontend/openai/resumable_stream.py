@@ -13,8 +13,8 @@ Rules:
 4. A stream can only be resumed if its events depend on nothing but the text and the tokens after an id. So requests for
    ids are refused if they also want several answers, echoed prompts, log probabilities of the prompt, token ids, the usage in
    each event, or log probabilities with offsets of text.
-5. The id of the very last event of an answer ends in `z`. A client that names it has the whole answer. So nothing is generated or
-   compared for it, and the stream ends at once, without events (status 204).
+5. The id of the very last event of an answer ends in `z`. A client that names it has the whole answer. So only the signature of its
+   resume token is checked, and the stream ends at once, without events (status 204).
 6. The ids of the Responses and the Messages API have more parts (`fleet.frontend.openai.translated.answer_events`).
 """
 
@@ -53,6 +53,7 @@ class LastEventId(Struct, frozen=True):
     resume: Resume
     last_events: int = 0  # number of the answer's last events that the client already has
     seen: SeenEvents | None = None  # None: the API is not a translated one
+    is_whole: bool = False  # True if the client has the whole answer (rule 5)
 
 
 def read_last_event_id(headers: Mapping[bytes, bytes]) -> LastEventId | None:
@@ -69,10 +70,12 @@ def read_last_event_id(headers: Mapping[bytes, bytes]) -> LastEventId | None:
         raise invalid("last-event-id", "is not the id of an event of a resumable stream")
     token, position, last_events, *counts, api, last = found.groups()
     if counts[0] is None:
-        return LastEventId(Resume(token=token, position=int(position), is_whole=bool(last)), int(last_events or 0))
-    resume = Resume(token=token, position=int(position), from_start=True, is_whole=bool(last))
+        return LastEventId(Resume(token=token, position=int(position)), int(last_events or 0), is_whole=bool(last))
+    resume = Resume(token=token, position=int(position), from_start=True)
     events, characters, pieces = map(int, counts)
-    return LastEventId(resume, seen=SeenEvents(events, characters, pieces, api.lower(), api.isupper()))
+    return LastEventId(
+        resume, seen=SeenEvents(events, characters, pieces, api.lower(), api.isupper()), is_whole=bool(last)
+    )
 
 
 def mark_last(events: bytes) -> bytes:

@@ -447,18 +447,20 @@ class HttpFrontend(HttpServer):
     ) -> None:
         """Stream like `_stream`, and give each event an id (`fleet.frontend.openai.resumable_stream`)."""
         ids, headers = EventIds(parsed.seen), STREAM_HEADERS
+        if parsed.seen is not None and parsed.seen.is_whole:
+            request = parsed.request
+            self._generation.check_resume_token(parsed.seen.resume, _authorization(exchange), request.tenant)
+            self.unserved(HTTPStatus.NO_CONTENT)
+            exchange.respond(HTTPStatus.NO_CONTENT, b"", headers=exchange.id_headers(request.id))
+            return
         position = 0 if parsed.seen is None else parsed.seen.resume.position
-        is_whole = parsed.seen is not None and parsed.seen.resume.is_whole
         async with aclosing(self._generation.generate(parsed.request, _authorization(exchange), offer)) as events:
             formatter: AnswerFormatter | None = None
             # The event of a delta without tokens, such as the part of a parsed answer that comes after its last token. It has
             # no position of its own in the answer. So it is sent before the next event with tokens, or with the last events.
             rest, has_tokens = b"", False
             async for item in events:
-                if is_whole and not isinstance(item, Admitted):
-                    if isinstance(item, Finished):
-                        exchange.end_events(b"", headers)
-                elif isinstance(item, Delta):
+                if isinstance(item, Delta):  # most items are deltas, so this check comes first
                     assert formatter is not None
                     if item.resume_token:
                         ids.begin(item.resume_token)

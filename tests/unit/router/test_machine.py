@@ -1132,9 +1132,10 @@ def test_resumed_answer_goes_on_without_what_its_client_demanded(demand):
     new = router.send(an_arrival(sampling=GREEDY, request_id="new", **demand))
 
     again = router.send(an_arrival(sampling=GREEDY, answered=(11, 12), fingerprint=FINGERPRINT, **demand))
+    unknown = router.send(an_arrival(sampling=GREEDY, request_id="unknown", fingerprint=FINGERPRINT, **demand))
 
     assert [type(each) for each in new] == [Reject]
-    assert the(Dispatch, again).worker_id == "d1"
+    assert the(Dispatch, again).worker_id == the(Dispatch, unknown).worker_id == "d1"
 
 
 @pytest.mark.parametrize(

@@ -116,13 +116,18 @@ class TranslatedFrontend:
             send_rejection(exchange, renamed, *exchange.id_headers(request_id), form=api.errors, events=sent)
 
     async def _stream(self, exchange: Exchange, asked: TranslatedRequest, written: AnswerEvents) -> None:
-        request = asked.chat.request
-        is_whole = asked.chat.seen is not None and asked.chat.seen.resume.is_whole
+        request, seen = asked.chat.request, asked.chat.seen
+        authorization = authorization_of(exchange.request.headers)
+        if seen is not None and seen.is_whole:
+            self._generation.check_resume_token(seen.resume, authorization, request.tenant)
+            self._generation.metrics.unserved(HTTPStatus.NO_CONTENT)
+            exchange.respond(HTTPStatus.NO_CONTENT, b"", headers=exchange.id_headers(request.id))
+            return
         headers: tuple[tuple[str, str], ...] = (
             ("cache-control", "no-cache"),
             ("x-accel-buffering", "no"),  # without this header, nginx would buffer the events
         )
-        async with aclosing(self._generation.generate(request, authorization_of(exchange.request.headers))) as events:
+        async with aclosing(self._generation.generate(request, authorization)) as events:
             writer: AnswerWriter | None = None
             async for item in events:
                 match item:
@@ -130,10 +135,6 @@ class TranslatedFrontend:
                         written.follow(item)
                         writer = asked.writer(_start(item, written))
                         headers += (*exchange.id_headers(item.request_id), *rate_limit_headers(item.allowance))
-                    case Delta() if is_whole:
-                        pass
-                    case Finished() if is_whole:
-                        exchange.end_events(b"", headers)
                     case Delta():
                         assert writer is not None
                         written.follow(item)

@@ -6,6 +6,7 @@ from fleet.backends.external.upstream import (
     MAX_INTERIM_HEADS,
     USAGE_BYTES,
     AnswerHeads,
+    UnclearEnd,
     Upstream,
     UpstreamUsage,
     has_content,
@@ -346,6 +347,20 @@ async def test_however_long_an_answer_is_little_of_it_is_kept(asked, piece):
         upstream.data_received(piece)
 
     assert len(upstream.earlier + upstream.latest) <= 2 * USAGE_BYTES + len(piece)
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        b"transfer-encoding: chunked, identity",
+        b"transfer-encoding: gzip, chunked",
+        b"transfer-encoding: chunked\r\ntransfer-encoding: chunked",
+    ],
+)
+def test_head_that_leaves_the_end_open_is_refused(lines):
+    """A client and the router could read another end, so a second answer could follow for the client's next request."""
+    with pytest.raises(UnclearEnd):
+        read_head(b"HTTP/1.1 200 OK\r\n" + lines + b"\r\n\r\n")
 
 
 async def test_last_event_may_follow_an_event_whose_end_came_alone(asked):

@@ -18,7 +18,6 @@ PATHS = RelayedPaths.of(DEFAULT_EXTERNAL_PATHS)
         *sorted(PLACED),
         "/v1/responses/resp_1/cancel",
         "/v1/audio/transcriptions",
-        "/v1/rerank/",
         "/v1/models/org%2Fname",
         "/v1/files/a b;c.txt",
         "/v2/embed",
@@ -75,7 +74,15 @@ def test_paths_that_servers_read_differently_are_refused(path):
 
 
 @pytest.mark.parametrize(
-    "path", ["/v1/chat/%63ompletions", "/V1/Chat/completions", "/v1/chat/completions;x=1", "/v1/%72erank", "/SCORE"]
+    "path",
+    [
+        "/v1/chat/%63ompletions",
+        "/V1/Chat/completions",
+        "/v1/chat/completions;x=1",
+        "/v1/%72erank",
+        "/SCORE",
+        "/v1/score/",
+    ],
 )
 def test_placed_paths_are_relayed_in_one_spelling_only(path):
     """A server may read the other spellings, too, and their prompts would not be counted."""

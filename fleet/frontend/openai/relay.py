@@ -548,7 +548,7 @@ class Relay:
             id=relayed.request_id,
             operation=relayed.counts.operation,
             model=body.model or "",
-            stream=body.stream is True,
+            stream=_streams(body),
             context=tracing.read(headers),
             tenant=relayed.tenant,
         )
@@ -606,8 +606,7 @@ class Relay:
             RequestRejected: A rate limit is reached, the object ``fleet`` is invalid, or the router drains.
         """
         relayed.keys = read.keys
-        stream = body.stream
-        relayed.streams = stream is True or (isinstance(stream, Raw) and bytes(stream) == b"true")
+        relayed.streams = _streams(body)
         relayed.allowance = self._tenants.admit(relayed.tenant, len(read.tokens) // TOKEN_BYTES, relayed.began_at)
         arrived = self._arrived(relayed.request_id, relayed.tenant, relayed.began_at, body, read)
         self._workers.expect(relayed)
@@ -695,3 +694,9 @@ class _FinishedTask:
 
 
 _FINISHED = _FinishedTask()
+
+
+def _streams(body: RelayTextBody | RelayRawBody) -> bool:
+    """Return whether the client wants a stream. Only the body of a completion with one text is decoded as far as this field."""
+    stream = body.stream
+    return stream is True or (isinstance(stream, Raw) and bytes(stream) == b"true")

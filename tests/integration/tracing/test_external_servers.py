@@ -15,7 +15,7 @@ pytestmark = pytest.mark.integration
 
 TRACE_ID, CALLER = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 OTHER_REQUESTS = {
-    "chat": ("/v1/responses", {"input": "say"}),
+    "chat": ("/v1/responses", {"input": "say", "stream": True}),
     "score": ("/v1/rerank", {"query": "say", "documents": ["this"]}),
 }
 """Paths and bodies whose spans have the same operation as their metrics and access records."""
@@ -52,8 +52,12 @@ async def test_server_gets_the_span_of_the_router_as_its_parent(tmp_path):
                     headers = {"traceparent": f"00-{number + 1:032x}-{CALLER}-01"}
                     await client.post(path, json={"model": MODEL, **fields}, headers=headers)
             assert answer.status_code == 200
+            streams = {}
             for number, operation in enumerate(OTHER_REQUESTS):
-                await asyncio.to_thread(collector.wait_for, f"{number + 1:032x}", f"{operation} {MODEL}")
+                name = f"{operation} {MODEL}"
+                found = await asyncio.to_thread(collector.wait_for, f"{number + 1:032x}", name)
+                (span,) = [each for each in found if each.name == name]
+                streams[operation] = span.attributes.get("gen_ai.request.stream", False)
             spans = await asyncio.to_thread(
                 collector.wait_for, TRACE_ID, f"text_completion {MODEL}", "placement", "attempt aggregated"
             )
@@ -68,3 +72,4 @@ async def test_server_gets_the_span_of_the_router_as_its_parent(tmp_path):
     assert request[0].error is None
     assert seen["traceparent"] == f"00-{TRACE_ID}-{attempt[0].span_id}-01"
     assert seen["tracestate"] == "a=1"
+    assert streams == {"chat": True, "score": False}

@@ -73,7 +73,7 @@ class ChatTemplate:
         names += [node.value for node in syntax.find_all(jinja2.nodes.Const)]
         self._takes_calls = "tool_calls" in names
         self._takes_developer = "developer" in source
-        # A template with a loop over the parts of a message writes a placeholder for each image.
+        # Only a template with a loop over the parts of a message can write a placeholder for each image.
         self._takes_parts = any(_reads_content(loop.iter) for loop in syntax.find_all(jinja2.nodes.For))
         self._takes_images = self._takes_parts and "image" in source
         self._needs_parts = self._takes_images and all(
@@ -386,7 +386,7 @@ def _ids(tokens: TokenBytes) -> list[int]:
 def _load_tokenizer(path: Path) -> Tokenizer:
     try:
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises plain exceptions
+    except Exception as error:  # the library raises `Exception` itself, and no subclass that could be caught instead
         raise ConfigurationRefused(f"{path}: is not a tokenizer: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()

@@ -311,7 +311,7 @@ class BranchedAnswers:
         self._exchange.send(usage + DONE, content_type=EVENT_STREAM, last=True)
 
     def _entries(self) -> int:
-        """Return the size of all answers together, with the log probabilities of prompts, for `format_answer`."""
+        """Return how much work it is to format all answers, with the log probabilities of prompts (`count_entries`)."""
         sampling, details = self._parsed.request.sampling, self._details
         answers = self._answers.values()
         prompts = count_entries(0, sum(len(each.logprobs) for each in self._prompts), sampling.prompt_logprobs)

@@ -34,7 +34,7 @@ class VectorBody(Struct, frozen=True, kw_only=True):
     """Fields that all bodies share. Null means the same as an absent field."""
 
     model: str | None = None
-    priority: int | None = None  # vLLM's field: a lower number runs earlier
+    priority: int | None = None  # vLLM's field: a request with a lower number runs earlier
     request_id: str | None = None
     use_activation: bool | None = None  # vLLM's field; false: embeddings are not normalised, and scores are logits
     fleet: FleetOptions | None = None

@@ -53,7 +53,8 @@ TURN_RECHECK = SECOND
 """The time between two reconciles of a deployment with groups that wait for their turn (`operators.controller.gate_keeper`)."""
 
 MOST_AVOIDED = 64
-"""The maximum number of nodes that the controller remembers as too full for the groups of one role."""
+"""The maximum number of nodes that the controller remembers as too full for the groups of one role. Beyond it, the nodes that were
+noted first are forgotten."""
 
 DERIVED_CONDITIONS = frozenset({"Available", "Progressing", "RolesRegistered", "Rebalancing"})
 """Types of the conditions that follow from the requested replicas and from Ready. A change of such a condition need not be

@@ -65,7 +65,7 @@ class Scale(Struct, frozen=True, tag=True):
 
 
 class SetDeletionCost(Struct, frozen=True, tag=True):
-    """Annotate a pod with its deletion cost. Its controller removes the pods with the lowest cost first."""
+    """Annotate a pod with its deletion cost. The controller of the pod removes the pods with the lowest cost first."""
 
     pod: str
     cost: int

@@ -117,7 +117,7 @@ class DocumentReader:
         return [self._reader(each, f"{self.at(name)}[{index}]") for index, each in enumerate(self.values(name))]
 
     def named(self) -> "Mapping[str, DocumentReader]":
-        """Return a reader for each field of this object by its name; the value of each field must be an object."""
+        """Return a reader for each field of this object, by the field's name; the value of each field must be an object."""
         return {name: self.table(name) for name in self._fields}
 
     def values(self, name: str) -> list[Any]:

@@ -116,7 +116,8 @@ MAX_REPLAYS = 2
 INLINE_TOKENS = 256
 RETRY_AFTER_MS = 1000
 DATA_URL = "must be a data URL in base64, as data:image/png;base64,…"
-MAX_BAD_SEQUENCES = 128  # limit of vLLM's sampler for the token sequences of one request's `bad_words`
+# Limit of vLLM's sampler for the token sequences of one request's `bad_words`. A request with more is rejected.
+MAX_BAD_SEQUENCES = 128
 
 
 class PromptPace:
@@ -147,7 +148,7 @@ class OverflowTerms(Protocol):
         """Note that a request is valid and within its tenant's limits.
 
         Returns:
-            Predicted wait above which the router rejects the request, so that it overflows; None for the router's usual limit.
+            Predicted wait above which the router rejects the request, so that it overflows; None: only `max_queue_seconds` limits the wait.
         """
         ...
 

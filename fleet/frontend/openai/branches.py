@@ -72,7 +72,7 @@ class Branch(Struct, frozen=True, kw_only=True):
 
 
 class PromptTokens(Struct):
-    """The tokens and log probabilities of a prompt. Both are empty until its lead branch runs."""
+    """The tokens and log probabilities of a prompt, which its lead branch brings. Empty before; `logprobs` also if not requested."""
 
     tokens: TokenBytes = b""
     logprobs: tuple[Logprobs, ...] = ()  # one entry for each token except the first

@@ -27,7 +27,7 @@ from fleet.frontend.openai.bodies import FleetOptions, header_hints, unsupported
 from fleet.frontend.openai.requests import combined_priority, decode_body, invalid_body, read_token_ids
 from kvstore.tracing.context import TraceContext
 
-MAX_INPUTS = 2048  # OpenAI's limit for the number of inputs of one request
+MAX_INPUTS = 2048  # OpenAI's limit for the number of inputs of one request; a request with more is refused
 
 
 class VectorBody(Struct, frozen=True, kw_only=True):

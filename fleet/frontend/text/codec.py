@@ -229,8 +229,8 @@ that begins an image."""
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 REPLACEMENT = "\ufffd"
-# Maximum number of tokens that are held back until a character is complete. A character has at most 4 bytes, so more tokens
-# without a complete character cannot become valid text.
+# If this many tokens are held back because no character is complete, they are returned with U+FFFD. A character has at most 4 bytes, so
+# they cannot become valid text any more.
 MAX_HELD = 16
 CONTEXT = 4, 8  # minimum and maximum number of tokens at the prompt's end with which the decoder starts
 

@@ -215,7 +215,7 @@ class Operator:
     async def _discover(self, tasks: asyncio.TaskGroup) -> None:
         """Start an informer for every kind that the API server has, including kinds that are installed later.
 
-        If a kind is removed from the API server, all objects of this kind are removed from the cache, even if no watch has
+        If an optional kind is removed from the API server, all its objects are removed from the cache, even if no watch has
         reported that they were deleted.
         """
         while True:

@@ -57,7 +57,8 @@ class RevisionReplicas(Struct, frozen=True, kw_only=True):
     """The number of existing replicas that are not being deleted."""
 
     ready: int = 0
-    """The number of replicas that are ready, and that at least one router knows."""
+    """The number of replicas that are ready, and that at least one router knows. If it is unknown which workers routers know, ready
+    replicas suffice."""
 
     leaving: int = 0
     """The number of replicas that are being deleted and still drain."""
@@ -158,7 +159,7 @@ def targets(pools: Sequence[ScaledRole], bounds: ScalingBounds) -> list[ScaledRo
 def next_changes(pools: Sequence[ScaledRole], bounds: ScalingBounds) -> list[ReplicaChange]:
     """Return the changes that the next steps make together (rule 2).
 
-    The list is empty if all targets are reached, or if the next step has to wait until the pods have changed.
+    The list is empty if all targets are reached, if the next step has to wait until the pods have changed, or if the rules allow no step.
 
     The targets in `pools` must be possible, as the function `targets` returns them.
     """

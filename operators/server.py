@@ -215,7 +215,7 @@ class Operator:
     async def _discover(self, tasks: asyncio.TaskGroup) -> None:
         """Start an informer for every kind that the API server has, including kinds that are installed later.
 
-        If a kind is removed from the API server, all objects of this kind are removed from the cache, even if no watch has
+        If an optional kind is removed from the API server, all its objects are removed from the cache, even if no watch has
         reported that they were deleted.
         """
         while True:
@@ -319,7 +319,10 @@ class Operator:
         return key
 
     async def _rest(self) -> None:
-        """Wait until the next key is due or a key is added, but at most REST_SECONDS, or STANDBY_SECONDS on standby."""
+        """Wait until the next key is due or a key is added, but at most REST_SECONDS.
+
+        While this process does not lead, or has not read all objects yet, wait at most STANDBY_SECONDS.
+        """
         self._woken.clear()
         seconds, due = REST_SECONDS, self._queue.next()
         if not self._acts():
@@ -348,7 +351,7 @@ class Operator:
                 self._specification_changed(deployment_key(view.metadata.namespace, view.metadata.name), view)
 
     def _specification_changed(self, key: ReconcileKey, view: NamedObject) -> None:
-        """Make a deployment due now if its specification has changed; forget it if it was deleted."""
+        """Make a deployment due now if its specification has changed, or forget the deployment if it was deleted."""
         if self.store.any(kinds.DISAGG_DEPLOYMENT).get(key.namespace, key.name) is None:
             self._generations.pop(key, None)
             if self._router_poller is not None:

@@ -65,7 +65,7 @@ class RequestNotFound(InvalidRequest):
 
 
 class Unauthenticated(InvalidRequest):
-    """Error: this client has no valid API key for a cluster with tenants, or no right secret for the control port."""
+    """Error: this client has no valid API key for a cluster with tenants, or not the right secret for the control port."""
 
 
 class TooLarge(InvalidRequest):
@@ -92,7 +92,7 @@ class Unavailable(FleetError):
 
 
 class DeadlineExceeded(FleetError):
-    """Error: the answer was not complete before its deadline, or a call took longer than its time limit."""
+    """Error: the answer was not complete before the deadline of the request, or a call took longer than its time limit."""
 
 
 class Cancelled(FleetError):

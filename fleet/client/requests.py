@@ -57,7 +57,7 @@ class Options(TypedDict, total=False):
     form: StructuredOutput
     tools: Sequence[Mapping[str, Any]]  # tools that the model may call, as in the OpenAI API; only for conversations
     template_args: Mapping[str, Any]  # additional variables of the chat template; only for conversations
-    parsing: AnswerParsing  # if set, reasoning and tool calls are returned separately
+    parsing: AnswerParsing  # if set, reasoning and tool calls are returned apart from the text
     stop: str | Sequence[str]
     include_stop_string: bool
     show_special_tokens: bool

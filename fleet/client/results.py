@@ -152,7 +152,8 @@ class WorkerStatus(Struct, frozen=True, kw_only=True):
     cached_blocks: int  # number of blocks in the prefix cache, as far as the router knows
     booked_requests: int  # number of requests for which this router has reserved capacity on the worker
     booked_elsewhere: int  # number of requests for which other routers have reserved capacity on the worker
-    # Seconds that it would take to compute the cached blocks again, without blocks that other workers also hold.
+    # Seconds that it would take to compute again the cached blocks that no other worker holds. A block that a store holds counts only
+    # in part, or not at all.
     cache_seconds: float = 0.0
     # Protocol version between worker and router; 0: the worker is not Fleet's, or the router has version 1.
     protocol: int = 0
@@ -310,7 +311,7 @@ class BreakEven(Struct, frozen=True, kw_only=True):
     """Holds the prefill break-even of one answering worker."""
 
     worker_id: str
-    requests: int  # number of requests on this worker, all of which a prefill would delay
+    requests: int  # number of requests on this worker now; a prefill on it would delay all of them
     token_ms: float  # milliseconds to compute one prompt token on this worker; 0 if unknown
     min_tokens: int  # uncached tokens from which on a prefill worker is better; 0 if unknown
 

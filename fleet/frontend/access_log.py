@@ -100,7 +100,7 @@ class AccessLog:
         Args:
             request_id: Id of the request.
             model: Base model of the request.
-            operation: Operation of the request, named as in the metrics.
+            operation: Name of the operation (`fleet.frontend.openai.relay.OPERATIONS`), such as ``chat``. The metrics use the same names.
             tenant: Tenant of the request.
             stream: Whether the client wanted a stream.
             reason: Why the request was not served; None if it was served.
@@ -159,7 +159,8 @@ class AccessEntry:
         self.request_id = request.id
         self.tenant = request.tenant
         self.trace_id = ""  # empty: the request is not traced
-        self.queue_seconds: float | None = None  # None: not sent to a worker, or not known yet
+        # Time from the arrival at the router machine until a worker was first sent the request; None: it was not sent, or not known yet.
+        self.queue_seconds: float | None = None
         self.notes_answer = access.records is not None and access.records.content
         """True if the record shows the prompt and the text of the answer; the caller then calls `note` with each event of the answer."""
 

@@ -1,4 +1,4 @@
-"""Generation: from a client's request to its answer as text; all frontends share this path.
+"""Generation: from a client's request to its answer as text; all frontends use this module.
 
 Flow: identify the tenant, resolve the model, validate, render and tokenize, apply the rate limit, salt, submit to the
 router's server, turn tokens into text, look for stop strings, count the tokens for the metrics and the tenant. Rules:
@@ -101,11 +101,12 @@ from kvstore.block import adapter_salt, cache_salt, tenant_salt
 
 Result = TypeVar("Result")
 
-_NO_CALLS = ToolChoice.NONE  # a module variable is ten times as fast as the enum attribute
+_NO_CALLS = ToolChoice.NONE  # reading a module variable takes a tenth of the time of reading the enum attribute
 # Prompts of up to this many characters are tokenized on the event loop. This takes 0.1 ms with a tokenizer of GPT's kind, and up to 1.4 ms
 # with a tokenizer of BERT's kind. Longer prompts are tokenized in a thread.
 INLINE_CHARACTERS = 4096
-# Larger bodies are read in a thread. Reading a body of this size takes up to 6 ms; the slowest bodies have thousands of short messages.
+# Request bodies with more bytes are parsed in a thread. A body of this size takes up to 6 ms; the slowest ones have thousands of short
+# messages.
 INLINE_BODY_BYTES = 64 << 10
 # Answers with more entries (`Generation.format_answer`) are formatted in a thread, because each entry takes up to 7 µs.
 INLINE_ENTRIES = 1024
@@ -116,7 +117,8 @@ MAX_REPLAYS = 2
 INLINE_TOKENS = 256
 RETRY_AFTER_MS = 1000
 DATA_URL = "must be a data URL in base64, as data:image/png;base64,…"
-MAX_BAD_SEQUENCES = 128  # limit of vLLM's sampler for the token sequences of one request's `bad_words`
+# Limit of vLLM's sampler for the token sequences of one request's `bad_words`. A request with more is rejected.
+MAX_BAD_SEQUENCES = 128
 
 
 class PromptPace:
@@ -126,7 +128,7 @@ class PromptPace:
     """
 
     def __init__(self) -> None:
-        self._begun = 0  # number of characters of the prompts that have begun since the last wait
+        self._begun = 0  # number of characters of the prompts whose tokenization has begun since the last wait
 
     async def before(self, prompt: Prompt) -> None:
         """Wait for the next turn if this prompt and those begun since the last wait are longer than `INLINE_CHARACTERS` together.
@@ -147,7 +149,7 @@ class OverflowTerms(Protocol):
         """Note that a request is valid and within its tenant's limits.
 
         Returns:
-            Predicted wait above which the router rejects the request, so that it overflows; None for the router's usual limit.
+            Predicted wait above which the router rejects the request, so that it overflows; None: only `max_queue_seconds` limits the wait.
         """
         ...
 
@@ -219,11 +221,11 @@ class Generation:
         self.metrics = metrics
         self._running: set[RequestId] = set()
         self.relayed_ids: set[RequestId] = set()
-        """Ids of running requests to external servers whose clients sent an id. The relay adds and removes them."""
+        """Ids, chosen by clients, of running requests to external servers. The relay adds and removes them."""
         self._parents: dict[ModelName, ModelName] = {}  # base model of each LoRA adapter, by the adapter's name
         self._threads = threads
-        # After the death of a router, clients resume all its streams at the same time, and each has to be replayed in a thread. This limit
-        # leaves threads free for the prompts of other requests.
+        # After the death of a router, clients resume all its streams at the same time, and a thread has to replay each long one. This
+        # limit leaves threads free for the prompts of other requests.
         self._replays = asyncio.Semaphore(MAX_REPLAYS)
         # The streams (`ResumeClaims.stream`) whose tokens are being searched or replayed now for a free resumption, one that is not charged.
         self._free_streams: set[int] = set()
@@ -769,7 +771,7 @@ class Generation:
                 )
         if last is not None:
             collected.append(last)
-        if due is not None and request.late_token and not answer.num_tokens:  # no tokens have carried the resume token
+        if due is not None and request.late_token and not answer.num_tokens:  # no tokens to carry the resume token
             yield Delta(text="", token_ids=(), resume_token=self._issued(due))
         text = ""
         if isinstance(answer, AnswerText):
@@ -896,7 +898,7 @@ class Generation:
         return self._resume_tokens.issue(claims)
 
     def _with_token(self, delta: Delta, request_id: RequestId, claims: ResumeClaims) -> Delta:
-        """Add a resume token with the fingerprint of the worker, which is known once the first tokens have come."""
+        """Return the delta with a resume token. The token has the worker's fingerprint, which is known once the first tokens have come."""
         assert self._resume_tokens is not None
         token = self._resume_tokens.issue(claims, self._router.fingerprint(request_id))
         return structs.replace(delta, resume_token=token)
@@ -941,7 +943,7 @@ class Generation:
         if model in cards and (parent := cards[model].parent):
             self._parents[model] = parent
         if (codec := self._codecs.get(self._parents.get(model, model))) is None:
-            if absent := sorted(self._codecs.keys() - cards.keys()):  # only workers say which adapters there are
+            if absent := sorted(self._codecs.keys() - cards.keys()):  # only workers say which adapters exist
                 raise _unknown_model(
                     model, f"no worker serves {', '.join(absent)} now, of which it may be a LoRA adapter"
                 )
@@ -992,7 +994,7 @@ class Generation:
         needs: tuple[str, ...] = ()
         placement = request.placement
         if sampling.prompt_logprobs is not None:
-            placement = Placement.AGGREGATED  # one worker has to compute the whole prompt
+            placement = Placement.AGGREGATED  # for its log probabilities, one worker has to compute the whole prompt
         if request.pooling is not None:
             sampling, placement = structs.replace(sampling, max_tokens=0), Placement.AGGREGATED
         if (
@@ -1051,7 +1053,7 @@ def _digest(card: ModelCard, tokens: TokenBytes, images: Sequence[bytes], reques
         or request.show_special_tokens
         or request.parsing != plain
     ):
-        return digest  # of such requests, routers of earlier commits accept the tokens, too
+        return digest  # without a shape: routers of earlier commits then accept the resume tokens of such requests, too
     shape = (
         request.stop,
         sampling.min_tokens if request.stop else 0,
@@ -1161,9 +1163,10 @@ def _ids(tokens: TokenBytes) -> tuple[int, ...]:
 
 
 def _truncated(request: GenerateRequest, card: ModelCard, tokens: TokenBytes) -> TokenBytes:
-    """Return the last tokens of the prompt: as many as `truncate_prompt` says or, for -1, as fit together with the answer.
+    """Return the last tokens of the prompt: as many as `truncate_prompt` says.
 
-    A request for a vector needs no room for an answer.
+    If it is -1, they are as many as fit into the model's context together with `max_tokens` tokens of the answer, or with one token
+    if the client set no limit. A request for a vector needs no room for an answer.
 
     Raises:
         RequestRejected: INVALID_ARGUMENT; no token would be left.
@@ -1196,9 +1199,11 @@ class _RequestTimes:
         self._longest = 0
         self._steps = 0
         self._over = False
-        self.served_model = ModelName("")  # the model that serves the request, even if the request names none
+        # The model that serves the request, even if the request names none; empty until the request was checked.
+        self.served_model = ModelName("")
         self.usage: Usage | None = None  # None: the request is not admitted yet, so the tenant is not charged
-        self.allowance: RateLimitStatus | None = None  # what is left of the tenant's limits after admission
+        # What was left of the tenant's rate limits after admission; None: the request is not admitted yet, or has no such limits.
+        self.allowance: RateLimitStatus | None = None
         self._kv: tuple[KvPhase, ...] = ()
 
     def begin_trace(self, tracing: RequestTracing, request: GenerateRequest) -> None:
@@ -1211,7 +1216,10 @@ class _RequestTimes:
         self.usage = Usage(prompt_tokens=prompt_tokens, completion_tokens=0, cached_tokens=0)
 
     def used(self, completion_tokens: int, cached_tokens: int, kv: tuple[KvPhase, ...], image_tokens: int = 0) -> None:
-        """Note the tokens that the request used, even if its answer is incomplete; images add `image_tokens` to its prompt."""
+        """Note the tokens that the request used, even if its answer is incomplete.
+
+        `image_tokens` are prompt tokens of images, which were not known at admission.
+        """
         assert self.usage is not None
         self._kv = kv
         self.usage = structs.replace(

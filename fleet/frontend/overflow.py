@@ -13,8 +13,8 @@ class OverflowOutcome(StrEnum):
     """Outcome of a request that the router rejected for load and that may overflow to a hosted endpoint."""
 
     SERVED = "served"
-    LIMIT_SPENT = "limit_spent"  # the estimated cost was more than what was left of the spending limit
-    CLOSED = "closed"  # the endpoint failed lately, or runs as many requests as allowed
+    LIMIT_SPENT = "limit_spent"  # not sent: the estimated cost was more than what was left of the spending limit
+    CLOSED = "closed"  # not sent: the endpoint had failed lately, or already ran as many requests as allowed
     FAILED = "failed"  # the endpoint gave no answer
     BROKEN = "broken"  # the answer broke off, the client disconnected, or the deadline passed
 

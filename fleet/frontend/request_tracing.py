@@ -44,7 +44,7 @@ def traced_request(request: GenerateRequest) -> TracedRequest:
 
 
 class RequestEnd(Struct, frozen=True, kw_only=True):
-    """The end of a traced request: its outcome, its token counts and its first token."""
+    """The end of a traced request: its outcome, its token counts, and the instant of its first token."""
 
     outcome: Finish | Reason | None  # None: an external server has answered
     usage: Usage | None = None  # None: the request was not admitted, or it was for an external server

@@ -41,7 +41,8 @@ NO_RESUME_TOKENS = (
     " prompt_secret or tenant_secret on all routers"
 )
 MAX_FREE_RESUMES = 8
-# Maximum number of remembered answers that were resumed for free; each takes 300 to 900 bytes.
+# Maximum number of remembered answers that were resumed for free; each takes 300 to 900 bytes. Beyond it, the answer whose last free
+# resumption is the longest ago is forgotten.
 MAX_REMEMBERED_ANSWERS = 32_768
 MAX_TOKEN_CHARACTERS = 4096
 _MAC_BYTES = 16
@@ -116,7 +117,7 @@ def _keyed_digest(model: ModelName) -> blake2b:
 
 
 class ResumeTokens:
-    """Issues and reads the tokens of one router process."""
+    """Issues resume tokens for one router process, and reads those that any router of the cluster has issued."""
 
     def __init__(self, secret: bytes, lifetime_seconds: int, unix_seconds: Callable[[], float]) -> None:
         """Derive the signing key from the secret.
@@ -198,7 +199,7 @@ class ResumeTokens:
         return max(claims.resumes, len(used)) < MAX_FREE_RESUMES and claims.stream not in used
 
     def use(self, claims: ResumeClaims) -> None:
-        """Remember that a token of this content was used, because a request with it was admitted."""
+        """Remember that a request with a token of this content was admitted for free (rule 3). Do nothing if it was charged."""
         if not self.is_free(claims):
             return
         self._used[claims.answer] = (*self._used.get(claims.answer, ()), claims.stream)

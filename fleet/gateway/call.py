@@ -106,7 +106,7 @@ class PickerCall:
         return ERROR_FORMS.get(self._path, OPENAI_ERRORS)
 
     async def run(self, messages: AsyncIterator[bytes], context: Context) -> None:
-        """Handle the messages of the gateway until it ends the call or the request is rejected.
+        """Handle the messages of the gateway until the gateway ends the call or the request is rejected.
 
         Raises:
             RequestRejected: The gateway has broken the protocol (INVALID_ARGUMENT).

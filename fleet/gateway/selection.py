@@ -47,7 +47,7 @@ SERVICE = "fleet.v1.Selection"
 
 DEFAULT_LEASE_MS = 30_000
 DEFAULT_WAIT_MS = 10_000
-MAX_REPORTED = 65_536  # maximum number of answer tokens in one report
+MAX_REPORTED = 65_536  # maximum number of answer tokens in one report; a report with more is rejected
 RETRY_AFTER_MS = 1000
 
 

@@ -45,7 +45,7 @@ class PlacementFacts(Struct, kw_only=True):
     decision: Decision
     began: Nanos
     ended: Nanos
-    explained: DecisionExplanation | None = None  # the costs of the candidates; computed only when the trace is kept
+    explained: DecisionExplanation | None = None  # the reason and the candidates' costs; None until the trace is kept
 
 
 class RoutedAttempt(Struct, kw_only=True):

@@ -370,7 +370,7 @@ def _decode_pooling(message: pb.Pooling) -> Pooling:
 
 
 def _decode_sampling(message: pb.Sampling) -> Sampling:
-    given = {field: getattr(message, field) for field in _OPTIONAL if message.HasField(field)}  # type: ignore[arg-type]  # names of fields
+    given = {field: getattr(message, field) for field in _OPTIONAL if message.HasField(field)}  # type: ignore[arg-type]  # by name
     form = None
     if message.HasField("form") and (form := decode_structured_output(message.form)) is None:
         raise invalid("sampling.form", f"must be one of {', '.join(pb.Form.DESCRIPTOR.fields_by_name)}")
@@ -388,7 +388,7 @@ def _encode_sampling(sampling: Mapping[str, object]) -> pb.Sampling:
     if (form := given.pop("form", None)) is not None:
         given["form"] = encode_structured_output(form)  # type: ignore[arg-type]  # mypy knows no types of the values
     if "logit_bias" in given:
-        given["logit_bias"] = dict(given["logit_bias"])  # type: ignore[call-overload]  # pairs, or a mapping
+        given["logit_bias"] = dict(given["logit_bias"])  # type: ignore[call-overload]  # the value is a mapping, or a sequence of pairs
     return pb.Sampling(**given)  # type: ignore[arg-type]  # protobuf checks names and types
 
 

@@ -27,8 +27,9 @@ from fleet.wire.kserve_tensors import AcceptedTensor, Elements, InputTensors, ad
 
 VERSION = "1"  # every model has only this version
 PLATFORM = "fleet"
-MAX_ID_CHARACTERS = 256  # limit of a request id that a client chooses; each response repeats the id
-MAX_ERROR_CHARACTERS = 500  # maximum number of characters of an error message, as in the public protocol
+# Maximum number of characters of a request id that a client chooses. A longer id is rejected, because each response repeats the id.
+MAX_ID_CHARACTERS = 256
+MAX_ERROR_CHARACTERS = 500  # a longer error message is cut to this number of characters, as in the public protocol
 FINAL = "triton_final_response"
 
 _INPUTS: Mapping[str, AcceptedTensor] = {

@@ -36,7 +36,7 @@ FAILED = Nanos(1800 * SECOND)
 a role can try about 15 domains before the first failed domain is forgotten."""
 
 MOST_FAILED = 64
-"""The maximum number of failed domains that are remembered for one role."""
+"""The maximum number of failed domains that are remembered for one role. Beyond it, the domains that failed first are forgotten."""
 
 
 class FailedDomains:

@@ -46,14 +46,16 @@ in a row, the key is due only after a second. A possible reason is another progr
 pause limits how often the two programs write."""
 
 TROUBLE_RECHECK = Nanos(15 * SECOND)
-"""The time between two reconciles of a deployment whose pods do not start, or with a worker group that fits into no domain.
-The deployment is reconciled without a change, because no watch event tells the controller that a time limit has passed."""
+"""The time between two reconciles of a deployment whose pods do not start, or with a worker group that fits into no domain. The deployment
+is reconciled without a change, because no watch event tells the controller that a time limit has passed. It is also the time until the
+control Secret of a deployment that is not Ready is created again if it is missing."""
 
 TURN_RECHECK = SECOND
 """The time between two reconciles of a deployment with groups that wait for their turn (`operators.controller.gate_keeper`)."""
 
 MOST_AVOIDED = 64
-"""The maximum number of nodes that the controller remembers as too full for the groups of one role."""
+"""The maximum number of nodes that the controller remembers as too full for the groups of one role. Beyond it, the nodes that were
+noted first are forgotten."""
 
 DERIVED_CONDITIONS = frozenset({"Available", "Progressing", "RolesRegistered", "Rebalancing"})
 """Types of the conditions that follow from the requested replicas and from Ready. A change of such a condition need not be

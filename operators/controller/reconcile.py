@@ -10,8 +10,8 @@ Rules:
    owns an object whose name a child object needs, this object stays unchanged, and the deployment is Degraded until the
    name is free. A child object that somebody has edited, or that has lost its owner, is applied again at once. From time
    to time all objects are applied again.
-3. Children of workers are scaled by `operators.replica_steps`, one step in each call. A child that should have no replicas is
-   removed when its last pod has gone. This applies to the child of an old revision, of a suspended deployment, and of a
+3. Children of workers are scaled by `operators.replica_steps`, in each call by as many steps as its rules allow. A child that should have
+   no replicas is removed when its last pod has gone. This applies to the child of an old revision, of a suspended deployment, and of a
    removed role. Other objects of the deployment are removed when they are not desired any more.
 4. Only one source sets the number of replicas of a role: for a Static role the specification, and for other roles the
    RoleScaler. The operator creates a RoleScaler with the number in the specification, and never changes this number
@@ -65,7 +65,7 @@ class Scale(Struct, frozen=True, tag=True):
 
 
 class SetDeletionCost(Struct, frozen=True, tag=True):
-    """Annotate a pod with its deletion cost. Its controller removes the pods with the lowest cost first."""
+    """Annotate a pod with its deletion cost. The controller of the pod removes the pods with the lowest cost first."""
 
     pod: str
     cost: int
@@ -111,16 +111,16 @@ class Reconciled(Struct, frozen=True, kw_only=True):
 def reconcile(
     desired: DesiredDeployment, observed: ObservedState, images: Images, now: str, renderings: Renderings | None = None
 ) -> Reconciled:
-    """Return the actions of one step towards the desired state, and the status.
+    """Return the next actions towards the desired state, and the status.
 
     Args:
         desired: The desired deployment.
         observed: The observed state.
         images: Images for deployments that name none.
         now: The present time as RFC 3339. A condition whose status changes gets this time as its transition time.
-        renderings: Manifests and revisions that earlier steps have made from the specifications, with the same
+        renderings: Manifests and revisions that earlier calls have made from the specifications, with the same
             `images`. If it is None, all manifests and revisions are made again, which takes a large part of the time of
-            a step.
+            a call.
     """
     renderings = renderings or Renderings(images)
     worker_revision = renderings.revision(desired)

@@ -18,8 +18,8 @@ from operators.manifests.shared import shared
 from operators.manifests.workloads import revision
 
 MOST_SHARED = 64
-"""The maximum number of deployments whose shared objects are remembered. It limits the memory: the manifests of a
-deployment with four roles take about 48 kB."""
+"""The maximum number of deployments whose shared objects are remembered. Beyond it, the deployment that was reconciled the longest ago
+is forgotten. The manifests of a deployment with four roles take about 48 kB of memory."""
 
 DEFAULT_REPLICAS = 1
 

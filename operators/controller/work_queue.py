@@ -89,7 +89,7 @@ class WorkQueue(Generic[Key]):
         return self._order[0][0] if self._order else None
 
     def done(self, key: Key) -> None:
-        """Record that the reconcile of a key has succeeded and ended."""
+        """Record that the reconcile of a key has ended without a failure."""
         self._failures.pop(key, None)
         self._not_before.pop(key, None)
         if (again := self._in_progress.pop(key)) is not None:

@@ -117,7 +117,7 @@ class DocumentReader:
         return [self._reader(each, f"{self.at(name)}[{index}]") for index, each in enumerate(self.values(name))]
 
     def named(self) -> "Mapping[str, DocumentReader]":
-        """Return a reader for each field of this object by its name; the value of each field must be an object."""
+        """Return a reader for each field of this object, by the field's name; the value of each field must be an object."""
         return {name: self.table(name) for name in self._fields}
 
     def values(self, name: str) -> list[Any]:
@@ -151,8 +151,8 @@ class DocumentReader:
         """Add a note for each field that was not read, in this object and in its inner objects.
 
         Args:
-            but: Texts that replace the usual note about fields of this object itself, by the name of the field. A field
-                whose text is empty gets no note.
+            but: Texts for notes about fields of this object itself, by the name of the field; for other fields it is NO_EQUAL.
+                A field whose text is empty gets no note.
         """
         said = but or {}
         for name in list(self._unread):

@@ -251,7 +251,7 @@ def _components(spec: DocumentReader) -> list[_DynamoService]:
 
 
 def _kind(type_name: str, name: str, flags: Flags) -> str:
-    """Return the kind of a service by the name of its type, its flags, or its name; it is WORKER if its role is unknown."""
+    """Return the kind of a service by the name of its type, its flags, or its own name (rule 2). WORKER: its role is unknown."""
     if type_name in (FRONTEND, PLANNER, PICKER, ENCODER, RoleType.PREFILL.value, RoleType.DECODE.value):
         return type_name
     mode = flags.get("disaggregation-mode")

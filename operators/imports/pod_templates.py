@@ -48,7 +48,7 @@ class PodTemplate:
         self.grace_seconds: int | None = None
 
     def take(self, pod: DocumentReader) -> None:
-        """Copy the allowed fields of a pod's spec."""
+        """Copy the fields of a pod's spec that rule 1 allows."""
         for name in OBJECTS:
             pod.table(name).skip_all()
         for name in LISTS:
@@ -69,7 +69,7 @@ class PodTemplate:
             self.grace_seconds = pod.number("terminationGracePeriodSeconds", most=86_400)
 
     def take_container(self, container: DocumentReader) -> None:
-        """Copy the allowed fields of the container that runs the engine, except its resources."""
+        """Copy the environment variables, the volume mounts and the pull policy of the container that runs the engine."""
         self.add_variables(container, "env")
         if sources := container.objects("envFrom"):
             self.main.setdefault("envFrom", []).extend(sources)

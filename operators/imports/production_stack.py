@@ -184,7 +184,7 @@ def _beside(root: DocumentReader) -> None:
 
 
 def _routers(reader: DocumentReader) -> tuple[Routing, RoleSpec | None, _Splitting]:
-    """Return the routing settings, the role of the routers, and the flags for prefill and decode. None: the default role."""
+    """Return the routing settings, the role of the routers (None: the default role), and the flags for prefill and decode."""
     logic = reader.text("routingLogic")
     routing = Routing()
     if logic in POLICIES:

@@ -208,7 +208,7 @@ def pod_template(
 def _container(
     deployment: DesiredDeployment, role: RoleSpec, images: Images, ports: Mapping[str, int], mounts: list[Manifest]
 ) -> Manifest:
-    """Return the container `main`, which runs Fleet's process."""
+    """Return the operator's container `main`, which runs Fleet's process. The user's `podTemplate` is merged over it later."""
     routes = role.type is RoleType.ROUTER
     own = ["router_id=$(POD_NAME)"]
     if not routes:

@@ -73,7 +73,8 @@ created again. The time differs between groups, because two groups may each hold
 equal times they would be removed and created at the same moments, and could block each other for ever."""
 
 GROUP_REJOIN_SECONDS = 60
-"""Seconds within which a group has to become ready again after one of its pods has restarted."""
+"""Seconds within which a group has to become ready again after one of its pods has restarted. After them, the pods that have not
+restarted count as left behind (`ObservedChild.left_behind`)."""
 
 Kept = TypeVar("Kept", bound=NamedObject)
 
@@ -116,7 +117,7 @@ def observe(
         now: Time of the wall clock.
         served: The optional kinds that the API server has.
         evidence: The results of probes, or None if the operator sends no probes.
-        drift: Detects children that others have changed, or None if this is not needed.
+        drift: Detects children that others have changed; None: no child counts as changed.
     """
     namespace, name, uid = custom.metadata.namespace, custom.metadata.name, custom.metadata.uid
     pods = tuple(store.of(kinds.POD, Pod).of(namespace, name).values())

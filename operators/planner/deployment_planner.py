@@ -114,7 +114,7 @@ class DeploymentPlanner:
                 async with asyncio.TaskGroup() as tasks:
                     tasks.create_task(self.demand.run())
                     tasks.create_task(self.loop.run())
-            # supervisor: an error in one deployment's planner must not stop the planners of the others
+            # supervisor: an error in one deployment's planner does not stop other planners; this planner starts again
             except Exception:
                 log.exception("planner of a deployment crashed, will restart", extra={"deployment": self._where})
             await asyncio.sleep(AGAIN_SECONDS)

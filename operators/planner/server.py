@@ -188,7 +188,7 @@ class KubePlanner:
                 if self.leader.leads():
                     for plan in self._plans():
                         await self._tell(plan)
-            except Exception:  # supervisor: running planners continue, and the next round tries again
+            except Exception:  # supervisor: after an error, running planners go on, and the next round tries again
                 log.exception("plans not arranged, will retry")
 
     def _note_change(self, _: ApiKind, __: Sequence[NamedObject]) -> None:

@@ -4,12 +4,12 @@ Pure.
 
 Rules:
 
-1. Every worker that generates answers has to answer one probe that names this worker. If the deployment has prefill
-   workers, one prefill worker has to compute the prompt of the probe. The answering worker then has to report that it
-   loaded the prompt's blocks from the prefill worker.
+1. Every answering worker (one that is no prefill worker) has to answer one probe that names this worker. If the deployment has prefill
+   workers and the KV path `direct`, one prefill worker has to compute the prompt of a decode worker's probe. The decode worker then has to
+   report that it loaded the prompt's blocks from the prefill worker.
 2. A pod whose container has restarted counts as another pod. So does a pod that a StatefulSet has created again with
-   the same name. If the routers or the prefill workers have changed since the last answer, one worker of each role that
-   generates answers is probed again.
+   the same name. If the routers or the prefill workers have changed since the last answer, one worker of each role of answering workers
+   is probed again.
 3. The status of the deployment keeps the evidence as a digest of the pods. As long as the pods stay the same, no
    further probe is sent, not even by the next leader.
 4. There are two kinds of failed probes: a busy router rejected the probe (`ProbeFailure.busy`), or anything else went

@@ -4,7 +4,7 @@ Rules:
 
 1. A deployment is Ready when all of the following is true. Every role has its replicas of the present revision, and all
    of them are ready and known to all routers. No old replica is left. The routers are ready. If the operator sends
-   probes, every worker that generates answers has answered a probe (`operators.probes.evidence`; its rule 6 makes an
+   probes, every worker that is no prefill worker has answered a probe (`operators.probes.evidence`; its rule 6 makes an
    exception for busy routers). If it is unknown whether a requirement is fulfilled, the deployment is not Ready.
 2. The reason of Ready names the most informative obstacle, in this order: a taken name, a refusal of the API server, a
    problem of a pod, a missing replica, a worker that routers do not know, a router that has not reported its workers, a

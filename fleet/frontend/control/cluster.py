@@ -27,7 +27,7 @@ from kvstore.v1 import blocks_pb2, blocks_pb2_grpc
 
 log = logging.getLogger(__name__)
 
-STORE_SECONDS = 1.0  # time limit for the call to the store node
+STORE_SECONDS = 1.0  # time limit for the call to the store node; without an answer, the status shows no store
 
 FetchStoreStatus = Callable[[], Awaitable[blocks_pb2.StatsResponse | None]]
 

@@ -28,12 +28,12 @@ class ClientPort(ABC):
     """The full name of the service."""
 
     SETTING: ClassVar[str]
-    """The settings field that holds the address; error messages name it."""
+    """The name of the settings field with the address to listen on. Error messages contain this name."""
 
     def __init__(self, generation: Generation, clock: Clock, memory: MessageMemory, limits: GrpcSettings) -> None:
         self.address = ""  # set when listening, with the port number in use
         self.memory = memory
-        # Time for which a message may wait until its caller reads it, in seconds.
+        # Seconds for which one message may wait until its caller reads it. After them, the caller counts as disconnected.
         self.write_seconds = limits.write_timeout_seconds
         self._generation = generation
         self._clock = clock

@@ -44,7 +44,8 @@ Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 
 MIB = 1 << 20
 MAX_URL_CHARACTERS = 4096
-MAX_WAITING = 256  # maximum number of images, of all requests together, that wait or are fetched at one time
+# Maximum number of images, of all requests together, that wait or are fetched at one time. A request that would exceed it is rejected.
+MAX_WAITING = 256
 PARALLEL = 4  # maximum number of images of one request that are fetched at one time
 RETRY_AFTER_MS = 1000
 

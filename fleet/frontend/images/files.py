@@ -25,13 +25,14 @@ from fleet.core.errors import RequestRejected, invalid
 from fleet.core.requests import RemoteImage
 from fleet.core.validation import MAX_IMAGES, MAX_PIXELS, MAX_REQUEST_PIXELS
 
-# Maximum width and height in pixels. `MAX_PIXELS` alone would allow very long, narrow images, and image processors of models
-# scale an image by its longer side.
+# Maximum width and height of an image in pixels; a larger image is refused. `MAX_PIXELS` alone would allow very long, narrow images,
+# and image processors of models scale an image by its longer side.
 MAX_SIDE = 16_384
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 
-# Maximum number of segments of a JPEG that are read to find its size. A color profile takes a segment for each 64 KiB.
+# Maximum number of segments of a JPEG that are read to find its size; if they do not state it, the image is refused. A color profile
+# takes a segment for each 64 KiB.
 MAX_SEGMENTS = 256
 
 _PNG = b"\x89PNG\r\n\x1a\n\x00\x00\x00\x0dIHDR"
@@ -41,7 +42,7 @@ _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # SOF0 to SOF15, wi
 
 _DATA_URL = re.compile(r"data:[^,;]*(?:;[^,;]*)*;base64,", re.IGNORECASE)
 _REMOTE_URL = re.compile(r"https?://", re.IGNORECASE)
-_MAX_HEAD = 256  # maximum number of characters of a data URL before its data
+_MAX_HEAD = 256  # maximum number of characters of a data URL before its data; a URL with more is refused
 
 
 class ImageFile(NamedTuple):

@@ -10,7 +10,7 @@ def merge_metrics(expositions: Mapping[str, str]) -> str:
 
     `expositions` maps the name of a router to the output of its `prometheus_client.generate_latest`.
     """
-    described: dict[str, list[str]] = {}  # help and type by the name of the metric
+    described: dict[str, list[str]] = {}  # the lines with help and type, by the name of the metric
     samples: dict[str, list[str]] = {}
     for router, exposition in expositions.items():
         label = f'{LABEL}="{_escaped(router)}"'

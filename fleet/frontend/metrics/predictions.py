@@ -62,7 +62,7 @@ class PredictionMetrics(LatencyPredictions):
             return
         try:
             super().__call__(now, event, commands)
-        except Exception:  # supervisor: an error in a prediction must not fail a request
+        except Exception:  # supervisor: an error in a prediction fails no request; it ends the predictions
             log.exception("predictions stopped", extra={"event": type(event).__name__})
             self._over = True
 

@@ -42,7 +42,7 @@ class RelayedRequests:
         self.outcomes: dict[str, int] = {SERVED: 0}
         self.first_byte = Durations()
         self.answered = Durations()
-        # Durations by reason of the failure; the reason of served requests is empty.
+        # Durations of requests by the reason why they were not served; the key of served requests is the empty text.
         self.durations: dict[str, Durations] = {}
 
     def ended(self, reason: Reason | None, nanos: int, *, answered: bool) -> None:

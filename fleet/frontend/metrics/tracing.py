@@ -22,7 +22,7 @@ METRICS: Sequence[MetricDefinition] = (KEPT, IGNORED)
 class TracingCounts(Struct, frozen=True, kw_only=True):
     """Counters of tracing since the start of the process."""
 
-    kept: Mapping[str, int]  # number of requests whose spans were queued for export, by the reason why they were kept
+    kept: Mapping[str, int]  # number of requests whose spans were queued for export, by the reason to keep the trace
     ignored_headers: int  # number of requests with an invalid header `traceparent`
 
 

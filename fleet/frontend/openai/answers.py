@@ -41,7 +41,7 @@ class TokenText(Protocol):
 
 
 def count_entries(tokens: int, logprobs: int, alternatives: int | None) -> int:
-    """Return the size of an answer for `Generation.format_answer`.
+    """Return how much work it is to format an answer, as `Generation.format_answer` counts it.
 
     Args:
         tokens: Number of tokens.
@@ -97,11 +97,11 @@ class ChatFormatter:
 
     @property
     def head(self) -> Json:
-        """The fields that all events and the whole answer share, except ``object``."""
+        """The fields that all events of a stream share with the answer in one piece, except ``object``."""
         return self._head
 
     def annotate(self, inside: Json, outside: Json) -> None:
-        """Set the additional fields of all events until the next call.
+        """Set the additional fields of all events until this method is called again.
 
         The fields of `inside` go into the choice, and those of `outside` beside the list of choices.
         """
@@ -253,11 +253,11 @@ class CompletionFormatter:
 
     @property
     def head(self) -> Json:
-        """The fields that all events and the whole answer share."""
+        """The fields that all events of a stream share with the answer in one piece."""
         return self._head
 
     def annotate(self, inside: Json, outside: Json) -> None:
-        """Set the additional fields of all events until the next call.
+        """Set the additional fields of all events until this method is called again.
 
         The fields of `inside` go into the choice, and those of `outside` beside the list of choices.
         """

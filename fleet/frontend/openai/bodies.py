@@ -154,7 +154,7 @@ class OpenAiBody(Struct, frozen=True, kw_only=True):
     cache_salt: str | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    priority: int | None = None  # a lower number runs earlier
+    priority: int | None = None  # a request with a lower number runs earlier
     request_id: str | None = None
     session_id: str | None = None
     # Fields of SGLang's API.

@@ -72,7 +72,7 @@ class Branch(Struct, frozen=True, kw_only=True):
 
 
 class PromptTokens(Struct):
-    """The tokens and log probabilities of a prompt. Both are empty until its lead branch runs."""
+    """The tokens and log probabilities of a prompt, which its lead branch brings. Empty before; `logprobs` also if not requested."""
 
     tokens: TokenBytes = b""
     logprobs: tuple[Logprobs, ...] = ()  # one entry for each token except the first
@@ -311,7 +311,7 @@ class BranchedAnswers:
         self._exchange.send(usage + DONE, content_type=EVENT_STREAM, last=True)
 
     def _entries(self) -> int:
-        """Return the size of all answers together, with the log probabilities of prompts, for `format_answer`."""
+        """Return how much work it is to format all answers, with the log probabilities of prompts (`count_entries`)."""
         sampling, details = self._parsed.request.sampling, self._details
         answers = self._answers.values()
         prompts = count_entries(0, sum(len(each.logprobs) for each in self._prompts), sampling.prompt_logprobs)

@@ -193,7 +193,8 @@ class RelayedRequest:
         self.answer_tokens = 0  # approximate number of tokens relayed so far
         self.keeps_alive = exchange.keeps_alive  # whether the client may send another request on its connection
         self.chunks = head.chunked_answer  # whether the client understands the transfer encoding "chunked"
-        self.allowance: RateLimitStatus | None = None  # what is left of the tenant's limits after admission
+        # What was left of the tenant's rate limits after admission; None: the request is not admitted yet, or has no such limits.
+        self.allowance: RateLimitStatus | None = None
         self.trace: RequestTrace | None = None  # None: the request is not traced
 
     def send_trace(self, context: TraceContext) -> None:
@@ -373,7 +374,7 @@ class Relay:
         self._quiet = asyncio.Event()
         self._quiet.set()
         self._threads = threads
-        for reader in readers.values():  # Export the usual series with value 0 before the first request.
+        for reader in readers.values():  # The series of chats and completions begin with value 0.
             metrics.begin(reader.model, OPERATION_CHAT)
             metrics.begin(reader.model, COMPLETION)
         # Running exchanges of usage with peer routers, for tenants near a shared rate limit. The set keeps the tasks alive.

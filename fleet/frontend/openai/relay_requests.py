@@ -22,7 +22,7 @@ from fleet.net.http.exchange import HttpHead
 from fleet.net.status_codes import rename_field
 from fleet.router.messages import Arrived
 
-MAX_ANSWER_TOKENS = 2**30  # placement counts at most this many tokens, whatever a body says
+MAX_ANSWER_TOKENS = 2**30  # placement counts at most this many tokens of an answer, whatever length a body asks for
 
 CREDENTIALS = (b"authorization", b"x-api-key", b"api-key", b"x-goog-api-key")
 """Headers in which clients of OpenAI, Anthropic, Azure and Google send their keys."""

@@ -92,9 +92,9 @@ BodyType = TypeVar("BodyType", bound=Struct)
 _NAMED_FIELD = re.compile(r"^Object (?:missing required|contains unknown) field `(.*)`$")
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for `max_tokens` of a completion
-MAX_N = 128  # OpenAI's limit for `n`, the number of answers to a prompt
-MAX_PROMPTS = 1024  # vLLM's limit for the prompts of one request
-MAX_BRANCHES = 1024  # maximum number of answers that one request may have generated, over all its prompts
+MAX_N = 128  # OpenAI's limit for `n`, the number of answers to a prompt; a request for more is refused
+MAX_PROMPTS = 1024  # vLLM's limit for the prompts of one request; a request with more is refused
+MAX_BRANCHES = 1024  # maximum number of answers that are generated for one request, over all its prompts; a request for more is refused
 # Limit for a chat with several answers: bytes of all its images, each counted once for every answer.
 MAX_REPEATED_IMAGE_BYTES = 16 * 2**20
 
@@ -113,7 +113,7 @@ class Details(Struct, frozen=True, kw_only=True):
 
 
 ALLOWED_TOOLS = "tool_choice.allowed_tools"  # path of a field, for errors
-MAX_PARTS = 4096  # limit of the parts of one message
+MAX_PARTS = 4096  # maximum number of parts of one message; a request with more is refused
 REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
@@ -353,7 +353,7 @@ def _build_request(
         id=request_id if body.request_id is None else checked_request_id(body.request_id),
         model=ModelName(body.model or ""),
         prompt=prompt,
-        sampling=Sampling(**{name: value for name, value in values.items() if value is not None}),  # type: ignore[arg-type]  # by name
+        sampling=Sampling(**{name: value for name, value in values.items() if value is not None}),  # type: ignore[arg-type]  # types unknown
         fill_context=max_tokens is None,
         stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
         include_stop_string=bool(body.include_stop_str_in_output or body.no_stop_trim),

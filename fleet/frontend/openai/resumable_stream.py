@@ -43,7 +43,7 @@ class SeenEvents(Struct, frozen=True):
     events: int = 0  # number of events that are not pieces of text
     characters: int = 0  # number of characters in all pieces of text
     pieces: int = 0  # number of pieces of text
-    api: str = ""  # letter of the API
+    api: str = ""  # letter by which event ids name the translated API; always lower case here
     is_end: bool = False  # True if the last one of these events comes after the last token of the answer
 
 

@@ -27,14 +27,14 @@ from fleet.frontend.openai.bodies import FleetOptions, header_hints, unsupported
 from fleet.frontend.openai.requests import combined_priority, decode_body, invalid_body, read_token_ids
 from kvstore.tracing.context import TraceContext
 
-MAX_INPUTS = 2048  # OpenAI's limit for the number of inputs of one request
+MAX_INPUTS = 2048  # OpenAI's limit for the number of inputs of one request; a request with more is refused
 
 
 class VectorBody(Struct, frozen=True, kw_only=True):
     """Fields that all bodies share. Null means the same as an absent field."""
 
     model: str | None = None
-    priority: int | None = None  # vLLM's field: a lower number runs earlier
+    priority: int | None = None  # vLLM's field: a request with a lower number runs earlier
     request_id: str | None = None
     use_activation: bool | None = None  # vLLM's field; false: embeddings are not normalised, and scores are logits
     fleet: FleetOptions | None = None

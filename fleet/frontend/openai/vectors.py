@@ -86,7 +86,7 @@ class PromptVector(Struct, frozen=True, kw_only=True):
 
 
 class VectorFrontend:
-    """Serves the paths for vectors."""
+    """Serves the HTTP paths of the APIs for vectors, for Fleet's own workers."""
 
     def __init__(
         self,

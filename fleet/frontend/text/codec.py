@@ -73,7 +73,7 @@ class ChatTemplate:
         names += [node.value for node in syntax.find_all(jinja2.nodes.Const)]
         self._takes_calls = "tool_calls" in names
         self._takes_developer = "developer" in source
-        # A template with a loop over the parts of a message writes a placeholder for each image.
+        # Only a template with a loop over the parts of a message can write a placeholder for each image.
         self._takes_parts = any(_reads_content(loop.iter) for loop in syntax.find_all(jinja2.nodes.For))
         self._takes_images = self._takes_parts and "image" in source
         self._needs_parts = self._takes_images and all(
@@ -229,8 +229,8 @@ that begins an image."""
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 REPLACEMENT = "\ufffd"
-# Maximum number of tokens that are held back until a character is complete. A character has at most 4 bytes, so more tokens
-# without a complete character cannot become valid text.
+# If this many tokens are held back because no character is complete, they are returned with U+FFFD. A character has at most 4 bytes, so
+# they cannot become valid text any more.
 MAX_HELD = 16
 CONTEXT = 4, 8  # minimum and maximum number of tokens at the prompt's end with which the decoder starts
 
@@ -386,7 +386,7 @@ def _ids(tokens: TokenBytes) -> list[int]:
 def _load_tokenizer(path: Path) -> Tokenizer:
     try:
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises plain exceptions
+    except Exception as error:  # the library raises `Exception` itself, and no subclass that could be caught instead
         raise ConfigurationRefused(f"{path}: is not a tokenizer: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()

@@ -69,9 +69,9 @@ def _search(delimiters: Iterable[tuple[list[str] | None, Any]], *, gets_all: boo
 
 
 def _one_of(texts: Iterable[str], *, at_start: bool = True) -> str:
-    """Return a regular expression that matches the longest of the texts, or the beginning of one where the text ends.
+    """Return a regular expression that matches the longest of `texts` or, at the end of the searched text, the beginning of one.
 
-    Its match has a group if a whole text was found.
+    A match has a group only if it is one of `texts` as a whole.
     """
     following: dict[str, list[str]] = {}
     for text in texts:

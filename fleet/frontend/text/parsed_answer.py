@@ -35,8 +35,8 @@ from fleet.frontend.text.response_templates import CONTENT, REASONING, TOOL_CALL
 log = logging.getLogger(__name__)
 
 MAX_DELIMITER_CHARACTERS = 1024
-"""Maximum length of the text that the parser may hold because it may become a delimiter. The parser searches all held text again
-for each further character, so the time grows with the square of the length."""
+"""Maximum length of the text that the parser may hold because it may become a delimiter. Beyond it, the rest of the answer is passed on
+as text (rule 2). The parser searches all held text again for each further character, so the time grows with the square of the length."""
 
 _PARSER_ERRORS = (ValueError, TypeError, LookupError, AttributeError, RecursionError, TimeoutError)
 """Errors that Hugging Face's parser raises for malformed answers, and TimeoutError, which `LimitedPattern` raises."""
@@ -280,7 +280,7 @@ class _Regions:
         except _PARSER_ERRORS:  # parse without the prompt, which ends with a malformed call or takes too long to search
             self._parser = parsing.ResponseParser(template, prefix="", tools=tools)
         self._searches = compiled.searches
-        self._outside = template.implicit  # the region of text outside of delimiters; None: such text is dropped
+        self._outside = template.implicit  # region of the text that no delimiters enclose; None: such text is dropped
         # Finds the delimiters that matter in the region in which the parser is; None: any text may begin a delimiter.
         self.search: Search | None
         # The region that text without a delimiter belongs to (NOWHERE: it is dropped); None: only the parser can decide.
@@ -288,7 +288,7 @@ class _Regions:
         self._enter(self._outside)
         self.held: list[str] = []  # text of a tool call that was not given to the parser yet
         self.begun = ""  # text, not given to the parser yet, that may be the beginning of a delimiter
-        self._prompt_length = len(self._buffer)  # the answer follows the prompt in the buffer
+        self._prompt_length = len(self._buffer)  # length of the prompt's text, with which the buffer begins
         self._position = 0  # start, in the buffer, of the text for which no event has come yet
         self._num_held = 0  # length of the text that the parser holds because it may become a delimiter
         self._update_position()
@@ -335,7 +335,7 @@ class _Regions:
         return taken
 
     def _add_plain(self, region: str, text: str) -> None:
-        """Add text without delimiters to the region."""
+        """Add text in which no delimiter begins to the content of `region`. For the region NOWHERE, drop it."""
         if region == CONTENT:
             self._texts.append(text)
         elif region == REASONING:
@@ -358,7 +358,7 @@ class _Regions:
             position = end
             if self.plain == NOWHERE and not self._num_held and self.search(piece) is None:  # type: ignore[misc]
                 continue
-            self._parse(lambda piece=piece: self._parser.feed(piece))  # type: ignore[misc]  # bound as a default
+            self._parse(lambda piece=piece: self._parser.feed(piece))  # type: ignore[misc]  # the default binds this piece
         if self._malformed:
             self._texts.append(text[position:])
         elif self._num_held:
@@ -463,7 +463,7 @@ def _call(value: Mapping[str, Any]) -> ToolCall:
         raise ValueError("the call names no function")
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     if not isinstance(json.loads(text, parse_constant=_refuse_constant), dict):
-        raise ValueError("the arguments are no JSON object")  # noqa: TRY004  # the answer has the wrong value
+        raise ValueError("the arguments are no JSON object")  # noqa: TRY004  # the value comes from the model, so this is no TypeError
     return ToolCall(id="", name=without_surrogates(name), arguments=without_surrogates(text))
 
 

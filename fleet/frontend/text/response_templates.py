@@ -58,7 +58,8 @@ UNCHECKED = ("", "auto", "hf")
 parser that fits the model folder, and ``hf`` the response template in the model folder."""
 
 MAX_FIELDS, MAX_LITERALS, MAX_LITERAL_CHARACTERS = 64, 64, 256
-"""Limits of response templates in model folders, which are compiled while other requests wait."""
+"""Maximum numbers of fields in a response template, of literals in a field, and of characters in a literal. A template beyond them is
+not used, because requests wait while a template is compiled."""
 
 TURN_BEGINS = (
     r"<\|assistant\|>\n?|<\|im_start\|>assistant\n|<\|start_header_id\|>assistant<\|end_header_id\|>\n\n|\[/INST\]"
@@ -68,7 +69,8 @@ TURN_BEGINS = (
 
 
 SEARCH_SECONDS = 0.05
-"""Time limit of one search for a delimiter, because the event loop waits for the search. It usually takes microseconds."""
+"""Time limit of one search for a delimiter, because the event loop waits for the search. A search usually takes microseconds; an answer
+whose search reaches the limit counts as malformed."""
 
 
 def misspelt_parser(tool_call_parser: str, reasoning_parser: str) -> str:

@@ -84,7 +84,7 @@ class TokenizerMatch(StrEnum):
 
     ALIKE = "alike"
     OTHERWISE = "otherwise"
-    UNKNOWN = "unknown"  # the server cannot tokenize, or the router has no tokenizer for it
+    UNKNOWN = "unknown"  # the server cannot tokenize, or the router has no tokenizer for the server's model
 
 
 def tokenize_request_body(model: ModelName, text: str) -> bytes:

@@ -23,11 +23,14 @@ from typing import Any, TypeVar
 from fleet.core.errors import Reason, RequestRejected
 
 THREADS = 2
-MAX_TASKS = 64  # maximum number of tasks that wait or run; their texts take half a GiB if all have the largest size
+# Maximum number of tokenizing tasks that wait or run; further ones are rejected. Their texts take half a GiB if all have the largest
+# size. The conversions of bodies have a limit of their own, which is the same number.
+MAX_TASKS = 64
 VERY_LONG_BYTES = 256 << 10  # texts above this size are "very long": about 60,000 tokens of prose, tokenized in 0.1 s
-MAX_VERY_LONG_TASKS = 16  # maximum number of tasks with very long texts that wait or run
+MAX_VERY_LONG_TASKS = 16  # maximum number of tasks with very long texts that wait or run; further ones are rejected
 RETRY_AFTER_MS = 1000
-TRIM_SECONDS = 1.0  # delay of `trim` after a very long text, until its thread and its request have freed their memory
+# Seconds from the end of a very long text's task to the call of `trim`. In this time, the thread and the request free their memory.
+TRIM_SECONDS = 1.0
 
 Result = TypeVar("Result")
 
@@ -60,7 +63,7 @@ class TokenizerThreads:
             size: Approximate size of the text in bytes or characters.
 
         Raises:
-            RequestRejected: QUEUE_FULL; too many tasks wait.
+            RequestRejected: QUEUE_FULL; `MAX_TASKS` tasks or, for a very long text, `MAX_VERY_LONG_TASKS` such tasks wait or run.
         """
         lane = self._very_long if size > VERY_LONG_BYTES else self._others
         if lane.full or sum(map(len, self._lanes)) >= MAX_TASKS:
@@ -77,7 +80,7 @@ class TokenizerThreads:
             is_answer: True for an answer, which is never rejected, because its tokens were computed already.
 
         Raises:
-            RequestRejected: QUEUE_FULL; too many large bodies wait.
+            RequestRejected: QUEUE_FULL; `MAX_TASKS` conversions of bodies wait or run.
         """
         if self._bodies.full and not is_answer:
             raise RequestRejected(

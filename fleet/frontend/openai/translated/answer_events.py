@@ -99,7 +99,7 @@ class AnswerEvents:
 
     @property
     def sent(self) -> int:
-        """The number of events that the client has, including the latest one."""
+        """The number of events that the client has, including the one that was counted last."""
         return self._events + self._pieces
 
     def id_line(self) -> bytes:

@@ -41,7 +41,7 @@ JsonProblem = Callable[[Mapping[bytes, bytes]], str | None]
 
 
 class TranslatedFrontend:
-    """Serves the translated APIs and the token paths."""
+    """Serves the translated APIs (`api.py`) and the token paths (`tokens.py`)."""
 
     def __init__(
         self,

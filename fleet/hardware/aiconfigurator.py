@@ -11,8 +11,8 @@ collections contradict others. This module corrects the rows in this way:
    of the two stated degrees by the expert-parallel degree, which gives the number of GPUs.
 2. In these two collections, some aggregated rows of vLLM with expert parallelism are wrongly marked as data-parallel
    attention: they state as many data-parallel as tensor-parallel ranks. This module reads these rows as tensor-parallel
-   attention. Their batch size counts the requests of only one of the stated data-parallel ranks, so it is too small.
-   This module does not correct it, and uses it only if rule 3 needs it.
+   attention. The batch size in these rows counts the requests of only one of the stated data-parallel ranks, so it is too
+   small. This module does not correct the batch size, and uses it only if rule 3 needs it.
 3. The concurrency is taken from the column `silicon_data_source`, or computed from the batch size if that column does
    not contain it.
 4. DeepSeek-R1 and DeepSeek-V3 count as one model, and so do checkpoints of one model in different precisions.
@@ -76,7 +76,8 @@ class Sample(Struct, frozen=True, kw_only=True):
     measurements: tuple[Measurement, ...]  # without duplicates and without incomplete measurements
     # Sizes by model. Their precision is always bf16; each measurement states its real precision.
     models: dict[str, ModelSizes]
-    # Number of distinct measurements that were left out, mostly because they do not state the numbers of workers.
+    # Number of distinct measurements that were left out, because their model is not in `CONFIGS`, or because they do not
+    # state the concurrency, the parallelism or the numbers of workers.
     left_out: int
 
 
@@ -85,7 +86,7 @@ def read_sample(wheel: Path) -> Sample:
 
     Raises:
         ConfigurationRefused: The file does not exist, or is not a wheel of aiconfigurator-core; the message names the
-            file.
+            file. Or the wheel has measurements of a GPU type that is not in `GPUS`; the message names the type.
     """
     try:
         with zipfile.ZipFile(wheel) as archive:

@@ -84,9 +84,10 @@ class OfferedLoad(Struct, frozen=True, kw_only=True):
 
 
 class PredictedLatency(Struct, frozen=True, kw_only=True):
-    """Holds the predicted latencies of a pool at a percentile, in seconds.
+    """Holds the predicted latencies of a pool at a percentile, in seconds; 0 for a phase that the pool does not serve.
 
-    They are infinite if the load is too high, and 0 for a phase that the pool does not serve.
+    The TTFT is infinite if prompts arrive faster than full steps can compute them. For any other rate above the capacity
+    of a pool, the latencies are those of engines with full batches.
     """
 
     ttft: float = 0.0

@@ -1,4 +1,7 @@
-"""Attempts of a modelled engine: defines the data that the engine gets for each attempt, and the state that its scheduler keeps."""
+"""Attempts of a modelled engine: defines the data that the engine gets for each attempt, and the state that its scheduler keeps.
+
+A modelled engine schedules attempts and KV blocks like a real one, but runs no model: the engine of the simulator, or the simulated engine.
+"""
 
 from collections.abc import Hashable, Sequence
 from typing import Generic, Protocol, TypeVar
@@ -8,7 +11,7 @@ from msgspec import Struct
 from fleet.core.ids import RequestId
 
 Name = TypeVar("Name", bound=Hashable)
-"""Name of a KV block: an integer in the simulator, a hash in an engine with real bytes."""
+"""Name of a KV block: an integer in the simulator, a block hash in the simulated engine (`workers.engines.simulated`)."""
 
 
 class StepTimes(Protocol):

@@ -1,4 +1,4 @@
-"""KV blocks of a modelled engine: a prefix cache that counts blocks and knows their names, but stores no bytes.
+"""KV blocks of a modelled engine (`fleet.batching.attempts`): a prefix cache that counts and names blocks, but stores no bytes.
 
 Rules:
 

@@ -1,12 +1,13 @@
-"""Batch scheduler of a modelled engine: continuous batching with chunked prefill, within a limited number of KV blocks.
+"""Batch scheduler of a modelled engine (`fleet.batching.attempts`): continuous batching with chunked prefill and limited KV blocks.
 
 The scheduler knows neither time nor bytes. `fleet.sim.virtual_engine` drives it in virtual time, and
 `workers.engines.simulated.engine` in real time with real KV bytes.
 
 Rules:
 
-1. Attempts are admitted in the order of priority, then of arrival, if there is room for the prompt and one more token. Within a
-   priority, preempted attempts come first. While the first attempt cannot be admitted, no other one is admitted before it.
+1. Attempts are admitted in the order of priority, then of arrival, if the batch has a free place, and if there are blocks for the
+   prompt and one more token. Within a priority, preempted attempts come first. While the first attempt in this order cannot be
+   admitted, no attempt after it is admitted.
 2. A block supply (`fleet.batching.attempts.BlockSupply`) says which blocks of a prompt can be fetched from a store or a
    prefill worker. The scheduler calls the supply once for each attempt, when there is room for the attempt's prompt. The
    blocks for the prompt are reserved before a fetch begins. The attempt then leaves the queue of rule 1, so other attempts
@@ -102,7 +103,7 @@ class BatchScheduler(Generic[Name]):
     # Methods that add and end attempts:
 
     def submit(self, job: Job[Name]) -> None:
-        """Add an attempt to the waiting ones. It is admitted as soon as there is room."""
+        """Add an attempt to the waiting ones; `plan` admits it in its turn (rule 1)."""
         self.attempts[job.attempt_id] = attempt = BatchedAttempt(job)
         self._arrivals += 1
         insort(self._waiting, (-job.priority, self._arrivals, attempt))

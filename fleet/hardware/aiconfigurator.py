@@ -156,7 +156,7 @@ def _precision(row: Mapping[str, str], name: str) -> Precision:
     weights, experts = NUMBERS[row["gemm_quant_mode"]], NUMBERS[row["moe_quant_mode"]]
     if name == "gpt-oss-120b":  # this model was published with 4-bit experts and all other weights in bf16
         weights, experts = Number.BF16, Number.FP4
-    if weights is Number.INT4:  # Kimi's checkpoint has only its experts in INT4
+    if weights is Number.INT4:  # only Kimi's checkpoint has INT4, and only for its experts
         weights = Number.BF16
     narrow = weights is not Number.BF16 or experts in (Number.FP4, Number.FP8)
     return Precision(weights=weights, experts=experts, kv=Number.FP8 if narrow else Number.BF16)

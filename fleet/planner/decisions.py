@@ -165,7 +165,8 @@ class ScalingRule(Protocol):
     def decide(self, now: Nanos, demand: DemandWindow, seen: Observation) -> PlanDecision:
         """Return the decision at the instant `now`.
 
-        `demand` covers the time since the last decision; `seen` is the present state of the pools.
+        `demand` is the latest demand window, which begins at the end of the previous one; `seen` is the present state of
+        the pools.
         """
         ...
 

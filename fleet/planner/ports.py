@@ -26,8 +26,8 @@ class PlanConnector(Protocol):
         """Return the present state of the pools.
 
         Raises:
-            ConnectorUnreachable: The orchestrator does not answer. The caller may try again; until then, the last
-                observation may still be true.
+            ConnectorUnreachable: The orchestrator does not answer, or its records cannot be read. The caller may try again;
+                until then, the last observation may still be true.
             OrchestratorGone: The program that carries out the plans has ended without reporting it.
         """
         ...
@@ -76,7 +76,7 @@ class ConnectorError(Exception):
 
 
 class ConnectorUnreachable(ConnectorError):
-    """The orchestrator does not answer; try again later."""
+    """The orchestrator does not answer, or its plan or report cannot be read now. A later call may succeed."""
 
 
 class OrchestratorGone(ConnectorError):

@@ -47,7 +47,7 @@ class PlanState(StrEnum):
     UNSETTLED = "unsettled"  # the plan was unfinished at its deadline, and nothing could be rolled back
     SUPERSEDED = "superseded"
     HELD_BACK = "held_back"  # the rehearsal predicts that the plan misses a goal that the present pools keep
-    CONFLICT = "conflict"  # another writer changed a pool at the same time
+    CONFLICT = "conflict"  # another writer changed a pool of the plan after the planner had observed it
     REFUSED = "refused"
     FAILED = "failed"  # the orchestrator did not answer, or has ended
     # This planner ended or lost the leadership. If the plan was written already, the next leader continues it.

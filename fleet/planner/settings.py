@@ -380,10 +380,10 @@ class PlannerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Address at which the page /metrics is served, as host:port; empty: the page is not served."""
 
     metrics_access: MetricsAccess = MetricsAccess()
-    """Access to the metrics of `metrics_listen`."""
+    """Access to the page at `metrics_listen`: holders of a key, everybody, or only programs on this machine."""
 
     metrics_tls: MetricsTls = MetricsTls()
-    """TLS of `metrics_listen`."""
+    """TLS files of the port `metrics_listen`. Without a certificate, the port does not speak TLS."""
 
     history: str = ""
     """File for the records of plans as JSON lines; empty: no file. The file is rotated, so that two files remain."""

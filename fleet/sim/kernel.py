@@ -15,7 +15,10 @@ from typing import Any
 from fleet.core.clock import Nanos
 
 ScheduledEvent = list[Any]
-"""An event: instant, random tie-breaker, number, action. It is a list, because a class with its own comparison would be slower."""
+"""An event: instant, random tie-breaker, number in the order of scheduling, and action (None: the event was cancelled).
+
+Events are lists, because a class with its own comparison would be slower.
+"""
 
 _ACTION = 3
 

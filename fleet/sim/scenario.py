@@ -51,7 +51,7 @@ class SimulatedPoolSection(Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """One pool: workers with the same role, GPU and parallelism."""
 
     name: Annotated[str, Meta(max_length=100, pattern=r"^[^\x00-\x1f\x7f]*$")] = ""
-    """Name of the pool in the results; empty: role and GPU."""
+    """Name of the pool in the results; empty: the role, a dash, and the short name of the GPU."""
 
     role: Role = Role.BOTH
     gpu: Annotated[str, Meta(min_length=1)]

@@ -115,7 +115,7 @@ class VirtualEngine:
     # Attempts.
 
     def submit(self, job: Job[int]) -> None:
-        """Queue an attempt. The engine admits it to the batch as soon as a batch place and enough blocks are free."""
+        """Queue an attempt. The engine admits it to the batch in its turn, when a batch place and enough blocks are free."""
         self._scheduler.submit(job)
         self._interrupt()
 

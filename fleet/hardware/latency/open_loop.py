@@ -23,8 +23,8 @@ Rules:
    If `replicas` is 1, the requests come to the engine at random, as if they were spread over several engines at random.
    If `replicas` is more than 1, a prompt waits only if all engines are busy (Sakasegawa's approximation
    of Erlang's C formula, 1977). Waiting times shrink with the number of engines (Allen and Cunneen's formula). The
-   number of requests on one engine varies less than with random spreading, but the share `IMBALANCE` of that variance
-   is assumed to remain.
+   number of requests on one engine varies less than with random spreading: the model assumes that the share `IMBALANCE` of
+   the variance with random spreading remains.
 6. Requests may arrive in bursts: `dispersion` is the variance of the number of arrivals, divided by its mean (1 for
    Poisson arrivals). `spread` is the squared coefficient of variation of the prompt lengths. Waiting times are
    proportional to `dispersion` + `spread` (Kingman, 1961).

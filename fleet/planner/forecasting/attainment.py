@@ -27,8 +27,8 @@ FAST_SECONDS = 60.0
 SLOW_SECONDS = 1800.0
 FAST_BURN = 8.0
 CHANCE = 3.0
-"""Number of standard errors by which late requests must exceed the number that the goals allow. A smaller excess may be
-chance."""
+"""Number of standard errors by which the late requests of the last `FAST_SECONDS` must exceed the number that a goal allows.
+A smaller excess may be chance, so the goal does not count as missed."""
 
 UNSPENT = 0.5
 """`Attainment.unspent` is true only if the number of late requests is at most this share of the number that the goals

@@ -225,7 +225,7 @@ class PoolHistory:
         return self._start[pool.name]
 
     def blocked(self, name: PoolName, now: float) -> bool:
-        """Return whether the pool cannot grow at present."""
+        """Return whether the pool counts as unable to grow at the instant `now`; `absorb` lists the possible reasons."""
         return self._blocked.get(name, -inf) > now
 
     def decided(self, replicas: Mapping[PoolName, int]) -> None:

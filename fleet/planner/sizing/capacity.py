@@ -54,8 +54,8 @@ LEAST_FACTOR = 0.25
 MOST_FACTOR = 4.0
 COARSE_STRIDE = 1.25
 COARSE_HALVINGS = 16
-"""Number of steps of a binary search for a limit. It is small, because a planner searches for hundreds of limits in a
-round, and a decision needs no higher precision."""
+"""Number of steps of a binary search for the highest load of an engine. The number is small, because a planner makes
+hundreds of such searches in a round, and a decision needs no higher precision."""
 
 REPLICAS_GRID = 1.2
 """Above `EXACT_REPLICAS`, the rate per replica is computed only for numbers of replicas that differ by this factor. For
@@ -199,7 +199,10 @@ class _SharedEngine:
         return highest_concurrency(self._engine, self._shape)
 
     def highest_rate(self, ttft: float, tpot: float, headroom: float) -> float:
-        """Return the most requests per second that an aggregated engine serves within the goals `ttft` and `tpot`."""
+        """Return the most requests per second that an aggregated engine serves within the goals `ttft` and `tpot`.
+
+        The engine uses at most the share `headroom` of its throughput.
+        """
         most = headroom * aggregated_rate(self._engine, self._shape, self.room)
 
         def kept(running: float) -> bool:

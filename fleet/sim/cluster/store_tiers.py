@@ -116,7 +116,7 @@ class SimulatedTier:
             admit(key, 1, now)
 
     def check(self) -> None:
-        """Assert that the policy knows exactly the blocks that may be evicted, and that the tier is not over its capacity."""
+        """Assert that the policy knows all blocks except those set aside (`_aside`), and that the tier is not over its capacity."""
         assert len(self._pins) <= self.profile.blocks
         assert len(self._policy) == len(self._pins) - len(self._aside)
         assert all((key in self._policy) is (key not in self._aside) for key in self._pins)

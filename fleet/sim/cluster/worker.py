@@ -166,7 +166,7 @@ class SimulatedWorker:
         self._report(self.engine.progress())
 
     def _report(self, reports: list[StepProgress]) -> None:
-        """Send the progress that the engine reports after a step."""
+        """Send the progress that the engine reports, except for prefills whose blocks must be saved to the store first."""
         if self._prefills:
             reports = [each for each in reports if not self._reported_when_saved(each)]
         if reports:

@@ -114,7 +114,10 @@ def sessions_of(workload: Workload, folder: Path, *, block_tokens: int, seed: in
 def request_count(workload: Workload, folder: Path, *, seed: int) -> int | None:
     """Return the number of requests of a workload. Requests outside of the selected time count too, so the number may be too large.
 
-    Return None if the number is unknown before all rows are read.
+    If the number is unknown before all rows are read, return the maximum in the settings (`requests`), or None without a maximum.
+
+    Raises:
+        ConfigurationRefused: The trace cannot be read.
     """
     if isinstance(workload, DrawnWorkload):
         return None if workload.phases else workload.requests

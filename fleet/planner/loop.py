@@ -273,7 +273,7 @@ class PlannerLoop:
             if self._recorder is not None:
                 self._recorder.decided(now, window, seen, decided)
             decision = self._bounded(decided)
-        except Exception as error:  # any error: an error in a rule must not end the planner
+        except Exception as error:  # a rule may raise any exception, which must not end the planner
             self.rule_failures += 1
             message = f"{type(error).__name__}: {error}"
             if self._trouble is None or self._trouble.message != message:

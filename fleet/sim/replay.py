@@ -174,7 +174,7 @@ class RecordingReplay:
         self._recorded_keys.expect(entry.keys)
         try:
             return self._machine.handle(entry.event, entry.now), ""
-        except Exception as error:  # noqa: BLE001 - supervisor: the replay reports a machine that breaks
+        except Exception as error:  # noqa: BLE001 - supervisor: the replay reports any error of the machine as a difference
             return None, f"{type(error).__name__}: {error}"
 
 

@@ -2,8 +2,9 @@
 
 The prefill engine is the lender, the decode engine the borrower. Rules:
 
-1. The lender offers the blocks of a prompt under a lease. It keeps the blocks until the borrower returns the lease, or until the lease
-   ends by itself. So if a borrower dies or never asks for the blocks, the lender keeps them for the duration of the lease at most.
+1. The lender offers the blocks of a prompt under a lease. The lender keeps the blocks until the borrower returns the lease, or until
+   the lease ends by itself. So if a borrower dies or never asks for the blocks, the lender keeps them at most for the duration of the
+   lease.
 2. The borrower accepts the handoff when it has room for the prompt. It pulls all blocks that it lacks in one exchange, and then
    returns the lease. A borrower that lacks no block returns the lease at once.
 3. If a step fails (no connection, no answer in time, a missing or wrong block), the borrower computes the blocks that it lacks. It
@@ -106,14 +107,14 @@ class HandoffLeases(Generic[Name]):
         """Begin without leases.
 
         Args:
-            blocks: The engine's blocks, which leases keep from being evicted.
+            blocks: The blocks of the lender's engine. A block under an open lease is not evicted.
             lasting: Duration of each lease in nanoseconds.
         """
         self._blocks = blocks
         self._lasting = lasting
         # The leases are in the order in which they end, because all leases last equally long.
         self._open: dict[str, _HandoffLease[Name]] = {}
-        self.expired = 0  # number of leases that ended by themselves, because they were not returned in time
+        self.expired = 0  # number of leases so far that ended by themselves, because they were not returned in time
 
     def __len__(self) -> int:
         return len(self._open)
@@ -142,7 +143,7 @@ class HandoffLeases(Generic[Name]):
         return pulled.names
 
     def give_back(self, lease: str) -> bool:
-        """End a lease that its borrower does not need any more. Return False if the lease has already ended."""
+        """End a lease that the borrower has returned (rule 2). Return False if the lease has already ended."""
         return self._end(lease, LeaseStep.RETURN)
 
     def expire(self, now: Nanos) -> Sequence[str]:

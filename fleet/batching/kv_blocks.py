@@ -1,14 +1,14 @@
-"""KV blocks of a modelled engine: a prefix cache that counts blocks and knows their names, but stores no bytes.
+"""KV blocks of a modelled engine (`fleet.batching.attempts`): a prefix cache that counts and names blocks, but stores no bytes.
 
 Rules:
 
 1. A block is free, used by attempts, or idle. No attempt uses an idle block, but the block has a name, so that a later prompt can use
    it again. A handoff lease uses the blocks that it keeps, like an attempt.
 2. A block without a name belongs to one attempt: it is a block of a prompt that is not computed yet, a partly filled block, or a block
-   of an answer. Only the number of these blocks is stored in the attempt. They get their names when all their tokens are computed, so
-   that other attempts find them. If a block of that name exists already, the attempt's block stays without a name until the attempt ends.
-3. A prompt is admitted with blocks for all its tokens and one more token. Its leading blocks in the cache are used, and the others are
-   taken from the free and idle blocks.
+   of an answer. Only the number of these blocks is stored in the attempt. A block gets its name when all its tokens are computed, so
+   that other attempts find it. If a block of that name exists already, the attempt's block stays without a name until the attempt ends.
+3. A prompt is admitted with blocks for all its tokens and one more token. The leading blocks of the prompt that are in the cache are
+   used; the other blocks are taken from the free and idle ones.
 4. If no block is free, the idle block that was released first loses its name and is used again. An attempt releases its last block
    first, so the end of a chain is evicted before its beginning.
 """
@@ -98,7 +98,10 @@ class KvBlocks(Generic[Name]):
     # Methods for all blocks of an attempt:
 
     def reserve(self, attempt: BatchedAttempt[Name], here: int) -> bool:
-        """Take the blocks for a prompt whose first `here` blocks are in the cache. Return False if too few are available."""
+        """Take the blocks for a prompt and one more token (rule 3). The first `here` blocks of the prompt must be in the cache.
+
+        Return False, and take nothing, if too few blocks are available.
+        """
         cached = attempt.job.keys[:here]
         wanted = attempt.prompt_tokens // self._block_tokens + 1 - here
         if wanted > self.available - (sum(map(self._idle.__contains__, cached)) if here else 0):
@@ -117,7 +120,8 @@ class KvBlocks(Generic[Name]):
     def missing(self, attempt: BatchedAttempt[Name]) -> int:
         """Return the number of blocks that an attempt has to fetch.
 
-        These are the blocks that it will have after its fetch (`BatchedAttempt.coming`), without its named blocks.
+        These are the blocks of the tokens whose KV the engine will have after the fetch (`BatchedAttempt.coming`), without the attempt's
+        named blocks.
         """
         return max(0, blocks_for(attempt.coming, self._block_tokens) - len(attempt.held))
 
@@ -127,7 +131,10 @@ class KvBlocks(Generic[Name]):
         attempt.own += 1
 
     def name(self, attempt: BatchedAttempt[Name], keys: Sequence[Name], computed: int) -> None:
-        """Give names to the blocks that the first `computed` tokens of an attempt fill and that have no names yet."""
+        """Give names to those blocks without names that the first `computed` tokens of an attempt fill.
+
+        `keys` has the names of the attempt's blocks, in order. A name that another block has already is left out (rule 2).
+        """
         full, known = min(computed // self._block_tokens, len(keys)), len(attempt.held)
         if full <= known:
             return

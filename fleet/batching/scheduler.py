@@ -1,15 +1,16 @@
-"""Batch scheduler of a modelled engine: continuous batching with chunked prefill, within a limited number of KV blocks.
+"""Batch scheduler of a modelled engine (`fleet.batching.attempts`): continuous batching with chunked prefill and limited KV blocks.
 
 The scheduler knows neither time nor bytes. `fleet.sim.virtual_engine` drives it in virtual time, and
 `workers.engines.simulated.engine` in real time with real KV bytes.
 
 Rules:
 
-1. Attempts are admitted in the order of priority, then of arrival, if there is room for the prompt and one more token. Within a
-   priority, preempted attempts come first. While the first attempt cannot be admitted, no other one is admitted before it.
+1. Attempts are admitted in the order of priority, then of arrival, if the batch has a free place, and if there are blocks for the
+   prompt and one more token. Within a priority, preempted attempts come first. While the first attempt in this order cannot be
+   admitted, no attempt after it is admitted.
 2. A block supply (`fleet.batching.attempts.BlockSupply`) says which blocks of a prompt can be fetched from a store or a
-   prefill worker. The scheduler calls it once for each attempt, when there is room for the attempt's prompt. If a fetch
-   begins, blocks are reserved for the prompt at once. The attempt then leaves the queue of rule 1, so other attempts
+   prefill worker. The scheduler calls the supply once for each attempt, when there is room for the attempt's prompt. The
+   blocks for the prompt are reserved before a fetch begins. The attempt then leaves the queue of rule 1, so other attempts
    are admitted during the fetch. After the fetch, even if it has failed, the attempt is admitted before all attempts that
    wait for room.
 3. A step gives one token to each running attempt, and the other tokens of `step_tokens` to prompts, in the order of admission. A
@@ -39,7 +40,10 @@ PromptChunk = tuple[BatchedAttempt[Name], int]
 """An attempt, and the number of its prompt tokens that one step computes."""
 
 DueHeap = list[tuple[int, int, BatchedAttempt[Name]]]
-"""Heap of attempts by the decode step at which something is due: (decode step, number in the order of admission, attempt)."""
+"""Heap of attempts by the decode step at which something is due, such as a new block or the end (rule 4).
+
+An entry has the decode step, the attempt's number in the order of admission, and the attempt.
+"""
 
 
 class StepPlan(Struct, Generic[Name], frozen=True):
@@ -88,18 +92,18 @@ class BatchScheduler(Generic[Name]):
 
     @property
     def waiting(self) -> int:
-        """Number of attempts that are not admitted yet."""
+        """Number of attempts that wait for their admission, including preempted ones and those with a fetch."""
         return len(self._waiting) + len(self._ready) + len(self._fetching)
 
     @property
     def wanted(self) -> bool:
-        """True if an attempt waits for room. Attempts that have room, and wait for a fetch or after it, do not count."""
+        """True if an attempt waits for blocks or a batch place. Attempts whose blocks are reserved for a fetch do not count."""
         return bool(self._waiting)
 
     # Methods that add and end attempts:
 
     def submit(self, job: Job[Name]) -> None:
-        """Add an attempt to the waiting ones. It is admitted as soon as there is room."""
+        """Add an attempt to the waiting ones; `plan` admits it in its turn (rule 1)."""
         self.attempts[job.attempt_id] = attempt = BatchedAttempt(job)
         self._arrivals += 1
         insort(self._waiting, (-job.priority, self._arrivals, attempt))
@@ -118,7 +122,7 @@ class BatchScheduler(Generic[Name]):
         return self.blocks.missing(attempt)
 
     def fetched(self, attempt_id: RequestId) -> BatchedAttempt[Name] | None:
-        """Record the end of an attempt's fetch, and return the attempt, or None if it was cancelled.
+        """Record the end of an attempt's fetch, and return the attempt, or None if the attempt was cancelled.
 
         The caller then sets `computed` in the attempt, and names the blocks that have arrived. The engine computes the other prompt tokens.
         """
@@ -127,7 +131,7 @@ class BatchScheduler(Generic[Name]):
         return attempt
 
     def end(self, attempt: BatchedAttempt[Name]) -> None:
-        """End an attempt that has generated all its tokens. Free its blocks, unless it is handed off (rule 6)."""
+        """End an attempt that has generated all its tokens. Free its blocks, unless the attempt is handed off (rule 6)."""
         attempt_id = attempt.job.attempt_id
         del self.attempts[attempt_id]
         if attempt.job.handed_off:
@@ -203,10 +207,10 @@ class BatchScheduler(Generic[Name]):
         return preempted
 
     def computed(self, attempt: BatchedAttempt[Name], tokens: int) -> bool:
-        """Record that `tokens` prompt tokens of an attempt were computed. Return True if its prompt is complete.
+        """Record that `tokens` prompt tokens of an attempt were computed. Return True if all its prompt tokens are computed now.
 
-        The last prompt token also produces the next token of the answer, which is the first one except after a preemption. If the result is
-        True, the caller has to call `join` or `end`.
+        The computation of the last prompt token also generates the next token of the answer. After a preemption, this token is not the
+        first one of the answer. If the result is True, the caller has to call `join` or `end`.
         """
         attempt.computed += tokens
         if attempt.computed < attempt.prompt_tokens:
@@ -250,7 +254,10 @@ class BatchScheduler(Generic[Name]):
         return None
 
     def steps_to_growth(self) -> int | None:
-        """Return the number of steps until a running attempt needs one more block. Return None if all end before they need one."""
+        """Return the number of steps until a running attempt needs one more block.
+
+        Return None if all running attempts end before they need another block.
+        """
         return self.steps_to(self._grows)
 
     def _admit(self) -> None:

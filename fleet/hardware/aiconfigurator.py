@@ -11,8 +11,8 @@ collections contradict others. This module corrects the rows in this way:
    of the two stated degrees by the expert-parallel degree, which gives the number of GPUs.
 2. In these two collections, some aggregated rows of vLLM with expert parallelism are wrongly marked as data-parallel
    attention: they state as many data-parallel as tensor-parallel ranks. This module reads these rows as tensor-parallel
-   attention. Their batch size counts the requests of only one of the stated data-parallel ranks, so it is too small.
-   This module does not correct it, and uses it only if rule 3 needs it.
+   attention. The batch size in these rows counts the requests of only one of the stated data-parallel ranks, so it is too
+   small. This module does not correct the batch size, and uses it only if rule 3 needs it.
 3. The concurrency is taken from the column `silicon_data_source`, or computed from the batch size if that column does
    not contain it.
 4. DeepSeek-R1 and DeepSeek-V3 count as one model, and so do checkpoints of one model in different precisions.
@@ -76,7 +76,8 @@ class Sample(Struct, frozen=True, kw_only=True):
     measurements: tuple[Measurement, ...]  # without duplicates and without incomplete measurements
     # Sizes by model. Their precision is always bf16; each measurement states its real precision.
     models: dict[str, ModelSizes]
-    # Number of distinct measurements that were left out, mostly because they do not state the numbers of workers.
+    # Number of distinct measurements that were left out, because their model is not in `CONFIGS`, or because they do not
+    # state the concurrency, the parallelism or the numbers of workers.
     left_out: int
 
 
@@ -85,7 +86,7 @@ def read_sample(wheel: Path) -> Sample:
 
     Raises:
         ConfigurationRefused: The file does not exist, or is not a wheel of aiconfigurator-core; the message names the
-            file.
+            file. Or the wheel has measurements of a GPU type that is not in `GPUS`; the message names the type.
     """
     try:
         with zipfile.ZipFile(wheel) as archive:
@@ -155,7 +156,7 @@ def _precision(row: Mapping[str, str], name: str) -> Precision:
     weights, experts = NUMBERS[row["gemm_quant_mode"]], NUMBERS[row["moe_quant_mode"]]
     if name == "gpt-oss-120b":  # this model was published with 4-bit experts and all other weights in bf16
         weights, experts = Number.BF16, Number.FP4
-    if weights is Number.INT4:  # Kimi's checkpoint has only its experts in INT4
+    if weights is Number.INT4:  # only Kimi's checkpoint has INT4, and only for its experts
         weights = Number.BF16
     narrow = weights is not Number.BF16 or experts in (Number.FP4, Number.FP8)
     return Precision(weights=weights, experts=experts, kv=Number.FP8 if narrow else Number.BF16)

@@ -34,8 +34,8 @@ class Number(StrEnum):
 
 
 SCALES = {Number.BF16: 1.0, Number.FP8: 1.0, Number.FP4: 1.125, Number.INT4: 1.0625}
-"""Factor by which the scales of quantised weights increase their bytes. FP4 (NVFP4) has an 8-bit scale for 16 numbers;
-INT4 is counted with a 16-bit scale for 64 numbers (32 bytes)."""
+"""Factor by which scales increase the bytes of quantised weights. FP4 (NVFP4) has an 8-bit scale for 16 numbers; INT4 is
+counted with a 16-bit scale for 64 numbers (32 bytes)."""
 
 
 class GpuLink(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

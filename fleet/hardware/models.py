@@ -9,7 +9,7 @@ Rules:
    tokens, and some may be linear.
 3. MLA caches one latent vector and one rotary key per token for all heads, and every rank of a tensor-parallel group
    holds a copy. As in engines, decoding multiplies with the latent vectors, while prefill first computes the keys and
-   values of all heads from them.
+   values of all heads from the latent vectors.
 4. If a field has a value that this module does not support, such as an unknown kind of layer, an error names the field.
    Fields that affect neither sizes nor operations are ignored.
 """
@@ -73,7 +73,7 @@ class ModelSizes(Struct, frozen=True, kw_only=True):
     latent_dim: int = 0  # only with MLA: number of values that a layer caches for a token
     full_layers: int  # number of layers whose cache grows with the context
     window_layers: int = 0
-    window: int = 0  # number of tokens to which a window layer attends
+    window: int = 0  # maximum number of tokens to which a token attends in a window layer
     linear_layers: int = 0
     state_numbers: int = 0  # number of values in the state of a sequence in one linear layer
     # Only with sparse attention: maximum number of tokens to which a token attends; 0 if it attends to all tokens.
@@ -313,7 +313,7 @@ def _attention_parameters(
 def _linear_parameters(fields: _Fields, hidden: int) -> int:
     keys = fields.count("linear_num_key_heads") * fields.count("linear_key_head_dim")
     values = fields.count("linear_num_value_heads") * fields.count("linear_value_head_dim")
-    return hidden * (2 * keys + 3 * values)  # query, key, value, gate, output
+    return hidden * (2 * keys + 3 * values)  # the matrices of query and key, and those of value, gate and output
 
 
 def _state_numbers(fields: _Fields) -> int:

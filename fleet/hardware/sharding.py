@@ -80,7 +80,10 @@ class ShardedModel(Struct, frozen=True, kw_only=True):
         return self.model.kv_bytes_per_sequence / self.kv_ranks / self.parallelism.pp
 
     def kv_room_bytes(self, share: float = MEMORY_SHARE) -> float:
-        """Return the bytes for the KV cache on each GPU; the number is negative if the weights do not fit."""
+        """Return the bytes for the KV cache on each GPU, if an engine uses this share of the GPU's memory (rule 3).
+
+        The number is negative if weights and reserve do not fit.
+        """
         return self.gpu.memory_bytes * share - self.weights_bytes - RESERVE_BYTES
 
     def kv_capacity_tokens(self, share: float = MEMORY_SHARE) -> int:
@@ -98,7 +101,8 @@ def shard_model(
     """Split a model over GPUs; `share` is the share of a GPU's memory that the engine may use.
 
     Raises:
-        ConfigurationRefused: The model cannot be split in this way, or does not fit; the message names the field and a remedy.
+        ConfigurationRefused: The model cannot be split in this way; the message names the field. Or the model does not fit;
+            the message also names a remedy.
     """
     for field, cause in _obstacles(model, gpu, parallelism):
         raise ConfigurationRefused(f"{model.name}: parallelism.{field}: {cause}")

@@ -2,7 +2,7 @@
 
 Rules:
 
-1. All GPUs of a replica that hold KV of a sequence send their parts of it at the same time, each through its own link.
+1. All GPUs of a replica that hold KV of a sequence send their parts of this KV at the same time, each through its own link.
    The GPU that sends or receives the most bytes determines the duration of the transfer. With MLA, every one of these
    GPUs in a pipeline stage holds the whole latent KV of the stage, so each sends only a part of it.
 2. Large contiguous transfers reach the share `REACHED` of the bandwidth in a link's data sheet.

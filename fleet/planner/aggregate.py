@@ -2,10 +2,10 @@
 
 Rules:
 
-1. `fleet.planner.sources` reads the reports. Their counters belong to one incarnation of a router process. If an
-   incarnation began within the window, or at most `stale_after` before it, all of its counts belong to the window. If an
-   older incarnation reports for the first time, only counts after this report belong to the window: it is unknown when
-   the earlier requests arrived.
+1. `fleet.planner.sources` reads the reports. The counters in a report belong to one incarnation of a router process. If an
+   incarnation began within the window, or at most `stale_after` before it, all counts of the incarnation belong to the
+   window. If an older incarnation reports for the first time, only counts after this report belong to the window: it is
+   unknown when the earlier requests arrived.
 2. A source is stale until its first report, and again when it has been silent for longer than `stale_after`. The counts
    of such a silent time are dropped, because they would look like a burst in the next window. The window in which the
    source reports again still names the source as stale.
@@ -29,7 +29,7 @@ from fleet.core.roles import Role
 from fleet.planner.demand import DemandWindow, RecentRequest, WorkerDemand
 from fleet.planner.messages import PoolName, worker_prefix
 
-STALE_AFTER = Nanos(5 * SECOND)  # routers report once a second, so five reports are missing
+STALE_AFTER = Nanos(5 * SECOND)  # default of `stale_after`: five reports, because routers report once a second
 SAMPLED = 512
 """Maximum number of requests in the sample that rehearsals use. A new request replaces the oldest one."""
 
@@ -49,11 +49,11 @@ _HISTOGRAMS = ("ttft", "tpot", "queue_wait")
 
 
 class _Process(Struct):
-    """Holds the latest report of one router incarnation, and what earlier windows have counted."""
+    """Holds the latest report of one router incarnation, and the counters that earlier windows have covered."""
 
     source: str
     reported_at: Nanos
-    base: ModelDemand  # counters from which the present window counts (rules 1 and 2)
+    base: ModelDemand  # values of the counters at the beginning of the present window (rules 1 and 2)
     latest: ModelDemand
     workers: tuple[WorkerLoad, ...]
 
@@ -154,7 +154,7 @@ class DemandAggregator:
         self._troubles[source] = why
 
     def sample(self) -> tuple[RecentRequest, ...]:
-        """Return recent requests in the order of their arrival."""
+        """Return the last `SAMPLED` requests of the reports' samples, in the order of their arrival."""
         return tuple(sorted(self._sample, key=lambda each: each.arrived))
 
     def stale(self, now: Nanos) -> tuple[str, ...]:

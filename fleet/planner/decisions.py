@@ -51,13 +51,13 @@ class PlannedPool(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Name of the pool."""
 
     role: Role
-    """The phases of a request that its workers run: prefill, decode, or both."""
+    """The phases of a request that the workers of the pool run: prefill, decode, or both."""
 
     gpu: str = ""
-    """Short name of its GPU type; empty: no GPU."""
+    """Short name of the GPU type of the workers; empty: the workers have no GPU."""
 
     gpus: int = 1
-    """GPUs of one replica."""
+    """Number of GPUs of one replica."""
 
     least: Replicas = 0
     """Minimum number of replicas."""
@@ -78,7 +78,7 @@ class PlannedPool(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     @property
     def replica_gpus(self) -> int:
-        """Return the GPUs of one replica; 0 if it needs none."""
+        """Return the number of GPUs of one replica; 0 if `gpu` is empty."""
         return self.gpus if self.gpu else 0
 
     @property
@@ -143,8 +143,8 @@ class PlanDecision(Struct, frozen=True, kw_only=True):
 
     at: Nanos
     replicas: dict[PoolName, int]
-    """Number of replicas of each pool that the rule sizes, also if it is unchanged. A pool that is not reported is
-    missing."""
+    """Number of replicas of each pool that the rule sizes, also if the number is unchanged. A pool that the observation
+    lacks is missing here too."""
 
     reason: DecisionReason
     message: str = ""
@@ -165,7 +165,8 @@ class ScalingRule(Protocol):
     def decide(self, now: Nanos, demand: DemandWindow, seen: Observation) -> PlanDecision:
         """Return the decision at the instant `now`.
 
-        `demand` covers the time since the last decision; `seen` is the present state of the pools.
+        `demand` is the latest demand window, which begins at the end of the previous one; `seen` is the present state of
+        the pools.
         """
         ...
 

@@ -7,8 +7,8 @@ Rules:
    could have served it. Refused requests also count, as demand that was not served.
 2. Durations are stored as histograms with fixed buckets. So the windows of several routers can be added, and also
    successive windows of one router.
-3. A source that has not reported within its limit is named in `stale`; a planner then keeps all numbers of replicas as
-   they are, and reports the source.
+3. A source that has not reported within its time limit (`stale_seconds`) is named in `stale`. A planner then keeps all
+   numbers of replicas as they are, and reports the source.
 """
 
 from msgspec import Struct
@@ -67,14 +67,15 @@ class DemandWindow(Struct, frozen=True, kw_only=True):
     """Number of prompt tokens of all arrivals."""
 
     cached_tokens: int = 0
-    """Number of prompt tokens whose KV was in a cache, so that workers did not compute them."""
+    """Number of prompt tokens that workers did not compute, because their KV was in a cache. They are counted when the
+    first token of the answer arrives."""
 
     prompt_squares: float = 0.0
     """Sum of the squares of the arrivals' prompt lengths, from which the variance of the lengths is computed, or 0 if
     it is unknown."""
 
     finished: int = 0
-    """Number of answers that ended in the window."""
+    """Number of answers that ended in the window, complete or not."""
 
     answer_tokens: int = 0
     """Number of tokens of the answers that ended in the window."""
@@ -89,7 +90,7 @@ class DemandWindow(Struct, frozen=True, kw_only=True):
     """Number of requests that wait in routers at the end of the window."""
 
     oldest_seconds: float = 0.0
-    """Age in seconds of the oldest request that waits in a router, or 0 if none waits."""
+    """Age in seconds of the oldest request that waits in a router at the end of the window, or 0 if none waits."""
 
     overflowed: int = 0
     """Number of refused requests that a hosted endpoint has answered. They are part of `arrivals` and `refused`,

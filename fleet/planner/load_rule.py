@@ -93,7 +93,7 @@ class LoadRule:
     def _need(
         self, pool: PlannedPool, now: Nanos, demand: DemandWindow, seen: PoolObservation, numbers: dict[str, float]
     ) -> int:
-        """Return the replicas that a pool should have (rules 1 and 2), and note its load and its need in `numbers`."""
+        """Return the number of replicas that a pool should have (rules 1 and 2); note the pool's load and need in `numbers`."""
         load = sum(each.running + each.waiting for each in demand.workers if each.pool == pool.name)
         alike = [each for each in self._pools if (each.role is Role.PREFILL) == (pool.role is Role.PREFILL)]
         load += ceil(demand.queued / len(alike))
@@ -122,14 +122,15 @@ class LoadRule:
 
         A pool gets its minimum number of replicas even if the budget is used up, and a pinned pool gets its number.
         """
-        exhausted: dict[PoolName, str] = {}  # the limit because of which a pool gets less than it needs
+        # for each pool that gets less than it needs: the name of the limit that causes this
+        exhausted: dict[PoolName, str] = {}
         floors = {
             pool.name: needs[pool.name] if observed[pool.name].pinned else min(needs[pool.name], pool.least)
             for pool in self._pools
         }
         none = dict.fromkeys(needs, 0)
         shares = self._divided(floors, needs, none, none, exhausted)
-        # Each pool shrinks to its share at once. It grows to its share as soon as the other pools leave room.
+        # A pool above its share shrinks at once. A pool below its share grows as soon as the other pools leave room.
         held = {name: max(found.wanted, found.ready) for name, found in observed.items()}
         draining = {name: found.draining for name, found in observed.items()}
         least = {name: max(floors[name], min(share, observed[name].wanted)) for name, share in shares.items()}

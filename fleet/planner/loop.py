@@ -4,10 +4,9 @@ Rules:
 
 1. Unless its mode is `off`, every planner asks its rule for decisions, also if it does not lead. So the rule knows the
    past demand when the planner begins to lead. Only the leader applies plans, and only in active mode.
-2. Only one plan is carried out at a time. It is superseded by a decision that requests more replicas of some pool than
-   are requested with this plan. Every other decision has no effect while the plan is carried out. The new plan also
-   contains the pools of the superseded plan whose replicas do not all serve yet. So these replicas are rolled back too
-   if they do not serve in time.
+2. Only one plan is carried out at a time. A decision that requests more replicas of some pool than this plan supersedes
+   the plan. Every other decision has no effect while the plan is carried out. The new plan also contains the pools of the
+   superseded plan whose replicas do not all serve yet. So these replicas are rolled back too if they do not serve in time.
 3. A new leader continues an unfinished plan of an earlier leader: it waits for the replicas, and rolls back those that
    do not serve in time.
 4. The loop limits the numbers of each decision to the bounds of the pools, because a rule may have a fault. Plans do
@@ -65,8 +64,8 @@ EXTRA_SECONDS = 30.0
 drain."""
 
 STARTING_SECONDS = 30.0
-"""Seconds after the start of the planner. If the orchestrator has not answered yet in this time, no condition reports
-it, because the orchestrator may still be starting too."""
+"""Seconds after the start of the planner in which no condition reports that the orchestrator has not answered yet, because
+the orchestrator may still be starting too."""
 
 OBSERVE_SECONDS = 2 * CALL_SECONDS
 """Time limit in seconds for an observation. A connector has a shorter time limit of its own; this limit is for a
@@ -274,7 +273,7 @@ class PlannerLoop:
             if self._recorder is not None:
                 self._recorder.decided(now, window, seen, decided)
             decision = self._bounded(decided)
-        except Exception as error:  # any error: an error in a rule must not end the planner
+        except Exception as error:  # a rule may raise any exception, which must not end the planner
             self.rule_failures += 1
             message = f"{type(error).__name__}: {error}"
             if self._trouble is None or self._trouble.message != message:
@@ -323,7 +322,7 @@ class PlannerLoop:
     def _changes(self, decision: PlanDecision, seen: Observation) -> dict[PoolName, int]:
         """Return the new number of replicas of each pool that a decision changes, without pinned pools.
 
-        If the reason of the decision is `NO_SIGNAL`, return nothing, even if the number of a pool is out of its bounds.
+        If the reason of the decision is `NO_SIGNAL`, return no pool, even if the number of a pool is out of its bounds.
         """
         if decision.reason is DecisionReason.NO_SIGNAL:
             return {}

@@ -35,8 +35,8 @@ Rules, in the order in which `PlannerMachine.decide` applies them:
    most half of a pool, because the caches of removed replicas are lost; if the load has ended, this limit does not hold.
    In two cases, pools shrink without waiting. If one phase grows because a mean length has changed, the other phase
    shrinks in the same plan. If the budget does not allow a growth, pools shrink so that others can grow.
-7. **Cheaper mix.** Another mix of pools is used only if it saves at least the share `mix_saving` of the cost. Its new
-   replicas start before old ones end.
+7. **Cheaper mix.** Another mix of pools is used only if it saves at least the share `mix_saving` of the cost. The replicas
+   that it adds are started before other replicas end.
 8. **Limits.** The requested numbers keep the bounds of the pools, and the bounds of the ratio of prefill to decode
    replicas. Budgets are kept at every instant, and also count replicas that start or drain. If no budget is free, a
    replica that replaces another one starts only when the other one has drained.
@@ -44,7 +44,7 @@ Rules, in the order in which `PlannerMachine.decide` applies them:
    grow for `retry_seconds` after one of these events: its replicas found no room or failed, the orchestrator forbade its
    number, or its number was rolled back. The other pools grow instead.
 10. **Goals out of reach.** If no pool can reach a goal, the planner sizes pools for nearly the best latency that can be
-    reached, and reports a condition. It then does not shrink pools unless the load ends.
+    reached, and reports a condition. The planner then does not shrink pools unless the load ends.
 
 `fleet.planner.loop` carries the decisions out. On Kubernetes, `operators.controller.reconcile` (rule 5) chooses which
 pods end.
@@ -247,7 +247,7 @@ class PlannerMachine:
     def _trusts_forecast(self, horizon: float) -> bool:
         """Return whether the forecast of the rate is used.
 
-        It is not used if the settings turn it off, or if it has too few samples.
+        The forecast is not used if the settings turn it off, or if there are too few samples.
 
         After a fall of the rate, forecasts by means and trends are too high for a while. In this time, only a seasonal
         forecast is used.
@@ -526,8 +526,8 @@ class PlannerMachine:
     def _load_share(self, view: "_PlanningView", phase: Role) -> float:
         """Return the present rate, as a share of the rate that the ready replicas of a phase can serve.
 
-        The capacity model computes the rate that they can serve, without the effect of earlier missed goals. Return 0
-        if no replica is ready.
+        The rate that these replicas can serve is the prediction of the capacity model, without the effect of earlier
+        missed goals. Return 0 if no replica is ready.
         """
         most = sum(
             self._rate(view, each.pool, each.seen.ready)

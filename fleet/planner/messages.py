@@ -5,7 +5,7 @@ Rules:
 1. A plan states the number of replicas of some pools. An orchestrator carries it out: the Kubernetes operator, a
    supervisor or an external program. Connectors (`fleet.planner.ports`) bring these messages to the orchestrator and
    back.
-2. Whoever has written a pool's number last owns it. A planner does not change a number that a person (or, on
+2. Whoever has written a pool's number last owns this number. A planner does not change a number that a person (or, on
    Kubernetes, an HPA) has written: the pool is pinned.
 3. A plan is made from an observation. If somebody has written a pool's number after the observation, the plan does not
    overwrite this number.
@@ -49,9 +49,9 @@ class PoolGapReason(StrEnum):
 
     NOT_TAKEN_UP = "not_taken_up"  # the orchestrator has not acted on the plan yet
     UNDER_WAY = "under_way"
-    NO_ROOM = "no_room"  # no node, device or quota is left
+    NO_ROOM = "no_room"  # the cluster has no node, device or quota left for the missing replicas
     FAILING = "failing"  # replicas start, and end again because of an error
-    LIMITED = "limited"  # bounds, budget or ratio forbid the number
+    LIMITED = "limited"  # the orchestrator's own bounds, budget or ratio forbid the requested number
 
 
 class PoolObservation(Struct, frozen=True, kw_only=True):
@@ -71,14 +71,14 @@ class PoolObservation(Struct, frozen=True, kw_only=True):
     """Id of the plan that wrote the requested number, or an empty text if no plan wrote it."""
 
     before: int | None = None
-    """Number of replicas before the plan `plan`; None if it is unknown. It does not count replicas that an earlier plan
-    had added and that did not serve."""
+    """Number of replicas before the plan `plan`; None if this number is unknown. Replicas that an earlier plan had added
+    and that did not serve do not count."""
 
     version: str = ""
     """Version of the requested number, which changes each time that somebody writes the number."""
 
     pinned: str = ""
-    """Why a planner must not change the number, or an empty text if it may."""
+    """Why a planner must not change the requested number, or an empty text if a planner may change it."""
 
     why: PoolGapReason | None = None
     """Why the pool does not have the requested replicas, or `NOT_TAKEN_UP` if the orchestrator has not read the
@@ -137,5 +137,5 @@ class Plan(Struct, frozen=True, kw_only=True):
     id: PlanId
     replicas: dict[PoolName, Replicas]
     within: Nanos
-    """Time from the writing of the plan within which its replicas must serve. Replicas that do not serve at the end of
-    this time are rolled back."""
+    """Time from the writing of the plan within which the replicas of the plan must serve. Replicas that do not serve at
+    the end of this time are rolled back."""

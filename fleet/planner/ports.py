@@ -26,8 +26,8 @@ class PlanConnector(Protocol):
         """Return the present state of the pools.
 
         Raises:
-            ConnectorUnreachable: The orchestrator does not answer. The caller may try again; until then, the last
-                observation may still be true.
+            ConnectorUnreachable: The orchestrator does not answer, or its records cannot be read. The caller may try again;
+                until then, the last observation may still be true.
             OrchestratorGone: The program that carries out the plans has ended without reporting it.
         """
         ...
@@ -63,6 +63,7 @@ class PoolReleaser(Protocol):
             PlanConflict: Another writer changed a pool during each of several attempts.
             PlanRefused: A pool does not exist, or no planner may change it; nothing is written.
             ConnectorUnreachable: The orchestrator does not answer; the pools may be released or not.
+            OrchestratorGone: The program that carries out the plans has ended without reporting it.
         """
         ...
 
@@ -75,7 +76,7 @@ class ConnectorError(Exception):
 
 
 class ConnectorUnreachable(ConnectorError):
-    """The orchestrator does not answer; try again later."""
+    """The orchestrator does not answer, or its plan or report cannot be read now. A later call may succeed."""
 
 
 class OrchestratorGone(ConnectorError):
@@ -99,7 +100,7 @@ class PlanRefused(ConnectorError):
 
 
 class PoolsPrediction(Struct, frozen=True, kw_only=True):
-    """Holds the latencies and costs that are predicted for certain numbers of replicas and the recent requests."""
+    """Holds the latencies and costs that a rehearsal predicts if certain numbers of replicas serve the recent requests."""
 
     ttft_seconds: float
     """Predicted TTFT in seconds, at the percentile of the goals."""

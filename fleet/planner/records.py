@@ -44,13 +44,13 @@ class PlanState(StrEnum):
     UNDER_WAY = "under_way"
     SETTLED = "settled"
     ROLLED_BACK = "rolled_back"
-    UNSETTLED = "unsettled"  # the plan was unfinished at its deadline, and there was nothing to roll back
+    UNSETTLED = "unsettled"  # the plan was unfinished at its deadline, and nothing could be rolled back
     SUPERSEDED = "superseded"
     HELD_BACK = "held_back"  # the rehearsal predicts that the plan misses a goal that the present pools keep
-    CONFLICT = "conflict"  # another writer changed a pool at the same time
+    CONFLICT = "conflict"  # another writer changed a pool of the plan after the planner had observed it
     REFUSED = "refused"
     FAILED = "failed"  # the orchestrator did not answer, or has ended
-    # This planner ended or lost the leadership; the next leader continues the plan if it was written.
+    # This planner ended or lost the leadership. If the plan was written already, the next leader continues it.
     HANDED_OVER = "handed_over"
 
 
@@ -61,13 +61,14 @@ class PlanScore(Struct, frozen=True, kw_only=True):
     tpot_seconds: float | None
     attainment: float | None
     gpu_hours: float
-    """GPU-hours that the pools used in one hour."""
+    """GPU-hours that the pools used, for each hour of the measured time."""
 
     dollars: float
-    """Dollars that the replicas cost in one hour."""
+    """Dollars that the replicas cost, for each hour of the measured time."""
 
     overflow_dollars: float = 0.0
-    """Dollars that a hosted endpoint cost in one hour, for requests that it answered instead of the pools."""
+    """Dollars that a hosted endpoint cost for requests that it answered instead of the pools, for each hour of the measured
+    time."""
 
     ttft_error: float | None = None
     """Relative error of the predicted TTFT, or None if nothing was predicted or no request was served."""
@@ -93,7 +94,7 @@ class PlanRecord(Struct, frozen=True, kw_only=True):
     conditions: tuple[PlanCondition, ...] = ()
     rehearsal: RehearsalResult | None = None
     rehearsal_skipped: str = ""
-    """Why the plan was not rehearsed; empty if it was, or if the rehearsal has not ended."""
+    """Why the plan has no result of a rehearsal; empty if it has one, or if the rehearsal has not ended."""
 
     ended_ms: int = 0
     """Wall-clock time at which the plan ended, in milliseconds since 1970, or 0 if it has not ended."""
@@ -129,8 +130,8 @@ class PlannerStatus(Struct, frozen=True, kw_only=True):
     """Numbers of the last demand window by name, such as rates, lengths and latencies; None if not measured."""
 
     overflow: dict[str, float] = {}
-    """Requests that a hosted endpoint has answered since this planner started: their number (`requests`) and their cost
-    (`dollars`)."""
+    """Overflow since this planner started: the number of requests that a hosted endpoint has answered (`requests`), and the
+    cost of these requests (`dollars`)."""
 
     error: float | None = None
     """The largest value in `errors`, or None if `errors` is empty."""

@@ -39,7 +39,7 @@ class PlannerRuleSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     seasons."""
 
     step_seconds: PositiveSeconds = 15.0
-    """Time between two samples of the forecast."""
+    """Time between two samples of the rate from which the forecast is computed."""
 
     threshold: Annotated[float, Meta(ge=1, le=10)] = 4.0
     """Number of standard errors by which the latest rates or lengths must differ from their earlier mean to count as
@@ -49,4 +49,5 @@ class PlannerRuleSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Share of the cost that another mix of pools must save, so that the planner changes to it."""
 
     retry_seconds: PositiveSeconds = 600.0
-    """Time after which a pool that could not grow is tried again."""
+    """Time for which a pool is not made larger after it could not grow, because its replicas found no room or failed, or
+    because its number was forbidden or rolled back."""

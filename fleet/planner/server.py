@@ -11,7 +11,7 @@ from fleet.planner.ports import CALL_SECONDS, ConnectorUnreachable, PlanConflict
 
 T = TypeVar("T")
 
-LOOK_EVERY = 0.25  # seconds between two observations of the pools
+LOOK_EVERY = 0.25  # seconds between two observations of the pools, and between two attempts of a call without an answer
 # time for which a rollback is tried again if the orchestrator does not answer
 ROLL_BACK_WITHIN = Nanos(60 * SECOND)
 
@@ -35,7 +35,8 @@ async def carry_out(
         before: The observation from which the plan was made.
         clock: Clock for the deadline.
         tell: Called with each observation that differs from the previous one.
-        trouble: Called with the reason when the orchestrator does not answer and the call is tried again.
+        trouble: Called with the reason when the orchestrator does not answer and the call is tried again. A reason that
+            stays the same is reported once.
 
     Returns:
         The outcome and the last observation.

@@ -37,8 +37,8 @@ class EtcdTarget(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, 
     """Prefix of the keys `plan` and `report`."""
 
     credentials: Credentials = Credentials()
-    """TLS: `authority` signs etcd's certificate; `certificate` and `key` are the client's. If none of them is set, TLS
-    is off."""
+    """TLS: `authority` signs etcd's certificate; `certificate` and `key` belong to the program that connects to etcd. If
+    none of them is set, TLS is off."""
 
     def __post_init__(self) -> None:
         _check_addresses("endpoints", self.endpoints)
@@ -97,13 +97,15 @@ class RouterDemandSettings(
     """Control addresses: host:port, or unix:/path."""
 
     connections: Annotated[int, Meta(ge=1, le=64)] = 1
-    """Router processes behind each address (`fleet serve router --processes N`); each gets a connection of its own."""
+    """Number of router processes behind each address (`fleet serve router --processes N`). The planner opens a connection to
+    each process."""
 
     credentials: Credentials = Credentials()
     """Credentials that the planner proves to routers over TCP; they must fit the routers' `control_credentials`."""
 
     stale_seconds: Seconds = 5.0
-    """Maximum time without a report of a router. After it, the planner keeps all numbers of replicas."""
+    """Maximum time without a report of a router. After it, the planner keeps all numbers of replicas until the router
+    reports again."""
 
     def __post_init__(self) -> None:
         _check_addresses("addresses", [each for each in self.addresses if not unix_path(each)])
@@ -129,10 +131,11 @@ class MetricsDemandSettings(
     else has access."""
 
     every_seconds: IntervalSeconds = 5.0
-    """Time between two queries."""
+    """Pause between two queries of a page."""
 
     stale_seconds: Seconds = 15.0
-    """Maximum time without an answer of a router. After it, the planner keeps all numbers of replicas."""
+    """Maximum time without an answer of a page. After it, the planner keeps all numbers of replicas until the page answers
+    again."""
 
     def __post_init__(self) -> None:
         for index, url in enumerate(self.urls):
@@ -158,7 +161,7 @@ class PrometheusDemandSettings(
     """Address of the server: ``http://host:port``, with the path before ``/api/v1`` if there is one."""
 
     labels: dict[Annotated[str, Meta(pattern="^[a-zA-Z_][a-zA-Z0-9_]*$")], str] = {}
-    """Labels that the series of these routers have, such as `job`; empty: all series of `fleet_demand_…`."""
+    """Labels that select the series of the model's routers, such as `job`; empty: all series of `fleet_demand_…`."""
 
     routers: Annotated[int, Meta(ge=1, le=10_000)] = 1
     """Number of router processes that must report. If fewer report, the planner keeps all numbers of replicas."""
@@ -171,17 +174,17 @@ class PrometheusDemandSettings(
     nobody else has access."""
 
     authority: str = ""
-    """Certificates (PEM) that verify the server over https; empty: those of the system."""
+    """File with the authorities (PEM) that sign the server's certificate for https; empty: those of the system."""
 
     every_seconds: IntervalSeconds = 5.0
-    """Time between two queries."""
+    """Pause between two rounds of queries."""
 
     deadline_seconds: Annotated[float, Meta(gt=0, le=60)] = 5.0
-    """Maximum time for the answers to all queries of a round."""
+    """Maximum time for the answers to all queries of a round. A round that takes longer is dropped."""
 
     stale_seconds: Seconds = 60.0
-    """Maximum age of a sample, and maximum time without an answer. The default is the time of four scrapes at the
-    usual interval of 15 seconds."""
+    """Maximum age of a router's last sample, and maximum time without a complete round. Beyond either of them, the planner
+    keeps all numbers of replicas. The default is the time of four scrapes at the usual interval of 15 seconds."""
 
     def __post_init__(self) -> None:
         refuse_credentials("url", self.url, "token_file")
@@ -213,7 +216,7 @@ class EtcdElectionSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Key that the leader holds. Planners of different models need different keys."""
 
     lease_seconds: Annotated[int, Meta(ge=2, le=3600)] = 10
-    """Time after which another planner leads if the leader was killed."""
+    """Duration of the leader's etcd lease. If the leader was killed, another planner leads when this lease has ended."""
 
     credentials: Credentials = Credentials()
     """TLS: `authority` signs etcd's certificate; `certificate` and `key` are the planner's. If none of them is set, TLS
@@ -250,7 +253,7 @@ class LinearEngineSettings(
     """Coefficients of the engine's step times."""
 
     speedup: Annotated[float, Meta(gt=0)] = 1.0
-    """Factor by which the engine is faster than `latency` states; every latency is divided by it."""
+    """Factor by which the engine is faster than `latency` states: every time in `latency` is divided by this factor."""
 
     max_running: Positive = 16
     """Maximum number of requests in one batch of a replica."""
@@ -339,7 +342,7 @@ class PlannerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Limits on GPUs, on dollars, and on the ratio of prefill to decode replicas."""
 
     pools: Annotated[tuple[PlannedPool, ...], Meta(min_length=1)]
-    """The pools that the planner sizes. It does not change other pools."""
+    """The pools that the planner sizes. The planner does not change other pools."""
 
     prices: str = ""
     """Price book: a TOML file with dollars per hour of a GPU by region and GPU type, for pools with a `gpu` whose
@@ -348,7 +351,7 @@ class PlannerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Region of the price book; empty: the first region in it."""
 
     engines: dict[PoolName, LinearEngineSettings | GpuEngineSettings] = {}
-    """Engine of each pool. The rule `fleet` and rehearsals need all of them."""
+    """Engine of each pool. The rule `fleet` and rehearsals need the engines of all pools."""
 
     rule: FleetRuleSettings | LoadRuleSettings = FleetRuleSettings()
     """The rule that sizes the pools: `fleet` by models of their engines, or `load` by the number of requests."""
@@ -364,7 +367,7 @@ class PlannerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     prefix elect a leader by a lock there; any other planner always leads."""
 
     identity: str = ""
-    """Name in the election; empty: host and process id."""
+    """Name of this planner in the election; empty: host and process id."""
 
     listen: str = ""
     """Address of the control port for `fleet plan`: host:port, or unix:/path; empty: a socket of this user on this
@@ -377,17 +380,17 @@ class PlannerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Address at which the page /metrics is served, as host:port; empty: the page is not served."""
 
     metrics_access: MetricsAccess = MetricsAccess()
-    """Access to the metrics of `metrics_listen`."""
+    """Access to the page at `metrics_listen`: holders of a key, everybody, or only programs on this machine."""
 
     metrics_tls: MetricsTls = MetricsTls()
-    """TLS of `metrics_listen`."""
+    """TLS files of the port `metrics_listen`. Without a certificate, the port does not speak TLS."""
 
     history: str = ""
-    """File for the records of plans as JSON lines; empty: none. It is rotated, so that two files remain."""
+    """File for the records of plans as JSON lines; empty: no file. The file is rotated, so that two files remain."""
 
     record: str = ""
-    """File for a recording that `fleet plan decide` can read; empty: none. It contains all plans and all decisions, each
-    decision with the demand and the observation from which it was made."""
+    """File for a recording that `fleet plan decide` can read; empty: nothing is recorded. A recording contains all plans and
+    all decisions, each decision with the demand and the observation from which it was made."""
 
     record_mib: Annotated[int, Meta(ge=1, le=1 << 20)] = 256
     """Size in MiB at which a recording ends; later decisions are not recorded. One MiB holds about an hour with a

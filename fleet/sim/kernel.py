@@ -15,7 +15,10 @@ from typing import Any
 from fleet.core.clock import Nanos
 
 ScheduledEvent = list[Any]
-"""An event: instant, random tie-breaker, number, action. It is a list, because a class with its own comparison would be slower."""
+"""An event: instant, random tie-breaker, number in the order of scheduling, and action (None: the event was cancelled).
+
+Events are lists, because a class with its own comparison would be slower.
+"""
 
 _ACTION = 3
 
@@ -39,7 +42,7 @@ class Kernel:
         return self.instant
 
     def at(self, when: int, action: Callable[[], None]) -> ScheduledEvent:
-        """Schedule an action at an instant, or at the present instant if the given one is past."""
+        """Schedule an action at the instant `when`, or at the present instant if `when` is past."""
         if when < self.instant:  # noqa: PLR1730 - max() would be slower
             when = self.instant
         self._scheduled += 1
@@ -61,7 +64,7 @@ class Kernel:
         self.instant = to
 
     def run(self, until: Nanos | None = None) -> int:
-        """Run events until none is left, or the next one is later than `until`. Return the number of events that ran."""
+        """Run events until none is left, or until the next event is later than `until`. Return the number of events that ran."""
         heap, happened, pop = self._heap, 0, heappop
         while heap and (until is None or heap[0][0] <= until):
             self.instant, _, _, action = pop(heap)

@@ -5,14 +5,14 @@
 Rules:
 
 1. The machine gets only what the recording contains: the seed, the settings, the events at their instants, and the block
-   keys of prompts. If its commands differ from the recorded ones, the machine's code or the recording has changed. If
-   neither has changed, the machine's commands depend on something else, which is a bug.
+   keys of prompts. If the machine's commands differ from the recorded ones, the machine's code or the recording has
+   changed. If neither has changed, the machine's commands depend on something else, which is a bug.
 2. Commands are compared event by event, in the form in which they are recorded (`fleet.recording.format`). The replay ends at the
    first difference, because the later events of the recording depend on the recorded commands.
 3. If the caller gives profiles of the workers, the replay also measures how well these predict the recorded latencies
    (`fleet.router.latency_predictions`).
 4. The replay calls policies of other packages without a time limit. A live router has a time limit: if such a policy
-   was too slow while the recording was made, the default policy decided in its place. The replay then reports a
+   was too slow while the recording was made, the default policy decided instead. The replay then reports a
    difference.
 """
 
@@ -86,7 +86,7 @@ class _RecordedKeys:
 
     def __init__(self) -> None:
         self._keys: list[Keys] = []
-        self.missed = ""  # error message if the machine requested keys that were not recorded; else empty
+        self.missed = ""  # error message if the machine requested keys that are not in the recording; otherwise empty
 
     def expect(self, keys: Sequence[Keys]) -> None:
         self._keys = list(reversed(keys))
@@ -123,10 +123,10 @@ class RecordingReplay:
         """Replay the recording to its end, or to the first difference.
 
         Args:
-            decided: Called for each event with its decisions, as lines of `fleet.sim.decision_log`. May be None.
+            decided: Called for each event with the decisions that follow from it, as lines of `fleet.sim.decision_log`; or None.
 
         Raises:
-            RecordingError: A line cannot be understood.
+            RecordingError: A line of the recording cannot be read as an event with its commands.
         """
         recording = self._recording
         first = last = recording.head.began
@@ -174,7 +174,7 @@ class RecordingReplay:
         self._recorded_keys.expect(entry.keys)
         try:
             return self._machine.handle(entry.event, entry.now), ""
-        except Exception as error:  # noqa: BLE001 - supervisor: the replay reports a machine that breaks
+        except Exception as error:  # noqa: BLE001 - supervisor: the replay reports any error of the machine as a difference
             return None, f"{type(error).__name__}: {error}"
 
 

@@ -31,7 +31,7 @@ from fleet.sim.world import World
 HOUR = 3600.0
 SAMPLE_EVERY = Nanos(10 * SECOND)
 MOST_SAMPLES = 240
-"""Maximum number of samples of a timeline, because a plot cannot show more."""
+"""Maximum number of samples of a timeline, because a plot cannot show more. At this number, pairs of samples are joined."""
 
 
 class RunPlan(Struct, frozen=True, kw_only=True):
@@ -73,7 +73,7 @@ def simulate(
         traffic: Requests in the order of their arrival, or sessions, that the clients send.
         on_end: Called with each request that has ended.
         progress: Called at each sample of the timeline with the number of ended requests, and the simulated seconds.
-        sample_every: First interval between two samples of the timeline. It doubles whenever there are `MOST_SAMPLES` samples.
+        sample_every: First interval between two samples of the timeline. The interval doubles whenever there are `MOST_SAMPLES` samples.
     """
     began = time.process_time()
     kernel = Kernel(plan.seed)
@@ -115,7 +115,7 @@ def world_arguments(plan: RunPlan) -> dict[str, Any]:
 
 
 class _TimelineSampler:
-    """Takes samples of a run's timeline. Whenever there are `MOST_SAMPLES`, it joins pairs of samples and doubles the interval."""
+    """Takes samples of a run's timeline. Whenever there are `MOST_SAMPLES`, joins pairs of samples and doubles the interval."""
 
     def __init__(
         self,
@@ -206,7 +206,7 @@ def _outcome(world: World, totals: RequestSums, end: Nanos, cpu_seconds: float) 
 
 
 class _PoolSums:
-    """Adds up the results of the workers of one pool, including workers that died."""
+    """Adds up the results of the workers of one pool, including workers that died or left."""
 
     def __init__(self, profile: PoolProfile):
         self._profile = profile

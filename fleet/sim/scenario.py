@@ -26,13 +26,13 @@ FileName = Annotated[str, Meta(min_length=1, pattern=r"^[^\x00]+$")]
 
 
 class EngineSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of all engines; the defaults are those of vLLM where vLLM has such a setting."""
+    """Settings of all engines. The defaults of `max_running`, `step_tokens` and `memory_share` come from vLLM."""
 
     backend: Literal["vllm", "sglang", "trtllm"] = "vllm"
     """Engine whose measured efficiencies determine the step times."""
 
     block_tokens: Positive = 512
-    """Number of tokens in a KV block; must be equal to the block size of the trace."""
+    """Number of tokens in a KV block. If the workload is a trace with blocks, this must be the trace's block size."""
 
     max_running: Positive = 256
     """Maximum number of sequences in one batch."""
@@ -51,7 +51,7 @@ class SimulatedPoolSection(Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """One pool: workers with the same role, GPU and parallelism."""
 
     name: Annotated[str, Meta(max_length=100, pattern=r"^[^\x00-\x1f\x7f]*$")] = ""
-    """Name of the pool in the results; empty: role and GPU."""
+    """Name of the pool in the results; empty: the role, a dash, and the short name of the GPU."""
 
     role: Role = Role.BOTH
     gpu: Annotated[str, Meta(min_length=1)]
@@ -66,7 +66,7 @@ class SimulatedPoolSection(Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ep: Positive = 1
 
     dollars_per_hour: Annotated[float, Meta(ge=0, le=1e6)] | None = None
-    """Price of one GPU; None: the list price."""
+    """Dollars per hour of one GPU; None: the list price."""
 
 
 class SimulatedStoreSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -108,7 +108,7 @@ class WorkerFault(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
     """Name of the worker: the name of the pool, a dash, and a number from 0."""
 
     down_seconds: Seconds = 10.0
-    """Time until the worker is started again."""
+    """Time from the death of the worker until it is started again."""
 
     start_seconds: Seconds | None = None
     """Duration of the new start; None: `engine.start_seconds`."""

@@ -6,8 +6,8 @@ Rules:
    grow by the same amount from step to step. Such steps are simulated as one step run, up to the next end of a
    sequence, or until the free blocks may not be enough. The instant of every token is still exact.
 2. If an attempt arrives during a step run, the run ends after the step that is under way. If the attempt arrives at the
-   instant at which a step within the run ends, it joins the next step. If it arrives at the instant at which the whole
-   run ends, the kernel draws at random which of these two events happens first.
+   instant at which a step within the run ends, the attempt joins the next step. If it arrives at the instant at which the
+   whole run ends, the kernel draws at random whether the arrival or the end happens first.
 3. When a fetch begins or ends during a step run, the blocks for the tokens of the finished steps are allocated first. In two cases, the
    run then ends after the step that is under way: a fetch has ended, or too few blocks are left for the remaining steps.
 4. When an answer ends, its full blocks get names, if the job states their names.
@@ -42,7 +42,7 @@ class StepProgress(Struct, frozen=True):
     attempt_id: RequestId
     tokens: int  # tokens generated since the last report
     ended: bool
-    cached_tokens: int | None = None  # cached prompt tokens, stated in an attempt's first report only
+    cached_tokens: int | None = None  # number of cached prompt tokens; None except in an attempt's first report
 
 
 class VirtualEngine:
@@ -74,9 +74,9 @@ class VirtualEngine:
         self._slowness = 1.0
         self.busy = Nanos(0)
         # sum of the durations of all steps in nanoseconds, each multiplied by the relative power of a GPU during the
-        # step (0: idle, 1: busy)
+        # step (0: idle power, 1: power limit)
         self.weighted_busy = 0.0
-        self.computed_tokens = 0  # prompt tokens that the engine has computed
+        self.computed_tokens = 0  # number of prompt tokens that the engine has computed so far
         self.generated_tokens = 0
         self.gaps = Quantiles()  # distribution of the time between two tokens of a sequence, in ms
 
@@ -87,7 +87,7 @@ class VirtualEngine:
 
     @property
     def waiting(self) -> int:
-        """Number of attempts among `held` that are not admitted to the batch yet."""
+        """Number of attempts among `held` that wait for their admission to the batch, including preempted ones."""
         return self._scheduler.waiting
 
     @property
@@ -115,7 +115,7 @@ class VirtualEngine:
     # Attempts.
 
     def submit(self, job: Job[int]) -> None:
-        """Queue an attempt. The engine admits it to the batch as soon as a batch place and enough blocks are free."""
+        """Queue an attempt. The engine admits it to the batch in its turn, when a batch place and enough blocks are free."""
         self._scheduler.submit(job)
         self._interrupt()
 
@@ -142,7 +142,7 @@ class VirtualEngine:
             self._interrupt()
 
     def not_fetched(self, attempt_id: RequestId) -> None:
-        """Continue an attempt whose fetch has failed: the engine computes the prompt after its cached prefix."""
+        """Continue an attempt whose fetch has failed: the engine computes the part of the prompt after the cached prefix."""
         if self._scheduler.fetched(attempt_id) is not None:
             self._interrupt()
 
@@ -152,7 +152,7 @@ class VirtualEngine:
             self._interrupt()
 
     def progress(self) -> list[StepProgress]:
-        """Return for each running attempt the generated tokens that were not reported yet, and mark them as reported."""
+        """Return for each running attempt the number of generated tokens that were not reported yet; mark them as reported."""
         done = 0 if (step_run := self._step_run) is None else step_run.done(self._kernel.instant) - step_run.counted
         scheduler, reports = self._scheduler, []
         for attempt in scheduler.attempts.values():

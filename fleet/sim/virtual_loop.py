@@ -31,7 +31,7 @@ from fleet.sim.kernel import Kernel
 Result = TypeVar("Result")
 
 LAST_ROUNDS = 10_000
-"""Maximum number of turns that cancelled tasks may use to clean up."""
+"""Maximum number of turns in which `VirtualLoop.abandon` lets cancelled tasks clean up; tasks that need more are dropped."""
 
 
 class Deadlocked(Exception):

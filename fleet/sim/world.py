@@ -6,14 +6,14 @@ Rules:
    requests and the first workers' registrations reach the router without delay. Events of workers and stores reach it
    after a message delay, and commands reach workers after a message delay, too. Messages of one channel between router
    and worker arrive in the order in which they were sent, as on the wire.
-2. Generated tokens are not reported one by one, but with the first token, when an answer begins a new block, and at its end.
+2. Generated tokens are not reported one by one, but with the first token of an answer, when it begins a new block, and at its end.
    This suffices, because the instants of first tokens and ends are exact, and the router counts blocks. Tokens that were
    generated before a fault are reported, too.
 3. `fleet.sim.cluster` simulates the workers, their network, their stores, and the faults.
 4. The time that a request spends outside an engine (`front`: HTTP, tokenizer) is only added to the latencies that the
    client sees. It delays no event of the simulation.
-5. The digest of a run covers the ends of all requests that were completed or rejected, in their order. If two runs have
-   equal digests, the same requests ended at the same instants with the same results.
+5. The digest of a run is a hash of the ends of all requests that were completed or rejected, in the order of these ends. If
+   two runs have equal digests, the same requests ended at the same instants with the same results.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -56,7 +56,7 @@ from fleet.sim.results.outcomes import EndedRequest, TimelineSample
 from fleet.sim.virtual_engine import VirtualEngine
 from kvstore.eviction.trace_replay import TraceRequest
 
-ENDS_PER_HASH = 256  # Number of ended requests that are hashed into the digest together.
+ENDS_PER_HASH = 256  # number of ended requests whose descriptions are hashed into the digest together
 
 
 class _ClientView(Struct, kw_only=True, eq=False):

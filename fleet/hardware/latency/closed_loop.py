@@ -24,8 +24,8 @@ class BenchmarkClient(Struct, frozen=True, kw_only=True):
 
     waves: float = 10.0  # number of requests, divided by the concurrency
     mean_length: float = 1.0  # mean length of prompts and answers, as a share of the stated length
-    front: float = 0.0  # seconds outside the engine: before it gets a request, and after it has answered
-    front_token: float = 0.0  # additional seconds for each prompt token
+    front: float = 0.0  # seconds of the TTFT outside the engine: before it gets a request, and after the first token
+    front_token: float = 0.0  # seconds that each prompt token adds to `front`
     late_slots: float = 0.0  # number of clients that wait only because engines free batch places late
 
 

@@ -100,11 +100,11 @@ class OperatorEfficiency(Struct, frozen=True, kw_only=True):
 
     gpu: str
     number: Number
-    rows: int  # number of shapes that were measured
+    rows: int  # number of measured matrix shapes
     compute: float
     memory: float
     launch_us: float
-    median_error: float  # median relative error on shapes that were not used for the fit
+    median_error: float  # median relative error of the predicted times, for shapes that were not used for the fit
     source: str
 
 
@@ -144,9 +144,9 @@ class StepModelEstimate(Struct, frozen=True, kw_only=True):
     """Holds an estimated step model, with its errors and the kind of measurements from which it was estimated."""
 
     step: StepModel
-    client: BenchmarkClient  # times that benchmarks measure outside the engine
+    client: BenchmarkClient  # estimated properties of the benchmark InferenceX, such as its times outside the engine
     basis: EstimateBasis
-    rows: int  # number of measurements in the nearest measured group
+    rows: int  # number of measurements that `basis` names
     ttft_error: float  # median relative error on held-out measurements of this basis, or from `OTHER_MAKERS_ERRORS`
     tpot_error: float
 

@@ -29,7 +29,7 @@ OUTLIER = 4.0
 SETTLED = 50
 SLACK = 0.2
 ALARM = 2.5
-LONGEST = 1e6  # maximum duration of a step, in seconds
+LONGEST = 1e6  # durations of this many seconds or more are refused (`Correction.observe`)
 _KEPT = exp(-log(2.0) / HALF_LIFE)
 _SMALL, _LARGE = 0.01, 0.1  # durations in seconds of the two invented steps with which each fit begins (rule 2)
 
@@ -40,14 +40,14 @@ class LearnedCorrection(Struct, frozen=True, kw_only=True):
     factor: float
     added: float  # seconds that the engine adds to every step
     samples: int
-    """Number of samples since the start or the last alarm."""
+    """Number of steps from which the correction was learnt since the last alarm, or since the beginning if there was none."""
 
     error: float
     """Typical relative error of corrected times: exp(m) - 1, where m is the moving mean of |log(measured /
     corrected)|."""
 
     alarms: int
-    """Number of drift alarms since the start, for metrics."""
+    """Number of drift alarms of this correction so far, for metrics."""
 
 
 class Correction:
@@ -61,7 +61,7 @@ class Correction:
     def predict(self, profile: float) -> float:
         """Return the corrected duration in seconds of a step for which the profile predicts `profile` seconds.
 
-        It is at least a tenth of `profile`.
+        The corrected duration is at least a tenth of `profile`.
         """
         return max(0.1 * profile, self._added + self._factor * profile)
 
@@ -96,8 +96,8 @@ class Correction:
     def _start(self, known: Sequence[tuple[float, float]]) -> None:
         """Begin the fit again with two invented samples (rule 2).
 
-        `known` has the predicted and the measured seconds of these samples. If it is empty, a small and a large step
-        match the profile exactly.
+        `known` has the predicted and the measured seconds of these samples. If `known` is empty, the samples are a small
+        and a large step that match the profile exactly.
         """
         self._factor, self._added = 1.0, 0.0
         self._samples = 0

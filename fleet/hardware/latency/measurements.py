@@ -4,10 +4,11 @@ Rules:
 
 1. A measurement is the mean TTFT and TPOT of a benchmark with one configuration and one concurrency. All measurements
    of one configuration form a curve; they may differ in concurrency, benchmark, engine version and date.
-2. A fifth of all curves is held out: it is not used for the fit, but only to test it. Whole curves are held out, and
-   never single measurements. A hash of the configuration selects them, so that the split is always the same.
-   Measurements of one GPU and engine with equal figures count as one measurement, even if the name of the model or the
-   configuration differs.
+2. A fifth of all curves is held out: these curves are not used for the fit, but only to test the fit. Whole curves are held
+   out, and never single measurements. A hash of the configuration selects these curves, so that the split is always the
+   same.
+   Measurements of one GPU and engine with equal TTFT and equal TPOT count as one measurement, even if the name of the
+   model or the configuration differs.
 3. Errors are relative to the measured value: |predicted / measured - 1|.
 """
 
@@ -75,7 +76,7 @@ class Measurement(Struct, frozen=True, kw_only=True):
 
 
 class Accuracy(Struct, frozen=True, kw_only=True):
-    """Holds the means and medians of the relative errors of predictions; 0.1 means 10 %."""
+    """Holds the means (mape) and medians of the relative errors of predictions; 0.1 means 10 %."""
 
     rows: int
     ttft_mape: float
@@ -85,7 +86,7 @@ class Accuracy(Struct, frozen=True, kw_only=True):
 
 
 def distinct(measurements: Iterable[Measurement]) -> list[Measurement]:
-    """Return each measurement once; measurements of one GPU and engine with equal figures count as one."""
+    """Return each measurement once; measurements of one GPU and engine with equal TTFT and equal TPOT count as one."""
     seen: dict[tuple[str, str, float, float], Measurement] = {}
     for each in measurements:
         seen.setdefault((each.gpu, each.backend, each.ttft_ms, each.tpot_ms), each)

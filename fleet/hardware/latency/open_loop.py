@@ -3,28 +3,28 @@
 Rules:
 
 1. An engine prefills and decodes (aggregated), or only prefills, or only decodes. Its load is the mean number of
-   running requests (`running`); for an engine that only prefills, it is the number of prompts per second.
+   running requests (`running`); the load of an engine that only prefills is the number of prompts per second.
 2. While an aggregated engine decodes one whole answer, it computes one prompt for each running request. So it serves
    `running / (answer × step + running × prompt)` requests per second. Here `answer` is the number of tokens of an
-   answer, `step` is the time of a decode step, and `prompt` is the time of a prefill. Its TPOT is the time of a step,
-   plus the time of these prefills divided by `answer`.
+   answer, `step` is the time of a decode step, and `prompt` is the time of a prefill. The TPOT of the engine is the time
+   of a decode step, plus the time of these prefills divided by `answer`.
 3. If requests arrive at a rate, the number of other requests that run at the same time is Poisson-distributed, as in
-   M/G/inf. Its percentiles are taken from the normal distribution with the same mean and variance. If clients wait for
-   their answers, this number is `running` - 1 at every percentile. The TPOT at a percentile is computed with this
-   number at the same percentile.
+   M/G/inf. The percentiles of this number are taken from the normal distribution with the same mean and variance. If
+   clients wait for their answers, this number is `running` - 1 at every percentile. The TPOT at a percentile is computed
+   with this number at the same percentile.
 4. Prompts wait for earlier prompts, as in an M/D/1 queue with the utilisation `u` and the service time `s`. The share
    `u` of all prompts has to wait. The waiting times have an exponential tail of rate 2 (1 - u) / s (Kingman's
    heavy-traffic limit, 1962; the mean is that of Pollaczek and Khinchine's formula). Waiting prompts are computed in
    full steps, which several prompts share, so `s` is the part of one prompt in the time of a full step. All prompts of
    one step end together. So a prompt also waits for later prompts that its step has room for. The model
-   assumes that these are at most half as many as the waiting prompts that arrived before it. A prompt waits at least
-   until the running step has ended.
-5. `replicas` is the number of engines over which a router that knows their load balances the requests. If it is 1, the
-   requests come to the engine at random, as if they were spread over several engines at random. Otherwise, the router
-   distributes them. A prompt then waits only if all engines are busy (Sakasegawa's approximation
+   assumes that these later prompts are at most half as many as the waiting prompts that arrived earlier. A prompt waits
+   at least until the running step has ended.
+5. `replicas` is the number of engines over which a router balances the requests; the router knows the load of each engine.
+   If `replicas` is 1, the requests come to the engine at random, as if they were spread over several engines at random.
+   If `replicas` is more than 1, a prompt waits only if all engines are busy (Sakasegawa's approximation
    of Erlang's C formula, 1977). Waiting times shrink with the number of engines (Allen and Cunneen's formula). The
-   number of requests on one engine varies less than with random spreading, but the share `IMBALANCE` of that variance
-   is assumed to remain.
+   number of requests on one engine varies less than with random spreading: the model assumes that the share `IMBALANCE` of
+   the variance with random spreading remains.
 6. Requests may arrive in bursts: `dispersion` is the variance of the number of arrivals, divided by its mean (1 for
    Poisson arrivals). `spread` is the squared coefficient of variation of the prompt lengths. Waiting times are
    proportional to `dispersion` + `spread` (Kingman, 1961).

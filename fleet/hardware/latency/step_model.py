@@ -4,8 +4,9 @@ Rules:
 
 1. `work` computes how long each part of a step would take at the speeds in the GPU's data sheet. `Efficiency` says
    which share of these speeds an engine reaches, and which times it adds; it is fitted to measurements
-   (`fleet.hardware.latency.coefficients`). A `StepModel` contains the times of `work`, divided by the efficiencies. It
-   has only a dozen numbers and simple formulas, because simulators call it a hundred thousand times per second.
+   (`fleet.hardware.latency.coefficients`). A `StepModel` contains the times of `work`, divided by the efficiencies. A
+   `StepModel` has only a dozen numbers and a simple formula, because simulators call it a hundred thousand times per
+   second.
 2. Reading weights overlaps with multiplying them; the times of attention and of exchanges between GPUs are added. The
    time of two overlapping parts is the square root of the sum of their squares. This is about the larger time if they
    differ much, and 1.4 times one of them if they are equal.
@@ -67,7 +68,7 @@ class Efficiency(Struct, frozen=True, kw_only=True):
     layer_us: float  # all other work of one layer: kernel launches, norms, small kernels
     moe_layer_us: float  # additional work of a layer with experts: routing, sorting tokens, gathering
     step_us: float
-    sequence_us: float  # one decoding sequence: sampling, scheduling, detokenising
+    sequence_us: float  # work for one decoding sequence in a step: sampling, scheduling, detokenising
 
 
 class StepModel(Struct, frozen=True, kw_only=True):

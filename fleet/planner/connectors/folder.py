@@ -56,19 +56,21 @@ class FolderRecords:
     def intent(self) -> Intent:
         """Return the content of the plan file, for an orchestrator; if there is no plan file, return an empty plan.
 
-        Raises ConnectorUnreachable.
+        Raises:
+            ConnectorUnreachable: The folder does not exist, or the file is unreadable (rule 3).
         """
         return self._file(PLAN, Intent) or Intent()
 
     def report(self, report: PlanReport) -> None:
-        """Write the orchestrator's plan report; raises ConnectorUnreachable."""
+        """Write the orchestrator's plan report; raise ConnectorUnreachable if the file cannot be written."""
         self._replace(REPORT, report)
 
     @contextmanager
     def obeyed(self) -> Iterator[None]:
         """Hold the lock on `.orchestrator` while the context is open, so that planners know that the orchestrator runs.
 
-        Raises OSError.
+        Raises:
+            OSError: The file cannot be created.
         """
         with hold_lock_file(self._folder / ORCHESTRATOR):
             yield

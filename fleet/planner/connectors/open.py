@@ -28,7 +28,8 @@ async def connector_of(target: Target, writer: PlanWriter) -> AsyncIterator[Plan
     """Open the connector of a target, and close it when the context ends.
 
     Raises:
-        ConfigurationRefused: A package is not installed, or a file that the settings name cannot be used.
+        ConfigurationRefused: A package or the entry point of the connector is not installed, or a file that the settings
+            name cannot be used.
     """
     match target:
         case FolderTarget(folder=folder):

@@ -8,10 +8,10 @@ Rules:
 2. One write contains a whole plan, and it fails if the plan record has changed since it was read. The connector then
    reads the record again. If another writer has changed a pool of the plan, the plan ends with a conflict; otherwise
    the connector tries the write again, at most `TRIES` times.
-3. If a pool's revision is newer than the report's, the orchestrator has not read it yet. The records do not show
-   whether an orchestrator runs. So the planner waits for the replicas of a plan only for a limited time. Then it writes
-   another revision without the replicas that are still missing. If the planner ends earlier, nothing is rolled back,
-   and the plan record keeps the requested numbers and the numbers before the plan.
+3. If a pool's revision is newer than the report's, the orchestrator has not read the pool's number yet. The records do
+   not show whether an orchestrator runs. So the planner waits for the replicas of a plan only for a limited time. Then
+   it writes another revision without the replicas that are still missing. If the planner ends earlier, nothing is
+   rolled back, and the plan record keeps the requested numbers and the numbers before the plan.
 4. The report lists the pools that exist. If there is no report, no orchestrator has run, and the connector writes
    nothing.
 """
@@ -37,7 +37,7 @@ from fleet.planner.messages import (
 )
 from fleet.planner.ports import CALL_SECONDS, ConnectorUnreachable, PlanConflict, PlanRefused
 
-TRIES = 4  # maximum number of attempts to write a plan while other writers change other pools
+TRIES = 4  # maximum number of attempts to write the plan record, if other writers change it between reading and writing
 
 Revision = Annotated[int, Meta(ge=0)]
 Count = Annotated[int, Meta(ge=0)]
@@ -53,8 +53,8 @@ class PoolIntent(Struct, frozen=True, kw_only=True):
     """Revision of the plan record with which the number was written."""
 
     before: Replicas | None = None
-    """Number of replicas before the plan; null if it is unknown. It does not count replicas that an earlier plan had
-    added and that did not serve."""
+    """Number of replicas before the plan; null if this number is unknown. Replicas that an earlier plan had added and that
+    did not serve do not count."""
 
 
 class Intent(Struct, frozen=True, kw_only=True):
@@ -77,12 +77,12 @@ class PoolReport(Struct, frozen=True, kw_only=True):
     ready: Count
     draining: Count = 0
     why: PoolGapReason | None = None
-    """Why the number of ready replicas differs from the plan; null if it does not differ, or if the orchestrator is
-    about to reach the number in the plan."""
+    """Why the number of ready replicas differs from the plan; null if the number is the planned one, or if the orchestrator
+    is about to reach the planned number."""
 
     message: str = ""
     pinned: str = ""
-    """Why the orchestrator does not carry out plans for this pool; empty if it carries them out."""
+    """Why the orchestrator does not carry out plans for this pool; empty if the orchestrator carries out plans."""
 
 
 class PlanReport(Struct, frozen=True, kw_only=True):
@@ -107,13 +107,19 @@ class PlanRecords(Protocol):
     """Port of the storage that holds the plan record and the plan report."""
 
     async def read(self) -> RecordsSnapshot:
-        """Read both records; raises ConnectorUnreachable."""
+        """Read both records.
+
+        Raises:
+            ConnectorUnreachable: The storage does not answer, or a record is invalid.
+            OrchestratorGone: The orchestrator has ended without reporting it.
+        """
         ...
 
     async def write(self, intent: Intent, over: RecordsSnapshot) -> bool:
         """Write the plan record and return True; return False if the record has changed since `over` was read.
 
-        Raises ConnectorUnreachable.
+        Raises:
+            ConnectorUnreachable: The storage does not answer; the record may be written or not.
         """
         ...
 
@@ -146,7 +152,8 @@ class VirtualConnector:
         Raises:
             PlanConflict: Another write interfered with each of `TRIES` attempts; nothing is written.
             PlanRefused: A pool does not exist; nothing is written.
-            ConnectorUnreachable: The storage does not answer; the pools may be released or not.
+            ConnectorUnreachable: There is no plan report, or the storage does not answer; the pools may be released or not.
+            OrchestratorGone: The orchestrator has ended without reporting it.
         """
         try:
             async with asyncio.timeout(CALL_SECONDS):
@@ -181,8 +188,8 @@ class VirtualConnector:
 
     async def _write(self, plan: Plan, pools: Sequence[PoolObservation], kept: RecordsSnapshot) -> bool:
         assert kept.report is not None, "the observation was made on a report"
-        # If the plan record was lost, its revisions begin at 0 again. The report still has the old revision; the new
-        # one must be higher, or the orchestrator would count as having read it already.
+        # If the plan record was lost, its revisions begin at 0 again, but the report still has the old revision. The new
+        # revision must be higher than the report's, or the orchestrator would count as having read the new plan already.
         revision = max(kept.intent.revision, kept.report.revision) + 1
         written = {
             each.name: PoolIntent(

@@ -48,7 +48,7 @@ class FileElection:
             await asyncio.sleep(TRY_EVERY)
 
     def open(self) -> None:
-        """Open the lock file, unless this candidate has it open already; raises OSError."""
+        """Open the lock file, unless this candidate has it open already; raise OSError if it cannot be opened or created."""
         if self._file is None:
             self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 

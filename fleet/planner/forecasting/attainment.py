@@ -27,15 +27,16 @@ FAST_SECONDS = 60.0
 SLOW_SECONDS = 1800.0
 FAST_BURN = 8.0
 CHANCE = 3.0
-"""Number of standard errors by which late requests must exceed the number that the goals allow. A smaller excess may be
-chance."""
+"""Number of standard errors by which the late requests of the last `FAST_SECONDS` must exceed the number that a goal allows.
+A smaller excess may be chance, so the goal does not count as missed."""
 
 UNSPENT = 0.5
 """`Attainment.unspent` is true only if the number of late requests is at most this share of the number that the goals
 allow."""
 
 FEWEST_LATE = 2.0
-"""With fewer late requests than this, no goal counts as missed: at low traffic, a single late request is chance."""
+"""With fewer late requests than this in the last `FAST_SECONDS`, no goal counts as missed: at low traffic, a single late
+request is chance."""
 
 
 class _Latencies(Struct, frozen=True):
@@ -44,7 +45,7 @@ class _Latencies(Struct, frozen=True):
     ended: int
     counts: tuple[float, float]
     late: tuple[float, float]
-    refused: int  # arrivals that routers refused because of too much load
+    refused: int  # number of arrivals that routers refused because of too little capacity
 
 
 class Attainment:
@@ -81,7 +82,7 @@ class Attainment:
     def overspent(self) -> bool:
         """Return whether too many requests were late for the TTFT goal, or too many for the TPOT goal.
 
-        They are too many if there were more than the goal allows, in the last `FAST_SECONDS` and also in the last
+        Too many means: more late requests than the goal allows, in the last `FAST_SECONDS` and also in the last
         `SLOW_SECONDS`.
         """
         return any(
@@ -100,7 +101,8 @@ class Attainment:
         has to be so in the last `FAST_SECONDS` and also in the last `SLOW_SECONDS`.
 
         Return False if so few requests were measured that the budget is below one request. A request that was refused
-        because of too much load counts as late, because routers refuse requests whose first token would come too late.
+        because of too little capacity counts as late, because routers refuse requests whose first token would come too
+        late.
         """
         refused_lately, refused = self._refused(FAST_SECONDS), self._refused(SLOW_SECONDS)
         for field, waiting in ((0, self._waiting), (1, 0.0)):
@@ -112,7 +114,7 @@ class Attainment:
         return True
 
     def _refused(self, seconds: float) -> int:
-        """Return the number of requests in the last `seconds` that were refused because of too much load."""
+        """Return the number of requests in the last `seconds` that were refused because of too little capacity."""
         since = self._windows[-1].ended - seconds * SECOND if self._windows else 0.0
         return sum(each.refused for each in self._windows if each.ended > since)
 

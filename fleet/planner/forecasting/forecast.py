@@ -10,8 +10,8 @@ Rules:
    (Harvey, 1989, chapter 4), with a damped slope (Gardner and McKenzie, 1985); additive seasons of a fixed length
    (Holt, 1957; Winters, 1960). The settings choose among them in `fleet.planner.forecasting.history`.
 3. `ChosenForecaster` runs several of these methods, and later compares each forecast with the real value (a rolling
-   back-test at the same horizon). It changes to the method with the smallest absolute error, if this error is smaller
-   than that of the present method by at least the share `MARGIN`.
+   back-test at the same horizon). It changes to the method with the smallest mean absolute error, if this error is below
+   that of the present method by more than the share `MARGIN`.
 """
 
 from collections import deque
@@ -22,7 +22,8 @@ from typing import Protocol
 from msgspec import Struct
 
 MARGIN = 0.05
-"""A method replaces the present method only if its error is smaller by at least this share."""
+"""A method replaces the present method only if its error is smaller by more than this share of the present method's
+error."""
 
 MEMORY = 240
 """Number of steps after which the weight of an old sample in a mean has fallen to 1/e."""
@@ -136,7 +137,7 @@ class LocalTrend:
 class Seasonal:
     """Forecasts by the additive seasons of Holt and Winters, without a trend.
 
-    Until the first season is complete, it forecasts the mean of the last `UNSEASONAL` values.
+    Until the first season is complete, the forecast is the mean of the last `UNSEASONAL` values.
     """
 
     def __init__(

@@ -38,7 +38,7 @@ ENOUGH = 20
 
 PRIOR_COUNTS = 20.0
 """Weight of the start value of the dispersion, as a number of windows. The dispersion is the variance of the number of
-arrivals, divided by its mean. Its start value is 1, as for Poisson arrivals."""
+arrivals, divided by the mean of this number. The start value is 1, as for Poisson arrivals."""
 
 DISPERSION_MEMORY = 240.0
 """Number of windows after which the weight of an old sample of the dispersion has fallen to 1/e."""
@@ -110,7 +110,7 @@ class DemandHistory:
     def recent_rate(self) -> float:
         """Arrivals per second in the last `RECENT_SECONDS` if these are clearly above the level (`rate`), or the level.
 
-        The level alone is not enough: it changes only after a large difference, so it follows a slow rise too late.
+        The level alone would not do: it changes only after a large difference, so it follows a slow rise too late.
         """
         seconds = sum(each.seconds for each in self._recent)
         arrivals = sum(each.arrivals for each in self._recent)
@@ -225,7 +225,7 @@ class PoolHistory:
         return self._start[pool.name]
 
     def blocked(self, name: PoolName, now: float) -> bool:
-        """Return whether the pool cannot grow at present."""
+        """Return whether the pool counts as unable to grow at the instant `now`; `absorb` lists the possible reasons."""
         return self._blocked.get(name, -inf) > now
 
     def decided(self, replicas: Mapping[PoolName, int]) -> None:
@@ -293,8 +293,8 @@ class _Lengths:
     def __init__(self, threshold: float) -> None:
         self._weight = 0.0
         self.spread = 0.0
-        """Squared coefficient of variation of the lengths, or 0 if it is unknown. It is computed within each window, so
-        that a change of the mean does not increase it."""
+        """Squared coefficient of variation of the lengths, or 0 if it is unknown. The spread is computed within each window,
+        so that a change of the mean does not increase the spread."""
 
         self.level = Level(lambda mean: mean * mean * max(LEAST_SPREAD, self.spread or 1.0), threshold, LEAST_CHANGE)
 

@@ -54,8 +54,8 @@ LEAST_FACTOR = 0.25
 MOST_FACTOR = 4.0
 COARSE_STRIDE = 1.25
 COARSE_HALVINGS = 16
-"""Number of steps of a binary search for a limit. It is small, because a planner searches for hundreds of limits in a
-round, and a decision needs no higher precision."""
+"""Number of steps of a binary search for the highest load of an engine. The number is small, because a planner makes
+hundreds of such searches in a round, and a decision needs no higher precision."""
 
 REPLICAS_GRID = 1.2
 """Above `EXACT_REPLICAS`, the rate per replica is computed only for numbers of replicas that differ by this factor. For
@@ -84,9 +84,10 @@ class OfferedLoad(Struct, frozen=True, kw_only=True):
 
 
 class PredictedLatency(Struct, frozen=True, kw_only=True):
-    """Holds the predicted latencies of a pool at a percentile, in seconds.
+    """Holds the predicted latencies of a pool at a percentile, in seconds; 0 for a phase that the pool does not serve.
 
-    They are infinite if the load is too high, and 0 for a phase that the pool does not serve.
+    The TTFT is infinite if prompts arrive faster than full steps can compute them. For any other rate above the capacity
+    of a pool, the latencies are those of engines with full batches.
     """
 
     ttft: float = 0.0
@@ -198,7 +199,10 @@ class _SharedEngine:
         return highest_concurrency(self._engine, self._shape)
 
     def highest_rate(self, ttft: float, tpot: float, headroom: float) -> float:
-        """Return the most requests per second that an aggregated engine serves within the goals `ttft` and `tpot`."""
+        """Return the most requests per second that an aggregated engine serves within the goals `ttft` and `tpot`.
+
+        The engine uses at most the share `headroom` of its throughput.
+        """
         most = headroom * aggregated_rate(self._engine, self._shape, self.room)
 
         def kept(running: float) -> bool:

@@ -94,7 +94,7 @@ class HostedPrice(Struct, frozen=True, kw_only=True):
 def break_even(dollars_per_hour: float, rate: float, dollars_per_request: float) -> float | None:
     """Return the load below which a hosted endpoint is cheaper than own GPUs, as a share of the rate `rate`.
 
-    `rate` is the highest rate of the GPUs in requests per second; they cost the same at any load. A result above 1
+    `rate` is the highest rate of the GPUs in requests per second; the GPUs cost the same at any load. A result above 1
     means that the hosted endpoint is cheaper even at this rate. None means that the hosted endpoint costs nothing.
     """
     hosted = dollars_per_request * rate * SECONDS_PER_HOUR

@@ -6,14 +6,14 @@ Rules:
    pools of the role `both` serve both. The served rate is the smaller of the rates that all pools together can serve in
    each phase, and at most the wanted rate.
 2. The highest served rate is more important than the lowest price. A replica that has to be started costs more: its
-   price is increased by the share that its start-up time has of `HORIZON_SECONDS`. So the mix does not change if the
-   change costs more than it saves.
+   price is increased by 1 %, and by the share that its start-up time has of `HORIZON_SECONDS`. So the mix does not
+   change if the change costs more than it saves.
 3. Bounds of pools, budgets and the ratio always hold. Budgets also count replicas that end, because these keep their
    GPUs until they have drained. So new replicas may use only GPUs that are free already.
 4. An integer program needs a fixed rate for each replica, but this rate grows with the number of replicas in the pool.
-   So the solver is called again with the rates for the numbers that it has found. This is repeated until the replicas
-   really serve the rate that the solver computed, at most `ROUNDS` times. The rates per replica only fall from one round
-   to the next one.
+   So the solver is called again with the rates for the numbers of replicas that it has found. This is repeated until the
+   replicas really serve the rate that the solver computed, but the solver is called at most `ROUNDS` times. The rates per
+   replica only fall from one call to the next one.
 """
 
 from collections.abc import Sequence
@@ -199,10 +199,10 @@ def _trimmed(
 
 
 def _one_pool_each(candidates: Sequence[Candidate], rate: float, rates: Rates, budget: PlanBudget) -> Mix | None:
-    """Return the smallest number of replicas of each pool without calling the solver, or None if this is not possible.
+    """Return the mix with the smallest number of replicas of each pool, or None if the solver is needed to find the best mix.
 
-    It is possible if no two pools serve the same phase, and if the limits allow the result. No other pool can then
-    replace these replicas, so the result is optimal. Most deployments have such pools, and the solver would take
+    The solver is not needed if no two pools serve the same phase, and if the limits allow the result. No other pool can
+    then replace these replicas, so the result is optimal. Most deployments have such pools, and the solver would take
     longer.
     """
     roles = [each.pool.role for each in candidates]
@@ -235,8 +235,8 @@ def fewest(candidate: Candidate, rate: float, rates: Rates) -> int:
 def _alone(candidate: Candidate, rate: float, rates: Rates) -> float:
     """Return the rate per replica if the pool has enough replicas to serve the whole rate alone.
 
-    This number of replicas is limited to the maximum of the pool, but is at least its minimum and its present number.
-    Return 0 if the maximum is 0.
+    This number of replicas is limited to the maximum of the pool, but is at least 1, the pool's minimum, and the present
+    number of the pool. Return 0 if the maximum is 0.
     """
     if candidate.most == 0:
         return 0.0

@@ -1,7 +1,8 @@
 """Metrics demand source: reads the demand from the metrics `fleet_demand_…` on the pages /metrics of routers.
 
-Such a page has the same counters as the gRPC call `WatchDemand`, so both sources give the same demand windows. But it
-contains no sample of requests, and only those values of the workers' load for which there are metrics.
+Such a page has the same counters as the gRPC call `WatchDemand` (`fleet.planner.sources.routers`), so both sources give the
+same demand windows. But a page contains no sample of requests, and only those values of the workers' load for which there
+are metrics.
 """
 
 import asyncio

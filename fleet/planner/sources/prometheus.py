@@ -2,8 +2,8 @@
 
 Rules:
 
-1. Every `every_seconds`, the source begins a round: it queries the age of the routers' samples, and then the samples.
-   The round fails if not all answers have arrived within `deadline_seconds`.
+1. The source queries in rounds, with a pause of `every_seconds` after each round. A round queries the age of the routers'
+   samples, and then the samples. It fails if not all answers have arrived within `deadline_seconds`.
 2. A router process counts if its last sample is not older than `stale_seconds` by the server's own clock. This check is
    necessary: if Prometheus cannot scrape a target any more, it still returns the last sample for five minutes.
 3. If fewer than `routers` processes count, or if a series is missing or has an impossible value, the whole round is
@@ -117,9 +117,10 @@ class PrometheusDemandSource:
         """Query the samples of all router processes once, and add them to the demand.
 
         Raises:
-            BadDemandReport: Too few processes have samples, or a series is missing or impossible.
+            BadDemandReport: The server answers with an error, or its answer is too long or cannot be read. Or too few
+                processes have recent samples, or a series is missing or has an impossible value.
             aiohttp.ClientError: The server cannot be reached.
-            ConfigurationRefused: The token file cannot be read.
+            ConfigurationRefused: The token file cannot be read, or does not contain one token.
         """
         ages = _ages(await self._ask(session, f"timestamp({self._selector(UPTIME)})"))
         fresh = {key for key, age in ages.items() if age <= self._settings.stale_seconds}

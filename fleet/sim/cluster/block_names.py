@@ -33,7 +33,7 @@ FIRST_OWN_NAME = 1 << 63  # the first name that this module creates; all names i
 class BlankTokens(bytes):
     """Stands for the token ids of a prompt.
 
-    The object has their length in bytes, and the block keys for each block size, but no tokens.
+    The object has the length in bytes of these ids, and the block keys for each block size, but no token ids.
     """
 
     _length: int
@@ -54,7 +54,7 @@ class BlankTokens(bytes):
 
 
 def keys_of(tokens: TokenBytes, block_tokens: int, salt: bytes) -> tuple[int, ...]:  # noqa: ARG001 - signature of a `PromptHasher`
-    """Return the block keys of a prompt. If it ends with tokens of an interrupted answer, the blocks with these tokens get no keys."""
+    """Return the block keys of a prompt. If the prompt ends with tokens of an interrupted answer, the blocks with these tokens get none."""
     assert isinstance(tokens, BlankTokens)
     return tokens.keys[block_tokens]
 

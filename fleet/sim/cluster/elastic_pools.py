@@ -189,7 +189,7 @@ class ElasticPools:
                 return
 
     def _note(self, name: str) -> None:
-        """Record the present state of a pool in its history, if it has changed. It replaces an earlier state of the same instant."""
+        """Record the present state of a pool in its history, if the state has changed. Replace an earlier state of the same instant."""
         pool = self._pools[name]
         state = PoolState(
             at=self._kernel.instant,

@@ -29,7 +29,7 @@ class NodeLost(Struct, frozen=True, kw_only=True):
 
 
 class WorkerSlow(Struct, frozen=True, kw_only=True):
-    """A worker takes `factor` times as long for each step, for example because it is throttled."""
+    """A worker takes `factor` times as long for each step, for example because its GPUs are throttled."""
 
     at: Nanos
     worker: WorkerId

@@ -100,7 +100,7 @@ class Handoffs:
             self.cancel(attempt_id)
 
     def computed(self, worker: WorkerId, attempt_id: RequestId) -> None:
-        """Begin the lease of a prefill attempt that has ended; its engine keeps the blocks."""
+        """Begin the lease on the blocks of a prefill attempt that has ended. The engine of `worker` keeps these blocks."""
         release = partial(self._release, worker, attempt_id, LeaseStep.EXPIRE)
         self._leases[worker, attempt_id] = _KeptBlocks(self._kernel.after(LEASE, release))
 
@@ -132,7 +132,7 @@ class Handoffs:
         self._move(job.attempt_id, blocks_for(job.fetched_tokens, self._block_tokens) - here)
 
     def cancel(self, attempt_id: RequestId) -> None:
-        """Release the blocks that are kept for a cancelled decode attempt. If their transfer has begun, it goes on."""
+        """Release the blocks that are kept for a cancelled decode attempt. A transfer that has begun goes on."""
         if (source := self._sources.pop(attempt_id, None)) is not None:
             self._release(source.keeper, source.attempt_id)
 

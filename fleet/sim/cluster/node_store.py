@@ -90,7 +90,7 @@ class NodeStore:
         self._saving: dict[int, None] = {}
         self._demoting: dict[str, dict[int, None]] = {tier.profile.name: {} for tier in self._below}
         self._waiters: list[tuple[set[int], Callable[[], None]]] = []
-        self.dropped = 0  # demotions that were dropped because the queue of a tier was full
+        self.dropped = 0  # number of blocks so far that were not demoted, because a tier's queue was full (rule 2)
         self.up = False
         self.come()
 

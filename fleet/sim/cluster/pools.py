@@ -18,13 +18,13 @@ class PoolProfile(Struct, frozen=True, kw_only=True):
     times: StepTimes
     limits: EngineLimits
     gpus: int  # GPUs of one worker
-    dollars_per_hour: float  # price of one GPU
-    busy_watts: float  # power of one GPU during a step, in watts
+    dollars_per_hour: float  # dollars per hour of one GPU
+    busy_watts: float  # power limit of one GPU, in watts; a step draws a share of it (`fleet.hardware.power`)
     idle_watts: float
-    kv_bytes_per_token: float  # bytes of KV for each token, summed over the GPUs of one worker
+    kv_bytes_per_token: float  # bytes of KV for each token, without the copies that several GPUs of a worker hold
     bandwidth: float  # bytes per second between a worker and other nodes, in each direction
     link_latency: Nanos
-    start_time: Nanos  # time from starting a worker until it can serve its first request
+    start_time: Nanos  # time from the start of a worker until the worker can serve its first request
     prefill_speed: float = 1.0  # speed of a worker relative to the workers of the fastest pool; 1: as fast as those
     decode_speed: float = 1.0
     gpus_per_node: int = 8

@@ -9,8 +9,8 @@ Rules:
    its attempts. It keeps its cache, and sends the cache's content to the router after the cut.
 3. To change its role, a worker drains, leaves when it is idle, and joins again in the new role with its cache. If
    another change of role is requested before it has joined again, that change replaces the first one. The router knows
-   a worker `JOIN_MESSAGES` message delays after it has started, or has left to take another role. It knows the first
-   workers (`SimulatedCluster.begin`) at once.
+   a worker `JOIN_MESSAGES` message delays after it has started, or has left to take another role. The router knows the
+   first workers (`SimulatedCluster.begin`) at once.
 4. A worker that has to leave for good drains, and leaves when it is idle. If it dies during the drain, no new worker
    starts.
 5. `fleet.sim.cluster.faults` lists all faults. No fault loses a request as long as another worker can serve it.
@@ -36,8 +36,8 @@ from fleet.sim.cluster.worker import FINGERPRINT, SimulatedRequests, SimulatedWo
 from fleet.sim.kernel import Kernel, ScheduledEvent
 from fleet.sim.results.outcomes import PoolSample
 
-# Number of nanoseconds before a fault at which the workers that it affects send their progress, so that all generated
-# tokens arrive at the router.
+# Number of nanoseconds before a fault at which the affected workers send their progress, so that all generated tokens
+# arrive at the router.
 JUST_BEFORE = 1000
 JOIN_MESSAGES = 6
 """Number of message delays from a worker's start until a router knows the worker.
@@ -63,9 +63,9 @@ class SimulatedCluster:
     ):
         """Create a cluster without workers.
 
-        `to_router` delivers an event to the router without a delay. The cluster calls it directly if a new worker joins, or if a worker is
-        given up. All other events take a message delay first. `silence` is the router's heartbeat timeout: the router gives up a worker
-        whose network is cut for longer than this.
+        `to_router` delivers an event to the router without a delay. The cluster calls `to_router` directly if a new worker joins, or if a
+        worker is given up. All other events take a message delay first. `silence` is the router's heartbeat timeout: the router gives up
+        a worker whose network is cut for longer than this.
         """
         self._kernel = kernel
         self._to_router = to_router
@@ -183,7 +183,7 @@ class SimulatedCluster:
         self._leave_if_idle(worker.id)
 
     def end(self, worker_id: WorkerId) -> None:
-        """Remove a worker at once, if it is up; the router repeats its attempts on other workers."""
+        """Remove a worker at once, if it is up; the router repeats the worker's attempts on other workers."""
         if (worker := self._workers.get(worker_id)) is not None:
             worker.leaves = True
             worker.report_progress()
@@ -318,7 +318,7 @@ class SimulatedCluster:
     # Observation.
 
     def get(self, worker_id: WorkerId) -> SimulatedWorker | None:
-        """Return the worker with an id, or None if it is not up."""
+        """Return the worker with an id, or None if no worker with this id is up."""
         return self._workers.get(worker_id)
 
     def __iter__(self) -> Iterator[SimulatedWorker]:
@@ -336,7 +336,7 @@ class SimulatedCluster:
 
     @property
     def held(self) -> int:
-        """Number of attempts on all workers."""
+        """Number of attempts that have not ended, on all workers together."""
         return sum(worker.engine.held for worker in self)
 
     @property

@@ -12,7 +12,7 @@ from kvstore.hierarchy.admission import ReuseAdmission
 MEMORY_BANDWIDTH = 150e9
 """Bytes per second between a node's pool and its workers.
 
-It is half the bandwidth of eight memory channels of DDR5-4800, because a copy both reads and writes memory.
+The value is half the bandwidth of eight memory channels of DDR5-4800, because a copy both reads and writes memory.
 """
 
 
@@ -20,9 +20,9 @@ class TierProfile(Struct, frozen=True, kw_only=True):
     """Describes one tier of a simulated store: its size, its speed and its rules."""
 
     name: str
-    blocks: int  # capacity, in blocks
+    blocks: int  # capacity of the tier in blocks: on one node, or of all nodes together if `shared`
     policy: PolicyName = "lru"
-    # "reuse" takes only blocks that were seen before (`kvstore.hierarchy.admission`)
+    # blocks that the tier takes: "all", or with "reuse" only those that were seen before (`kvstore.hierarchy.admission`)
     admission: Literal["all", "reuse"] = "all"
     read_bandwidth: float = MEMORY_BANDWIDTH  # bytes per second for one node
     write_bandwidth: float = MEMORY_BANDWIDTH
@@ -116,7 +116,7 @@ class SimulatedTier:
             admit(key, 1, now)
 
     def check(self) -> None:
-        """Assert that the policy knows exactly the blocks that may be evicted, and that the tier is not over its capacity."""
+        """Assert that the policy knows all blocks except those set aside (`_aside`), and that the tier is not over its capacity."""
         assert len(self._pins) <= self.profile.blocks
         assert len(self._policy) == len(self._pins) - len(self._aside)
         assert all((key in self._policy) is (key not in self._aside) for key in self._pins)

@@ -53,7 +53,7 @@ class SimulatedPrompt(Protocol):
 
 
 class SimulatedRequests(Protocol):
-    """Interface by which workers read the requests of a world."""
+    """Port by which workers read block names of the world's requests, and note the tokens that were loaded from stores."""
 
     def prompt(self, request_id: RequestId) -> SimulatedPrompt | None:
         """Return the block names of a request, or None if it is over."""
@@ -72,7 +72,7 @@ class WorkerEnvironment(Struct, frozen=True, kw_only=True):
     to_router: Callable[[RouterEvent], None]
     handoffs: Handoffs
     requests: SimulatedRequests
-    # gets the id of a draining worker whenever attempts on it may have ended
+    # called with the id of a draining worker whenever attempts on this worker may have ended
     attempts_ended: Callable[[WorkerId], None]
 
 
@@ -100,7 +100,7 @@ class SimulatedWorker:
         store: NodeStore | None,
         attached_worker: AttachedWorker | None,
     ):
-        """Create a running worker that is not announced to the router yet. It has occupied its GPUs since the instant `since`."""
+        """Create a running worker that is not announced to the router yet. The worker has occupied its GPUs since the instant `since`."""
         self._requests, self._handoffs = environment.requests, environment.handoffs
         self._attempts_ended = environment.attempts_ended
         self._store, self.attached_worker = store, attached_worker
@@ -166,7 +166,7 @@ class SimulatedWorker:
         self._report(self.engine.progress())
 
     def _report(self, reports: list[StepProgress]) -> None:
-        """Send the progress that the engine reports after a step."""
+        """Send the progress that the engine reports, except for prefills whose blocks must be saved to the store first."""
         if self._prefills:
             reports = [each for each in reports if not self._reported_when_saved(each)]
         if reports:

@@ -3,9 +3,9 @@
 Apart from noise, attainment falls when the load grows. So the load is doubled until the SLO is missed, or halved until it is kept. Then a
 bisection begins between the highest load that kept the SLO and the lowest load that missed it. The search ends when the relative distance
 of these two loads is at most `CLOSE`. The load is the rate of arrivals, or the number of users if users wait for answers. Every run has
-the same requests in the same order. While one load runs, other processes can already run the two loads that may come next: one load in
-case the SLO is kept, and one in case it is missed. The curve has a point for each load that the search has tried, and for each
-additional load that the caller wants.
+the same requests in the same order. While one load runs, other processes can already run loads that may come next: some in case the SLO
+is kept, and some in case it is missed. The curve has a point for each load that the search has tried, and for each additional load that
+the caller wants.
 """
 
 from collections import deque
@@ -31,7 +31,7 @@ MOST_HALVINGS = 8
 class CapacityPoint(Struct, frozen=True, kw_only=True):
     """Results of the run at one load; one point of the curve in `Capacity`."""
 
-    rate: float  # requests per second
+    rate: float  # arrivals per second
     users: int  # number of users that wait for answers; 0: requests arrive at a rate
     attainment: float
     goodput_rps: float
@@ -69,7 +69,7 @@ def capacity(
         folder: Folder that the paths in the scenario are relative to.
         wanted: Share of requests that have to keep the SLO.
         points: Number of additional loads to run for the curve, at equal distances up to 1.5 times the capacity.
-        processes: Number of runs at a time; it does not change the result.
+        processes: Maximum number of runs at a time; it does not change the result.
         on_point: Called with the results of each run.
 
     Raises:
@@ -103,7 +103,7 @@ def capacity(
 
 
 class _Search:
-    """Runs one scenario at several loads, and remembers the results. Loads are multiples of the scenario's own load."""
+    """Runs one scenario at several loads, and keeps the results in `points`. Loads are multiples of the scenario's own load."""
 
     def __init__(
         self, scenario: Scenario, runs: LoadRuns, wanted: float, on_point: Callable[[CapacityPoint], None] | None

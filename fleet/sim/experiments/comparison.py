@@ -61,7 +61,7 @@ class FigureDifference(Struct, frozen=True, kw_only=True):
     name: str
     a: float  # mean over all seeds of the first scenario
     b: float
-    difference: ConfidenceInterval  # b - a
+    difference: ConfidenceInterval  # mean of b - a over the pairs, with its interval
     # Verdict on `b`: "better", "worse", or "differs" if no direction is better; empty if the interval contains 0 or there is only one seed.
     verdict: str
 

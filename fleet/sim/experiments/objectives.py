@@ -52,7 +52,7 @@ def spent(outcome: RunOutcome, objective: SweepObjective) -> float:
 def ranked(rows: Sequence[SweepRow], objective: SweepObjective, attainment: float) -> list[RankedScenario]:
     """Rank scenarios: first those that reach `attainment`, by ascending figure; then all others, by descending attainment.
 
-    Rows that differ only in their seeds count as one scenario. Its attainment is the mean over these rows.
+    Rows that differ only in their seeds count as one scenario, whose attainment is the mean over these rows.
     """
     alike: dict[tuple[str, str], list[SweepRow]] = {}
     for row in rows:

@@ -17,7 +17,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 AHEAD = 4
-"""Maximum number of unfinished tasks for each CPU of the cluster. It is large enough to keep all nodes busy, and
+"""Maximum number of unfinished tasks for each CPU of the cluster. The number is large enough to keep all nodes busy, and
 small enough that Ray's queue does not hold thousands of tasks."""
 
 KNOCK_SECONDS = 10.0  # time limit of one attempt to connect to the cluster

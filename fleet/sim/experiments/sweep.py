@@ -52,7 +52,8 @@ def cases(
 ) -> list[SweepCase]:
     """Return all combinations of scenario files, values of the fields in `over`, and seeds. The changes in `set_` apply to each case.
 
-    Each combination is checked with the first seed only. Its trace is read, unless an earlier case reads the trace in the same way.
+    Each combination is checked with the first seed only. For this check, the whole trace is read, unless an earlier case reads the trace in
+    the same way.
 
     Raises:
         ConfigurationRefused: There are too many combinations, or one of them cannot be run; the message names the field or row.
@@ -83,7 +84,8 @@ def run_all(made: Sequence[SweepCase], processes: int, *, ray: str | None = None
     """Run cases on this machine, or on the Ray cluster at the address `ray`, and yield their rows in the order of the cases.
 
     Raises:
-        ConfigurationRefused: A file has changed, there is no such Ray cluster, or a process was killed.
+        ConfigurationRefused: A case can no longer be run, because a file has changed since `cases`. Or the Ray cluster cannot
+            be used or fails, or a process was killed.
     """
     if ray is not None:
         yield from map_on_ray(ray, run_prepared, [(prepared := _prepared(case), _trace(prepared)) for case in made])
@@ -144,7 +146,7 @@ def _trace(prepared: _Prepared) -> Path | None:
 def _as_read(prepared: _Prepared) -> tuple[object, ...]:
     """Return the settings of a scenario that determine which rows of its trace are read and which of them are valid.
 
-    If two cases have equal settings, the trace needs to be checked for only one of them.
+    If these settings are equal for two cases, the trace needs to be checked for only one of the cases.
     """
     scenario, workload = prepared.scenario, prepared.scenario.workload
     if isinstance(workload, RecordedWorkload):

@@ -86,7 +86,10 @@ class ReplicaCapacity(Struct, frozen=True, kw_only=True, dict=True):
         return running / self.step_seconds(shape, running)
 
     def rate(self, shape: TrafficShape, tpot_seconds: float) -> float:
-        """Return the requests per second that one replica can serve while the time per token is at most `tpot_seconds`."""
+        """Return the requests per second that one replica can serve while the time per token is at most `tpot_seconds`.
+
+        For a replica that only prefills, the result does not depend on `tpot_seconds`.
+        """
         prefill = 0.0 if self.role is Role.DECODE else self.prefill_seconds(shape)
         if self.role is Role.PREFILL:
             return 1.0 / prefill

@@ -57,7 +57,7 @@ class _LiveRequest:
 
 
 class _Counters:
-    """Counts of the present record, which is not closed yet."""
+    """Counts of the record of the present second (rule 1), which is not closed yet."""
 
     def __init__(self) -> None:
         self.arrivals = self.refused = self.abandoned = 0
@@ -70,7 +70,7 @@ class _Counters:
 class DemandCollector:
     """Collects records of a simulated router's demand, and makes demand windows from them.
 
-    The world calls it with the router's events and commands, as a `fleet.router.observer.Observer`.
+    The world calls the object with the router's events and commands, as a `fleet.router.observer.Observer`.
     """
 
     def __init__(
@@ -246,7 +246,7 @@ class DemandCollector:
         """Return a window that is the sum of the records that were delivered since the last call.
 
         If no record was delivered, the window counts no requests, and repeats the queue and the workers of the last window. In a gap of the
-        metrics, it also names the router as stale.
+        metrics, the window also names the router as stale.
         """
         now = self._kernel.instant
         in_gap = next((gap for gap in self._gaps if gap[0] <= now < gap[1]), None)

@@ -9,7 +9,8 @@ class ReplayOutcome(Struct, frozen=True, kw_only=True):
     rule: str
     attainment: float
     worst_attainment: float
-    """Lowest attainment among the spans of five minutes in which enough requests arrived; `attainment` if there is no such span."""
+    """Lowest attainment among the spans of five minutes in which at least `fleet.sim.planning.replay.LEAST_REQUESTS` requests
+    arrived; `attainment` if there is no such span."""
 
     gpu_hours: float
     dollars: float

@@ -46,8 +46,8 @@ from kvstore.eviction.trace_replay import TraceRequest
 HOUR = 3600.0
 PLAN_WITHIN = Nanos(600 * SECOND)
 FORECAST, HORIZON = "forecast", "horizon_seconds"
-"""Keys in `PlanDecision.numbers` for a rule's forecast in requests per second, and for the number of seconds that it
-looks ahead."""
+"""Keys in `PlanDecision.numbers` for a rule's forecast in requests per second, and for the number of seconds from the
+decision to the instant that the forecast is for."""
 
 WORST_OF = Nanos(300 * SECOND)
 LEAST_REQUESTS = 20
@@ -66,7 +66,7 @@ class ReplayStep(Struct, frozen=True, kw_only=True):
     """Seconds since the beginning of the replay."""
 
     rate: float
-    """Arrivals per second in the demand window."""
+    """Arrivals per second in the demand window from which the decision was made."""
 
     wanted: dict[str, int]
     ready: dict[str, int]

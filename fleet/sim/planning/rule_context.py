@@ -41,12 +41,12 @@ class RuleContext(Struct, frozen=True, kw_only=True):
         return tuple(each for each in self.pools if each.role is role)
 
     def bounded(self, name: PoolName, replicas: float) -> int:
-        """Return the number of replicas, raised or lowered to the pool's minimum or maximum if it is outside of them."""
+        """Round `replicas` down to a whole number, and return it, or the nearest bound if it is outside of the pool's bounds."""
         pool = self.pool(name)
         return min(max(int(replicas), pool.least), pool.most)
 
     def rate(self, name: PoolName, shape: TrafficShape) -> float:
-        """Return the requests per second that one replica of a pool serves within the TPOT goal."""
+        """Return the requests per second that one replica of a pool can serve while it keeps the TPOT goal."""
         return self.capacities[name].rate(shape, self.goals.tpot_seconds)
 
 

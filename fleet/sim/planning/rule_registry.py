@@ -41,7 +41,7 @@ RULES: Mapping[str, type[SimulatedRule]] = {
 
 
 def rule_settings(name: str, parameters: Mapping[str, Number] | None = None) -> SimulatedRule:
-    """Return the rule `name` with the given parameters; the other parameters have their defaults.
+    """Return the parameters of the rule `name`: the given ones, and the defaults of the others.
 
     Raises:
         ConfigurationRefused: There is no such rule, or it has no such parameter.

@@ -11,7 +11,7 @@ from fleet.sim.results.outcomes import EndedRequest, Slo
 from fleet.sim.results.quantiles import Quantiles
 
 BINS = 120
-"""Maximum number of bins, because a plot cannot show more."""
+"""Maximum number of bins, because a plot cannot show more. For a longer run, the bins get wider."""
 
 FIRST_WIDTH = Nanos(SECOND)
 

@@ -42,7 +42,7 @@ class PoolSample(Struct, frozen=True, kw_only=True):
     name: str
     workers: int  # workers that are up
     running: int  # requests on the workers of the pool
-    waiting: int  # requests among `running` that are not in a batch yet
+    waiting: int  # requests among `running` that wait in an engine for a place in its batch
     kv_share: float
 
 
@@ -65,7 +65,7 @@ class EndedRequest(Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     output_tokens: int
     cached_tokens: int
-    first_token: Nanos | None  # instant of the first token; None: rejected, or cancelled before it
+    first_token: Nanos | None  # instant of the first token; None: the request ended without a token
     end: Nanos
     refused: str = ""  # reason of the rejection; empty: the request was not rejected
     session: int = 0  # number of the session; 0: the request belongs to no known session
@@ -163,14 +163,14 @@ class PoolOutcome(Struct, frozen=True, kw_only=True):
     gpu: str
     gpus: int
     workers: int
-    utilisation: float  # share of the workers' time that they spent in steps
+    utilisation: float  # time that the workers spent in steps, divided by the time for which they occupied their GPUs
     imbalance: float  # time that the busiest worker spent in steps, divided by the mean over the workers
     computed_tokens: int  # computed prompt tokens
     generated_tokens: int
     gpu_hours: float
     cost: float
     energy_kwh: float
-    joules_per_token: float  # energy divided by all computed and generated tokens
+    joules_per_token: float  # energy of the pool in joules, divided by the number of computed and generated tokens
     cost_per_million_tokens: float  # cost of a million tokens; computed and generated tokens count
     quality: PredictionQuality
 
@@ -195,7 +195,7 @@ class RunOutcome(Struct, frozen=True, kw_only=True):
     retries: int  # number of times that clients sent a request again
     # time that the busiest worker spent in steps, divided by the mean of its pool; the highest value among the pools
     imbalance: float
-    utilisation: float  # share of all workers' time that they spent in steps
+    utilisation: float  # time that all workers spent in steps, divided by the time for which they occupied their GPUs
     disaggregated: int  # number of decisions that chose a prefill and a decode worker together
     preempted: int
     moved_gb: float  # gigabytes of all transfers between workers, including lost ones
@@ -203,7 +203,7 @@ class RunOutcome(Struct, frozen=True, kw_only=True):
     cost: float
     cost_per_million_tokens: float  # cost of a million tokens; prompt and answer tokens count
     energy_kwh: float
-    joules_per_token: float  # energy per generated token
+    joules_per_token: float  # energy of all GPUs in joules, divided by the number of generated tokens
     pools: list[PoolOutcome] = []
 
 

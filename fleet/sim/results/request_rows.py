@@ -1,7 +1,7 @@
 """Request rows: writes a row for each ended request, as JSON lines or Parquet.
 
-A file of JSON lines can be used as a trace (`fleet.recording.traces`). If it contains block names, its requests share the same
-prefixes as in the run.
+A file of JSON lines can be used as a trace (`fleet.recording.traces`). If the file contains block names, the requests of this trace
+share the same prefixes as in the run.
 """
 
 import importlib
@@ -29,7 +29,7 @@ class RequestRow(Struct, frozen=True, kw_only=True):
     request_id: str
     session: int  # number of the session; 0: the request belongs to no known session
     arrival: int  # instant at which the client sent the request for the first time
-    first_token: int | None  # instant of the first token; None: rejected, or cancelled before it
+    first_token: int | None  # instant of the first token; None: the request ended without a token
     end: int
     ttft_ms: float | None
     tpot_ms: float | None
@@ -46,7 +46,7 @@ class RequestRow(Struct, frozen=True, kw_only=True):
 
 
 def request_row(ended: EndedRequest, slo: Slo, block_tokens: int | None) -> RequestRow:
-    """Return the row of a request. It contains the block names of the prompt if `block_tokens` is given."""
+    """Return the row of a request. The row contains the block names of the prompt only if `block_tokens` is not None."""
     answered = ended.first_token is not None and not ended.refused
     return RequestRow(
         request_id=ended.request_id,

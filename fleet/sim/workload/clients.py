@@ -9,9 +9,9 @@ Rules:
    number of sessions runs at a time, or each session begins at the time that the workload states.
 4. A client that waits for an answer sends its next request in a later event of the kernel. At that time, the router no
    longer handles the event that ended the answer. So the router is never called recursively.
-5. A request that is rejected for a temporary reason is sent again, each time after a longer pause. It counts as one
-   request that began when it was sent first. If clients have a deadline, the request contains it, and the client stops
-   waiting when the deadline has passed.
+5. A request that is rejected for a temporary reason is sent again, each time after a longer pause. All these attempts
+   count as one request, which began with the first attempt. If clients have a deadline, the request contains the deadline,
+   and the client stops waiting when the deadline has passed.
 """
 
 from collections.abc import Callable, Iterator
@@ -44,13 +44,13 @@ class ClientPatience(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Deadline and retries of clients; all kinds of clients have these settings."""
 
     deadline_seconds: Seconds = 0.0
-    """Time after which a request is given up if its answer is not complete, counted from when it was first sent; 0: never."""
+    """Time from the first sending of a request until its client gives it up, if the answer is not complete by then; 0: never."""
 
     retries: Annotated[int, Meta(ge=0, le=100)] = 0
     """Maximum number of times that a request is sent again after it was rejected for a temporary reason (`RETRYABLE`)."""
 
     retry_seconds: Annotated[float, Meta(gt=0, le=1e6)] = 1.0
-    """Pause before the first retry; it doubles with each further one."""
+    """Pause before the first retry of a request, in seconds; the pause doubles before each further retry."""
 
 
 class OpenClients(ClientPatience, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="open"):
@@ -73,14 +73,14 @@ class ClosedClients(
 class SessionClients(
     ClientPatience, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="sessions"
 ):
-    """Sessions whose turns wait for the answers to earlier turns."""
+    """Clients that send the turns of sessions; a turn is sent after the answers to those earlier turns that it waits for."""
 
     users: Annotated[int, Meta(ge=0, le=1 << 20)] = 64
     """Number of sessions that run at a time; 0: each session begins at the time that the workload states. Traces
     state no such times."""
 
     longest_gap_seconds: Seconds = 1e9
-    """Maximum time between an answer and the next turn; longer gaps in the trace (such as a night) are shortened to it."""
+    """Maximum time between an answer and the next turn. Longer gaps in the workload, such as a night, are shortened to this time."""
 
 
 ClientSection = OpenClients | ClosedClients | SessionClients
@@ -156,7 +156,7 @@ class _Sender:
 
 
 class _OpenLoop:
-    """Sends the requests of open clients. It schedules one arrival at a time, so that the kernel's event heap stays small."""
+    """Sends the requests of open clients. Schedules only one arrival at a time, so that the kernel's event heap stays small."""
 
     def __init__(self, kernel: Kernel, sender: _Sender, requests: Iterator[TraceRequest]):
         self._kernel, self._sender, self._requests = kernel, sender, requests

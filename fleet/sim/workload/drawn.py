@@ -71,10 +71,10 @@ class DrawnWorkload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Variation of lengths, as a share of the mean: 0.5 draws them evenly from 0.5 to 1.5 times the mean."""
 
     prefixes: Annotated[int, Meta(ge=0, le=1 << 20)] = 0
-    """Number of shared prefixes."""
+    """Number of different prefixes that prompts share; 0: there are no shared prefixes."""
 
     prefix_tokens: Annotated[int, Meta(ge=0)] = 0
-    """Length of each shared prefix; longer prompts continue with tokens of their own."""
+    """Length of each shared prefix in tokens; a longer prompt continues with tokens of its own."""
 
     turns: Annotated[int, Meta(ge=1, le=1000)] = 1
     """Mean number of turns of a conversation. With more than one, clients must be of kind `sessions`. `rate` still counts

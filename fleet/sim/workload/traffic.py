@@ -21,7 +21,7 @@ from fleet.sim.workload.drawn import DrawnWorkload, drawn_requests, drawn_sessio
 from kvstore.eviction.trace_replay import TraceRequest
 
 T = TypeVar("T")
-NEVER_ENDS = 1e9  # largest value of `to_seconds`, in seconds; it means that the recorded time is not limited
+NEVER_ENDS = 1e9  # default of `to_seconds`: with this value, the recorded time is not limited
 Positive = Annotated[float, Meta(ge=1e-9, le=1e9)]
 Count = Annotated[int, Meta(ge=1, le=1 << 31)]
 Share = Annotated[float, Meta(ge=0, le=1)]
@@ -49,13 +49,13 @@ class RecordedWorkload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     from_seconds: Seconds = 0.0
     to_seconds: Positive = NEVER_ENDS
-    """Begin and end of the recorded time that is used; arrivals are counted from its begin."""
+    """Begin and end of the recorded time from which requests are used. The begin is the instant 0 of the simulation."""
 
     requests: Annotated[int, Meta(ge=0, le=1 << 40)] = 0
-    """Maximum number of requests, counted from the start; 0: all."""
+    """Maximum number of requests that are used, from the first one on; 0: all."""
 
     speed: Positive = 1.0
-    """Factor by which arrivals are faster than recorded; gaps between the turns of sessions are shortened by it, too."""
+    """Factor by which arrivals are faster than recorded; gaps between the turns of sessions are divided by this factor, too."""
 
     live_sessions: Count = LIVE_SESSIONS
     """Number of sessions that run at the same time, if the format of the file knows sessions and clients are open
@@ -114,7 +114,10 @@ def sessions_of(workload: Workload, folder: Path, *, block_tokens: int, seed: in
 def request_count(workload: Workload, folder: Path, *, seed: int) -> int | None:
     """Return the number of requests of a workload. Requests outside of the selected time count too, so the number may be too large.
 
-    Return None if the number is unknown before all rows are read.
+    If the number is unknown before all rows are read, return the maximum in the settings (`requests`), or None without a maximum.
+
+    Raises:
+        ConfigurationRefused: The trace cannot be read.
     """
     if isinstance(workload, DrawnWorkload):
         return None if workload.phases else workload.requests

@@ -2,10 +2,10 @@
 
 Source: arXiv 2501.08090, as SageServe's simulator implements it. The paper defines the interactive back-pressure of a
     pool as the share of its instances that have interactive work. The pool grows while this pressure is above the
-    target of 0.6 (`pressure`). It may lose one replica in an interval in which the pressure is below the target by more
-    than the share `band` of the target. With continuous batching, every instance has some request all the time. So in
-    this module, an instance has work only if it has more requests than the share `busy` of those that it can run within
-    the goals. Batch work is not simulated.
+    target of 0.6 (`pressure`). The pool may lose one replica in an interval in which the pressure is below the target by
+    more than the share `band` of the target. With continuous batching, every instance has some request all the time. So
+    in this module, an instance counts as having work only if it has more requests than the share `busy` of those that it
+    can run within the goals. Batch work is not simulated.
 """
 
 from math import ceil
@@ -30,7 +30,7 @@ class ChironRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     interval_seconds: float = 15.0
     band: float = 0.2
-    """Relative distance below the target pressure within which a pool keeps its size."""
+    """Share of the target by which the pressure must be below the target before a pool shrinks."""
 
     down_seconds: float = 60.0
 

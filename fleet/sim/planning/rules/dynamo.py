@@ -33,7 +33,7 @@ class DynamoRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     throughput_seconds: float = 180.0
     load_seconds: float = 5.0
     sensitivity: float = 0.8
-    """A replica is removed only if the estimated latencies stay below this share of the goal."""
+    """A replica is removed only if the estimated latencies would stay below this share of their goals without it."""
 
     margin: float = 1.0
     """Factor by which the forecast rate is multiplied before the minimum numbers of replicas are computed from it."""

@@ -3,8 +3,9 @@
 Source: arXiv 2508.19559. The wanted number of decode replicas is the number of ready ones, multiplied by r / t. Here r is
     the generated tokens per second of one instance, and t is the target for r. The number of prefill replicas is the
     number of decode replicas multiplied by a fixed ratio. Latency only corrects the result. If a P90 latency is above
-    the share `latency_share` of its goal, no decode pool shrinks. If it is above its goal, each decode pool whose
-    replicas are all ready grows by one. Pools with the role `both` are sized like decode pools.
+    the share `latency_share` of its goal, no decode pool shrinks. If a P90 latency is above its goal, each decode pool
+    that would not grow otherwise grows by one replica, if all its replicas are ready. Pools with the role `both` are
+    sized like decode pools.
 """
 
 from math import ceil
@@ -24,7 +25,8 @@ class HeteroScaleRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Parameters of the scaling rule."""
 
     target: float = 0.7
-    """Target for the generated tokens per second of an instance, as a share of what it can generate within the TPOT goal."""
+    """Target for the generated tokens per second of an instance, as a share of the tokens per second that the instance can
+    generate within the TPOT goal."""
 
     ratio: float = 0.0
     """Number of prefill replicas for one decode replica; 0: the ratio at the beginning of the replay."""

@@ -2,7 +2,7 @@
 
 Source: the algorithm of the Kubernetes documentation with its default behaviour. Every 15 s the wanted number is the
 number of ready replicas times utilisation divided by target; differences of up to 10 % are ignored. A pool shrinks only
-to the highest number that was computed in the last 300 s. In 15 s it grows by at most 100 % or four replicas, whichever
+to the highest number that was computed in the last 300 s. In 15 s a pool grows by at most 100 % or four replicas, whichever
 is more. The utilisation of a replica that is starting counts as 0.
 """
 
@@ -23,7 +23,7 @@ class HpaRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Parameters of the scaling rule."""
 
     target: float = 0.6
-    """Target for the utilisation of each pool."""
+    """Target for the utilisation of each pool, as a share from 0 to 1."""
 
     tolerance: float = 0.1
     window_seconds: float = 30.0

@@ -24,7 +24,7 @@ class ObservedLoad:
         self.last: DemandWindow | None = None
 
     def add(self, window: DemandWindow) -> bool:
-        """Add a window and return True. If it is stale or empty, because metrics are late or missing, ignore it and return False."""
+        """Add a window and return True. If the window is stale or has no duration, ignore it and return False."""
         if window.stale or window.ended <= window.began:
             return False
         self._windows.append(window)
@@ -43,19 +43,22 @@ class ObservedLoad:
         return [window for window in self._windows if window.ended > since]
 
     def rate(self, seconds: float) -> float:
-        """Return the requests per second that clients sent, including rejected and abandoned ones."""
+        """Return the requests per second that clients sent in the last `seconds`, including rejected and abandoned ones."""
         windows = self.recent(seconds)
         span = sum(window.seconds for window in windows)
         return sum(_sent(window) for window in windows) / span if span else 0.0
 
     def served(self, seconds: float) -> float:
-        """Return the number of answers that begin per second. Rejected and abandoned requests do not count."""
+        """Return the answers per second that began in the last `seconds`. Rejected and abandoned requests do not count."""
         windows = self.recent(seconds)
         span = sum(window.seconds for window in windows)
         return sum(sum(window.ttft) for window in windows) / span if span else 0.0
 
     def latencies(self, seconds: float, share: float) -> tuple[float | None, float | None]:
-        """Return one percentile of TTFT and of TPOT in seconds, such as P90 for a `share` of 0.9. None: nothing was measured."""
+        """Return one percentile of TTFT and of TPOT over the last `seconds`, such as P90 for a `share` of 0.9.
+
+        The values are in seconds; None means that nothing was measured.
+        """
         ttft: tuple[int, ...] = ()
         tpot: tuple[int, ...] = ()
         for window in self.recent(seconds):
@@ -64,7 +67,7 @@ class ObservedLoad:
 
     @property
     def shape(self) -> TrafficShape:
-        """Mean lengths of recent prompts and answers, and the cached share of the prompts."""
+        """Mean lengths of prompts and answers in the last `KEPT_SECONDS`, and the cached share of the prompts."""
         return self._shape
 
     @property
@@ -106,7 +109,7 @@ def ready_of(seen: Observation, name: PoolName) -> int:
 
 
 class Stabilised:
-    """Delays the shrinking of a pool: returns the highest number that was recommended within the last `seconds`."""
+    """Delays the shrinking of a pool: `highest` returns the highest number that the rule computed within the last `seconds`."""
 
     def __init__(self, seconds: float) -> None:
         self._span = Nanos(round(seconds * SECOND))

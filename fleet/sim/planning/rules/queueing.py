@@ -1,7 +1,7 @@
 """WVA queueing: the queueing model of llm-d's Workload Variant Autoscaler, which sizes pools by mean latencies.
 
 Source: llm-d-workload-variant-autoscaler, queueing model analyzer. A replica is a state-dependent M/M/1/K queue. With b
-requests in the batch, it completes b / (prefill(b) + O decode(b)) requests per second. Here O is the answer length,
+requests in the batch, a replica completes b / (prefill(b) + O decode(b)) requests per second. Here O is the answer length,
 prefill(b) is the time to compute b prompts, and decode(b) is the time of a decode step. A bisection finds the highest
 rate of arrivals at which the mean TTFT and the mean TPOT of one replica keep their goals. The wanted number of replicas
 is the observed rate divided by this highest rate. The original estimates step times by a Kalman filter. This module
@@ -23,8 +23,8 @@ from fleet.sim.planning.rules.observed_load import ObservedLoad, Stabilised, wan
 
 HALVINGS = 20
 QUEUE_FACTOR = 4
-"""Number of requests that may wait for each place in the batch; it determines K, the capacity of the queue. If the batch has
-only one place, ten times as many may wait in addition."""
+"""Number of requests that may wait for each place in the batch. This number determines K, the capacity of the queue. If the
+batch has only one place, ten times this number may wait in addition."""
 
 
 class QueueingRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -35,7 +35,7 @@ class QueueingRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Seconds over which the rate of arrivals is measured."""
 
     margin: float = 1.0
-    """Factor by which the observed rate is multiplied."""
+    """Factor by which the observed rate is multiplied before the number of replicas is computed from it."""
 
     down_seconds: float = 120.0
 

@@ -67,7 +67,7 @@ class _Saturation:
         return PlanDecision(at=now, replicas=replicas, reason=reason, numbers=numbers)
 
     def _capacity(self, pool: PlannedPool) -> float:
-        """Return the number of tokens that one replica may have in use."""
+        """Return the capacity of one replica of a pool, in tokens (see the module's description)."""
         shape, capacity = self._load.shape, self._context.capacities[pool.name]
         if pool.role is Role.PREFILL:
             return self._context.goals.ttft_seconds / capacity.prefill_seconds(shape) * shape.prompt_tokens

@@ -2,8 +2,8 @@
 
 Source: llm-d-autoscaling, RFC 1018 and pull request 1376. Each pool has a signal s. It is the P90 latency of the last
 45 s divided by its goal, but at most 2; without requests it is 0. If the oldest waiting request is older than the P90
-TTFT, its age is used instead. Prefill pools use the TTFT, decode pools the TPOT, and pools with the role `both` use the
-larger ratio.
+TTFT, the age of this request replaces the P90 TTFT. Prefill pools use the TTFT, decode pools the TPOT, and pools with the
+role `both` use the larger ratio.
 
 A pool has n replicas, of which the share r is ready. If s has been above 0.55 for 30 s, the pool grows to
 n + ceil(n (s r / 0.55 - 1)) replicas. It grows at most once in 60 s, by at most n or four replicas, whichever is more.

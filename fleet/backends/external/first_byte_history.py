@@ -20,7 +20,7 @@ _BUCKETS = 130  # two buckets for each bit of a time in nanoseconds; each bucket
 
 
 class FirstByteHistory:
-    """Measures how long one server takes until its first bytes, for one kind of answer."""
+    """Measures how long one server takes until the first byte of an answer, either for streams or for answers in one piece."""
 
     def __init__(self) -> None:
         self.count = 0

@@ -73,8 +73,8 @@ KIB_SECONDS = 0.25
 FIRST_PAUSE = 1 * SECOND  # first pause between two trial requests, and first pause before a server returns
 MAX_TRIAL_PAUSE = 10 * SECOND
 MAX_OUT_PAUSE = 30 * SECOND
-# After this time without silence, the pauses start again at `FIRST_PAUSE`. After a refused trial request, no other one is
-# sent for this time.
+# If this time has passed since the last pause ended, the next pause is `FIRST_PAUSE` again. After a refused trial
+# request, no other one is sent for this time.
 CALM = 60 * SECOND
 
 _UNSEEN = Nanos(-1)
@@ -173,7 +173,8 @@ class SilenceDetector:
         self._counted: set[RequestId] = set()  # outstanding requests that are counted in `_silent`
         self._left: _AbandonedRequest | None = None
         self._left_at = Nanos(0)
-        self._owed = 0  # nanoseconds that cancelled requests waited in total since the server's last byte
+        # Nanoseconds that cancelled requests waited since the server's last byte; time in which several waited counts once.
+        self._owed = 0
         # KiB of the longest cancelled prompt that the server may still compute. The first number is for requests for an
         # answer in one piece, the second number for requests for a stream.
         self._left_kib = [0, 0]

@@ -42,9 +42,9 @@ from fleet.core.ids import RequestId
 from fleet.frontend.openai.relay import RelayedRequest
 from fleet.net.http.exchange import KEPT_ALIVE, ClientDisconnected
 
-MAX_HEAD_BYTES = 64 << 10  # maximum length of the head of an answer
-# Maximum number of cached heads of answers (`AnswerHeads`); a head with the header `date` can be reused for only a
-# second.
+MAX_HEAD_BYTES = 64 << 10  # maximum length of the head of an answer; an answer with a longer head fails
+# Maximum number of cached heads of answers (`AnswerHeads`); when the cache is full, it is emptied. A head with the header
+# `date` can be reused for only a second.
 MAX_KNOWN_HEADS = 256
 # A request body up to this size, in bytes, is copied into one buffer with its head, because sending two buffers costs more.
 SMALL_BODY_BYTES = 16 << 10
@@ -136,7 +136,7 @@ class UpstreamOwner(Protocol):
         ...
 
     def advanced(self, work_id: RequestId, tokens: int) -> None:
-        """Record that `tokens` more tokens were passed on to the client."""
+        """Record that `tokens` more tokens, estimated by the number of events (rule 5), were passed on to the client."""
         ...
 
     def finished(self, upstream: "Upstream", work_id: RequestId, tokens: int, *, reusable: bool) -> None:

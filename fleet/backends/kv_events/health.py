@@ -49,7 +49,8 @@ REFUSED_ATTENTION = (
     SkipReason.OTHER_ATTENTION,
 )
 
-ENOUGH = 3  # number of served prompts with new blocks, after which an engine that publishes nothing is silent (rule 1)
+# An engine that has published nothing is silent only after it has served this many prompts with new blocks (rule 1).
+ENOUGH = 3
 NEVER = Nanos(1 << 62)  # a value of `patience` so long that an engine never counts as silent
 
 

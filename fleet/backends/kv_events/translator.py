@@ -118,13 +118,17 @@ class KvEventTranslator:
         self._capacity = capacity
         self._salt_of = salt_of
         self._held: dict[EngineHash, _CachedBlock] = {}
-        # For each block hash, the number of engine hashes: several if the engine distinguishes blocks that are equal
-        # for Fleet.
+        # For each block hash, the number of engine hashes in `_held` that stand for it: several if the engine
+        # distinguishes blocks that are equal for Fleet.
         self._hashes: dict[BlockHash, int] = {}
-        self._main: int | None = None  # number of the followed group of layers; None: the engine has no groups
+        # Number of the followed group of layers; None: none is chosen yet, or the engine has no groups.
+        self._main: int | None = None
         self._knows_main = False
-        self.followed = 0  # number of published blocks that were taken over since the start (rule 3), copies included; removals do not lower it
-        self.passed_over: Counter[SkipReason] = Counter()  # number of skipped blocks since the start
+        # Number of published blocks that were taken over since the translator was created (rule 3). Copies count, and
+        # removals do not lower the number.
+        self.followed = 0
+        # Number of skipped blocks since the translator was created, by reason.
+        self.passed_over: Counter[SkipReason] = Counter()
         self.published_block_tokens = 0  # tokens in the latest block that was skipped because of its size
 
     def __len__(self) -> int:

@@ -82,7 +82,7 @@ class AnswerSearch:
         return search
 
     def received(self, worker_id: WorkerId, kept: KeptAnswers) -> None:
-        """Take the tokens that a worker has sent."""
+        """Store the tokens that a worker has sent in the searches for their answers, and end the searches that are complete."""
         for each in kept.answers:
             for search in self._searches.get(each.key, ()):
                 if len(each.tokens) > len(search.found):

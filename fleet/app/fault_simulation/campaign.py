@@ -12,13 +12,16 @@ from fleet.app.fault_simulation.seed_run import SeedOutcome, run_seed
 from fleet.core.errors import ConfigurationRefused
 from fleet.sim.experiments.process_pool import process_pool
 
-MOST_FAILURES = 8  # maximum number of failing seeds that are shrunk and reported in full
+MOST_FAILURES = 8  # maximum number of failing seeds that are shrunk and reported in full; further ones are only counted
 MOST_SHRINKING_RUNS = 400
 BATCH = 25  # number of seeds that a process runs before it reports their results
 
 
 class FailingSeed(Struct, kw_only=True):
-    """Describes a seed that broke a promise, with the smallest found selection of its happenings that breaks the same promise."""
+    """Describes a seed that broke a promise.
+
+    It has the fewest happenings (drawn requests and faults) of the seed that were found to break the same promise.
+    """
 
     seed: int
     promise: str

@@ -85,7 +85,10 @@ class Malformed(Struct, frozen=True):
 
 
 class RegistrationAnswer(Struct, frozen=True):
-    """Answer to a `Register` or `Deregister`: the duration of a lease in nanoseconds; None if a registration was refused."""
+    """Answer to a `Register` or `Deregister`.
+
+    `lease` is the duration of this router's leases, in nanoseconds; None: the registration was refused.
+    """
 
     lease: Nanos | None
     superseded: bool = False

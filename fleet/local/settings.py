@@ -62,15 +62,16 @@ class SupervisionSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """
 
     router_silence_seconds: Seconds = 5.0
-    """Maximum time for which a router's event loop may stand still.
+    """Time after which a router whose event loop stands still counts as hung. It is then killed and started again.
 
     An event loop normally makes a turn within milliseconds, because long work runs in threads. With the default, a hung
     router is replaced and serves again within 10 s.
     """
 
     store_silence_seconds: Seconds = 10.0
-    """Maximum time for which the event loop of a store node may stand still. The loop normally has no long pauses, because
-    threads serve disks and networks. While the loop stands still, clients compute blocks instead of loading them.
+    """Time after which a store node whose event loop stands still counts as hung. It is then killed and started again. The loop
+    normally has no long pauses, because threads serve disks and networks. While the loop stands still, clients compute
+    blocks instead of loading them.
     """
 
     worker_silence_seconds: Seconds = 30.0
@@ -378,7 +379,7 @@ def for_task(topology: Topology, model_dir: Path) -> Topology:
     A model that does not generate has only workers of role both, and no KV paths.
 
     Raises:
-        ConfigurationRefused: The topology has settings of its own that do not fit the task.
+        ConfigurationRefused: The topology has pools or LoRA adapters that do not fit the task.
     """
     cluster = topology.cluster
     task = cluster.task

@@ -145,7 +145,7 @@ class ReportFailure(Struct, frozen=True):
 
     name: str
     reason: str
-    status: int | None  # exit status; None: the child still runs
+    status: int | None  # exit status; None: the child has not ended by itself, but was not ready in time
 
 
 class SupervisionFinished(Struct, frozen=True):
@@ -182,7 +182,7 @@ class ChildStatus(Struct, frozen=True, kw_only=True):
     """Status of one child: its state, its deaths and its next restart, as commands show it to people."""
 
     condition: ChildState
-    deaths: int  # deaths in a row, without `HEALTHY_AFTER` of readiness in between
+    deaths: int  # number of deaths since the child last stayed ready for `HEALTHY_AFTER`
     last_status: int | None = None  # exit status of the last death; None: it has not died
     starts_at: Nanos | None = None  # instant of the planned restart; None: the child runs, or will not be restarted
 
@@ -199,10 +199,10 @@ class _ChildRecord:
         # Instant at which the time limit of the current state ends: of the start, the drain or the stop, or of the pause before a restart.
         # For a ready child that has died before, it is the instant at which its deaths are reset. None: the state has no time limit.
         self.until: Nanos | None = None
-        self.deaths = 0  # deaths in a row
+        self.deaths = 0  # number of deaths since the child last stayed ready for `HEALTHY_AFTER`
         self.last_status: int | None = None
         self.been_ready = False
-        self.leaving = False  # True: the child was removed
+        self.leaving = False  # True if the child has to be removed (`ChildRemoved`), and has not ended yet
 
     def become(self, condition: ChildState, until: Nanos | None = None) -> None:
         self.condition, self.until = condition, until
@@ -232,7 +232,7 @@ class Supervision:
 
     @property
     def announced(self) -> bool:
-        """True if every child has been ready."""
+        """True after every child with which the cluster started has been ready."""
         return self._announced
 
     def begin(self, now: Nanos) -> list[SupervisionCommand]:

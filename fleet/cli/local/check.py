@@ -47,7 +47,8 @@ WITHIN = {  # time limit of one prompt, while seven other prompts run at the sam
 }
 # heartbeat timeout of the router; it is long, because the busy threads of two engines with NIXL can take all CPU time of a small machine
 SILENCE_SECONDS = 60.0
-QUEUE_SECONDS = 600.0  # for `max_queue_seconds`; long, because a router predicts long waits after a stalled transfer
+# Value of the router's setting `max_queue_seconds`. It is long, because a router predicts long waits after a stalled transfer.
+QUEUE_SECONDS = 600.0
 MOVED_BY = {KvPath.STORE: Source.STORE, KvPath.DIRECT: Source.DIRECT}
 
 

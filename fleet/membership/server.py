@@ -124,7 +124,10 @@ class RegistryServer:
                 pause = min(2 * pause, LONGEST_BACKOFF_SECONDS)
 
     async def membership(self) -> AsyncIterator[MembershipChange]:
-        """Yield the present members as arrivals, and then each change. Several consumers may iterate at the same time."""
+        """Yield the present members as arrivals, and then what has changed since the last comparison (see the class).
+
+        Several consumers may iterate at the same time.
+        """
         announced: dict[WorkerId, MemberJoined] = {}
         while True:
             changed = self._changed

@@ -47,7 +47,11 @@ class KvRecord(Struct, frozen=True, kw_only=True):
 
 
 class AccessRecord(Struct, frozen=True, kw_only=True):
-    """The record of one request. Durations are in seconds; null if the request did not get so far, or the duration is not known."""
+    """The record of one request.
+
+    Durations are in seconds. A duration is null if it does not exist, such as the time to a first token that never came,
+    or if it is not known.
+    """
 
     schema: str = SCHEMA
     time: str  # when the request arrived, in ISO 8601 and UTC

@@ -55,7 +55,7 @@ class Recording:
         """Open the file and read its first line.
 
         Raises:
-            RecordingError: The file does not exist, or is no recording of this format.
+            RecordingError: The file cannot be read, is cut off in its first line, or is no recording of this format.
         """
         self._path = path
         self._line_number = 0

@@ -26,7 +26,7 @@ class FailingSeed(Struct, kw_only=True):
     seed: int
     promise: str
     detail: str
-    keep: tuple[int, ...]  # indices of the happenings that are left after shrinking
+    keep: tuple[int, ...]  # indices, in the seed's schedule, of the happenings that are left after shrinking
     happenings: tuple[str, ...]
     replay: str  # command that runs these happenings again
 
@@ -138,7 +138,7 @@ def replay(seed: int, keep: Sequence[int] | None) -> SeedOutcome:
 
 
 def shrink(seed: int) -> FailingSeed:
-    """Return a failing seed with as few happenings as were found to break the same promise (delta debugging).
+    """Return a failing seed with the fewest happenings that were found to break the same promise (delta debugging).
 
     The search ends after about `MOST_SHRINKING_RUNS` runs.
     """

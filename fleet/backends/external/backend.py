@@ -93,7 +93,8 @@ from fleet.router.settings.router import OpenAiWorkerSettings
 log = logging.getLogger(__name__)
 
 TRIPS = 5  # number of failed requests in a row after which a server gets no new ones, as in Envoy's outlier detection
-MISSES = 3  # number of unanswered health checks in a row after which a server leaves
+# Number of failed health checks in a row, without an answer to any request in between, after which a server leaves.
+MISSES = 3
 # Pause before a server returns that failed `TRIPS` requests in a row for the first time (rule 2).
 FIRST_PAUSE_SECONDS = 1.0
 LONGEST_PAUSE_SECONDS = 30.0
@@ -123,7 +124,7 @@ class ExternalBackend:
     Implements `fleet.backends.external.upstream.UpstreamOwner`.
     """
 
-    # CPython reads attributes of an object with more than 30 of them slowly, unless they are slots.
+    # If an object has more than 30 attributes, CPython reads them slowly, unless they are slots.
     __slots__ = (
         "_address",
         "_cache",
@@ -204,7 +205,8 @@ class ExternalBackend:
         # True if the server has sent content of an answer, or has answered a passage, since the last health check.
         self._was_active = False
         self._looked_at = Nanos(0)  # time of the last silence check of all running requests
-        self._failures = 0  # number of requests in a row that have failed
+        # Number of failed requests since the last finished one; `TRIPS` - 1 after a suspension (rule 2).
+        self._failures = 0
         self._pause_seconds = FIRST_PAUSE_SECONDS
         self._not_before = Nanos(0)
         self._look = asyncio.Event()  # set to check the health now, without waiting for the next regular check
@@ -324,7 +326,7 @@ class ExternalBackend:
         return answered
 
     async def run(self, hear: Hear) -> None:
-        """Check the server's health and keep its connections until cancelled; `hear` gets all events."""
+        """Check the server's health until cancelled, and then close all connections to the server; `hear` gets all events."""
         self._hear = hear
         try:
             async with asyncio.TaskGroup() as self._tasks:
@@ -602,7 +604,8 @@ class ExternalBackend:
                     await self._health.compare_tokenizers()
                     self._join()
             elif was_active:
-                misses = 0  # the server has answered a request meanwhile, so the failed health check does not count
+                # The server has sent a part of an answer meanwhile, so the failed health check does not count.
+                misses = 0
             elif healthy is not None:
                 misses += 1
                 if self.joined and misses >= MISSES:

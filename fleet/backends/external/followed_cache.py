@@ -25,7 +25,8 @@ EVENT_PATIENCE = Nanos(10 * SECOND)
 # A server is expected to publish blocks only of prompts with at least this many blocks. A shorter prompt might fill no
 # block in the engine, because the router counts bytes instead of tokens if it has no tokenizer for the server.
 LONG_PROMPT_BLOCKS = 4
-REMEMBERED_PROMPTS = 4096  # number of remembered prompts; a prompt that is not among them counts as new
+# Number of a server's long prompts that are remembered; a prompt that is not among them counts as new.
+REMEMBERED_PROMPTS = 4096
 
 
 class KvEventFollower:

@@ -103,7 +103,7 @@ class ServerPassage:
                 writer.write_eof()
             await writer.drain()
         except ConnectionError:
-            pass  # ignored: the server may have answered early, and then the reader finds the answer
+            pass  # ignored: the server may have answered before it read the whole request; `_receive` finds the answer
 
     async def _receive(self, reader: asyncio.StreamReader, *, may_move: bool) -> bool:
         try:
@@ -192,7 +192,7 @@ class ServerPassage:
         return re.sub(rb"\r\n(location:[ \t]*)https?://" + own + rb"(?=/)", rb"\r\n\1", content, flags=re.IGNORECASE)
 
     async def _pass_on(self, content: bytes) -> None:
-        """Send bytes to the client, and wait until it has read enough. This wait does not count as silence of the server."""
+        """Send bytes to the client, and wait until few enough bytes are unread. This wait does not count as silence of the server."""
         exchange = self._passage.exchange
         exchange.pass_on(content)
         self._limit.reschedule(None)

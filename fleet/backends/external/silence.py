@@ -50,7 +50,8 @@ from fleet.core.clock import SECOND, Nanos
 from fleet.core.ids import RequestId
 from fleet.router.settings.router import OpenAiWorkerSettings
 
-# A server is suspect after this multiple of the expected time. It is low, because a needless trial request costs little.
+# A server is suspect after silence of this multiple of the expected time to the first byte (rule 2). The number is low,
+# because a needless trial request costs little.
 SUSPECT_FACTOR = 2.0
 MIN_ANSWERS = 8  # after this many answers, a server is judged by its own times alone (rule 1)
 # A server with this count of silent requests leaves rotation (rule 4). Each answer multiplies the count by

@@ -184,9 +184,10 @@ class Upstream(asyncio.Protocol):
         self._held = b""  # bytes that wait for the rest of the head, or for the first content (rule 3)
         # Bytes that wait for the end of the event loop's turn: bytes of the request, or of the answer once `_client` is set.
         self._unsent: list[bytes] = []
-        # The bytes since the start of the latest read in which an event began; if there are many, only the last ones.
+        # Of a stream, the bytes since the start of the latest read in which an event began; of an answer in one piece, all
+        # bytes. If there are many, only the last ones.
         self.latest = b""
-        self.earlier = b""  # the bytes before `latest`, from the previous read in which an event began
+        self.earlier = b""  # of a stream, the bytes before `latest`, from the previous read in which an event began
         self._counted = b""  # for an answer in one piece: the bytes around the last token count so far
         self._interim_heads = 0  # number of interim heads before the present answer
         self._served = 0  # number of requests that this connection has served

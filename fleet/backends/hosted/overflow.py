@@ -405,7 +405,7 @@ class _Offer:
 
 
 def answers_alike(parsed: OpenAiRequest, settings: OverflowSettings) -> bool:
-    """Return True if the hosted model would answer the request in the same way (rule 1)."""
+    """Return True if the hosted endpoint would answer the request in the same way as the model's own workers (rule 1)."""
     request = parsed.request
     if (
         request.images

@@ -55,7 +55,7 @@ NEVER = Nanos(1 << 62)  # a value of `patience` so long that an engine never cou
 
 
 class EventHealth:
-    """Decides from the KV events of one engine, since the engine joined, which alert applies."""
+    """Decides which alert applies to one engine, from the KV events that it has published since it joined."""
 
     def __init__(self, books: KvEventTranslator, counters: EventStreamCounters, patience: Nanos) -> None:
         self._books = books

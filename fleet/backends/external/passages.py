@@ -180,7 +180,10 @@ class ServerPassage:
         self._passage.exchange.passed_on(keep_alive=False)
 
     def _head(self, head: AnswerHead, start: bytes) -> bytes:
-        """Return the head of the answer for the client: `start` and Fleet's header lines. The caller adds the last lines."""
+        """Return the head of the answer for the client: `start` and Fleet's header lines.
+
+        The caller adds the header ``connection`` and the empty line.
+        """
         passage = self._passage
         lines = [("x-fleet-request-id", str(passage.request_id))]
         lines += [] if head.named else [("x-request-id", str(passage.request_id))]

@@ -164,7 +164,7 @@ class SilenceDetector:
         self.past = (FirstByteHistory(), FirstByteHistory())
         self.answers = 0
         self._latest_byte_at = Nanos(0)
-        self._latest_sent = _UNSEEN  # latest instant at which an answered request was sent
+        self._latest_sent = _UNSEEN  # instant at which the latest one of the answered requests was sent
         self._silent = 0.0  # count of silent requests; each answer lowers it (rule 4)
         self._overtakes = 0
         self._siblings: Sequence[SilenceDetector] = ()
@@ -200,7 +200,7 @@ class SilenceDetector:
 
     @property
     def held(self) -> bool:
-        """True if the server gets no new requests while its trial request is open."""
+        """True if the server gets no new requests now, because its trial request is open (`HoldBack`)."""
         return self._held
 
     @property
@@ -290,7 +290,7 @@ class SilenceDetector:
         Args:
             now: The current running time.
             siblings: The other servers of the same model that take requests; they were checked before (`note`).
-            spare: True if enough siblings remain when this server leaves rotation.
+            spare: True if enough other servers of the model remain when this server leaves rotation.
         """
         self._siblings = siblings
         commands: list[SilenceCommand] = []
@@ -364,7 +364,7 @@ class SilenceDetector:
         commands.append(SendTrial())
 
     def _judge(self, now: Nanos, silence: Nanos, commands: list[SilenceCommand], *, spare: bool) -> None:
-        """Take the server out of rotation if rule 3 or 4 demands it and a sibling works."""
+        """Take the server out of rotation if rule 3 or 4 demands it and another server of its model works (`works`)."""
         failing = self._silent >= MAX_SILENT_REQUESTS and spare
         if not (self._unresponsive or failing):
             return
@@ -391,7 +391,8 @@ class SilenceDetector:
             self._held = False
             commands.append(EndHold())
         elif not self._held and tells and self._asked_at is not None:
-            # A sibling counts as working only if it has answered lately, because it may have fallen silent with this server.
+            # Another server of the model counts as working only if it has sent something lately, because it may have fallen
+            # silent at the same time as this server.
             lately = Nanos(now - silence // 2)
             if any(each.works(lately) for each in self._siblings):
                 self._held = True

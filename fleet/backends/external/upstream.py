@@ -521,7 +521,7 @@ class Upstream(asyncio.Protocol):
         self.fail(UNFINISHED)
 
     def _tell(self) -> None:
-        """Report the number of events since the last report to `owner`."""
+        """Report to `owner` how many events have come since the last report."""
         relayed = self._relayed
         events, self._events = self._events, 0
         if relayed is None or not events:

@@ -123,7 +123,8 @@ class _HostedModel:
             prompt=settings.dollars_per_million_prompt_tokens, answer=settings.dollars_per_million_answer_tokens
         )
         self.outcomes = dict.fromkeys(OverflowOutcome, 0)
-        self.charged = 0  # cost of all requests that have ended, in nanodollars
+        # Cost in nanodollars of all requests of this process that have ended; an unknown usage counts as the estimate.
+        self.charged = 0
         self.running = 0
         self.trouble = ""
         self.not_before = Nanos(0)

@@ -63,7 +63,7 @@ class EventStreamCounters(Struct):
     """Counts the batches that arrived from one engine, and the faults in them."""
 
     batches: int = 0
-    recovered: int = 0  # batches that came from the replay endpoint
+    recovered: int = 0  # number of batches that came from the replay endpoint
     gaps: int = 0  # gaps in the batch numbers that the replay endpoint could not fill
     restarts: int = 0  # number of times that another process of the engine began to publish (rule 3)
     unreadable: int = 0  # batches that could not be read
@@ -145,7 +145,7 @@ async def read_events(
 
 
 class _Latest:
-    """Remembers hashes of the latest batches, to find out whether a batch with a known number is a new one."""
+    """Remembers hashes of the latest batches, to find out whether another batch comes under a number that has come before."""
 
     def __init__(self) -> None:
         self._seen: dict[int, int] = {}

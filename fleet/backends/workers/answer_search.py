@@ -28,10 +28,10 @@ long. The search waits for it, because the tokens may be nowhere else."""
 class _RunningSearch(Struct, eq=False):
     most: int  # number of wanted tokens
     found: bytes
-    asked: set[WorkerId]  # workers that have not answered yet
+    asked: set[WorkerId]  # workers to which the search was sent, and which have not answered yet
     ended: asyncio.Event
     is_sent: bool = False
-    waiting: int = 0  # number of calls that wait for the result
+    waiting: int = 0  # number of calls of `AnswerSearch.tokens` that wait for the result
 
 
 class AnswerSearch:

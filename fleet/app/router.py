@@ -426,7 +426,7 @@ def _access_log(
 
 
 def _resume_tokens(settings: RouterSettings) -> ResumeTokens | None:
-    """Build the object that signs resume tokens. Return None if clients have keys, but the routers have no common secret."""
+    """Build the object that signs resume tokens. Return None if clients have keys, but the settings have no secret to sign with."""
     secret = settings.prompt_secret or settings.tenant_secret
     if not secret and any(tenant.api_key_sha256 for tenant in settings.tenants.values()):
         return None

@@ -42,7 +42,7 @@ class CampaignResult(Struct, kw_only=True):
     ends: dict[str, int]
     tokens_compared: int
     events: int
-    points: dict[str, int]  # how often each fault point was reached
+    points: dict[str, int]  # how often each fault point was reached, in all seeds together
     missed_points: tuple[str, ...]  # fault points reached too rarely; always empty for fewer than `LEAST_SEEDS` seeds
     recovery_seconds_p50: float
     recovery_seconds_p99: float

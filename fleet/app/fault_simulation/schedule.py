@@ -71,7 +71,7 @@ class RequestDrawn(Struct, frozen=True, kw_only=True, tag="request"):
     placement: Placement
     kv_path: KvPath | None
     whole: bool  # True if the client gets the answer in one piece, not as a stream
-    deadline: Nanos | None  # time until the deadline of the request; None: no deadline
+    deadline: Nanos | None  # time from sending the request to its deadline; None: no deadline
     leaves_after: Nanos | None
     session: str
 

@@ -35,7 +35,7 @@ PLANS = "plans"
 """Name of the folder in the runtime folder from which `fleet up` reads plans for its pools."""
 
 # Maximum number of characters in the path of the runtime folder's parent, because the path of a socket may have at most
-# 107.
+# 107. If the folder for temporary files has a longer path, /tmp is the parent.
 LONGEST_PARENT = 40
 GROUPS, TEMPORARY, ROUTER = "groups", "tmp", "router.json"
 PARTS = "parts.json"

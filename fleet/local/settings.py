@@ -153,7 +153,7 @@ class StorePlace(StrEnum):
 
 
 class StoreSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The KV store node."""
+    """Settings of the cluster's KV store node."""
 
     place: StorePlace = StorePlace.PROCESS
     """Place of the node: "process" (a process of its own), or "worker" (in the worker's process; needs exactly one worker)."""
@@ -209,10 +209,10 @@ class PlannedPoolSection(Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Bounds and costs of a pool, for the planner."""
 
     least: Annotated[int, Meta(ge=0, le=64)] = 1
-    """Minimum number of workers."""
+    """Minimum number of workers that the planner gives to the pool."""
 
     most: Annotated[int, Meta(ge=0, le=64)] | None = None
-    """Maximum number of workers; by default `cluster.most_workers`."""
+    """Maximum number of workers that the planner gives to the pool; by default `cluster.most_workers`."""
 
     gpu: str = ""
     """Short name of the GPU type; empty: no GPU."""

@@ -32,9 +32,9 @@ from fleet.frontend.text.codec import load_codec
 from fleet.local.processes import ClusterFailed
 from fleet.local.settings import PoolSection, StorePlace, Topology
 
-LONGEST = 3000  # maximum number of tokens of a prompt
+LONGEST = 3000  # maximum number of tokens of a prompt of the check
 SHARED = 512  # maximum number of equal tokens at the beginning of the last `_SHARING` prompts
-FEWEST = 20  # minimum number of prompts
+FEWEST = 20  # minimum number of prompts of the check
 _LENGTHS = (40, 48, 63, 64, 65, 96, 128, 200, 333, 777, 1024, 1500, 2049)
 _LONG = 2
 _SHARING = 6

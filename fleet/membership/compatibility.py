@@ -12,7 +12,7 @@ from fleet.core.clock import SECOND, Clock, Nanos
 REFUSED_FOR = Nanos(60 * SECOND)
 """Time after its latest refusal for which a peer is shown as incompatible.
 
-Peers try again every few seconds, so a peer is shown as long as it runs.
+Refused peers try again every few seconds, so a peer is shown until it is accepted or ends.
 """
 
 LOG_AGAIN_AFTER = REFUSED_FOR
@@ -31,7 +31,7 @@ class Link(StrEnum):
 
 
 class IncompatiblePeer(Struct, frozen=True, kw_only=True):
-    """A process that was refused, because it has no protocol version in common with this one."""
+    """A process that was refused by this process, or has refused it, because they have no protocol version in common."""
 
     link: Link
     name: str  # id or address of the peer

@@ -109,9 +109,9 @@ class KubernetesDirectory:
         self._pod = OwnPod(settings.pod, settings.pod_uid) if settings.pod else None
         self._unrenewed = LeaseExpiry()
         self._may_remove = True
-        # The Leases in the version that this process wrote last.
+        # For each worker that this process publishes, its Lease in the version that this process wrote last.
         self._held: dict[tuple[WorkerId, Incarnation], Manifest] = {}
-        # The EndpointSlices in the version that this process wrote last.
+        # For each worker that this process publishes, its EndpointSlice in the version that this process wrote last.
         self._sliced: dict[tuple[WorkerId, Incarnation], Manifest] = {}
         self._last_ms = 0
 

@@ -141,7 +141,7 @@ def read_file_changes(assignments: Iterable[str]) -> dict[str, Any]:
 
 
 def parse_value(text: str) -> Any:
-    """Parse a text as a TOML value; return the text itself if it is not one."""
+    """Return the value that a text states in TOML; if the text is no TOML value, return the text itself."""
     try:
         read = tomllib.loads(f"value = {text}")
     except (ValueError, RecursionError):  # no TOML value, or one with thousands of digits or brackets

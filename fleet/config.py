@@ -86,7 +86,7 @@ def _read(path: Path) -> Any:
 
 
 def parse_changes(assignments: Iterable[str], option: str = "--set") -> dict[str, Any]:
-    """Parse ``path=value`` options. Values are written as in TOML; anything else is a string.
+    """Parse ``path=value`` options. A value that is valid in TOML is parsed as TOML; any other value is a string.
 
     Args:
         assignments: The options; later ones win.
@@ -141,7 +141,7 @@ def read_file_changes(assignments: Iterable[str]) -> dict[str, Any]:
 
 
 def parse_value(text: str) -> Any:
-    """Parse a value as written in TOML; anything else is a string."""
+    """Return the value that a text states in TOML; if the text is no TOML value, return the text itself."""
     try:
         read = tomllib.loads(f"value = {text}")
     except (ValueError, RecursionError):  # no TOML value, or one with thousands of digits or brackets
@@ -227,7 +227,7 @@ def _is_too_long(value: Any) -> bool:
 
 
 def _path_of(value: Any, is_wrong: Callable[[Any], bool]) -> str | None:
-    """Return the path of a wrong value; None if there is none."""
+    """Return the path of the first inner value for which `is_wrong` is true; None if there is none, an empty text for `value` itself."""
     match value:
         case dict():
             inner = list(value.items())

@@ -104,7 +104,11 @@ class _NoSpace(Exception):
 
 
 def wanted(files: Iterable[str], *, weights: bool) -> list[str]:
-    """Return the names of the files to download: only files at the repository's top level, and only weights in safetensors format."""
+    """Return the names of the files to download, all of them at the repository's top level.
+
+    With `weights`, these are all texts, such as configurations, and the weights in safetensors format. Without `weights`,
+    these are the configurations of the model and the files of the tokenizer.
+    """
     top = sorted(name for name in files if "/" not in name)
     texts = [name for name in top if name.endswith(TEXTS)]
     if not weights:

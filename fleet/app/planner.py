@@ -127,7 +127,9 @@ def priced_settings(settings: PlannerSettings) -> PlannerSettings:
 
 
 def _recorder(settings: PlannerSettings, held: AsyncExitStack) -> PlannerRecorder | None:
-    """Begin the recording that the settings demand, and end it when the exit stack `held` closes. None: they demand none.
+    """Begin the recording that the settings demand; it ends when the exit stack `held` closes.
+
+    Return None if the settings demand no recording.
 
     Raises:
         ConfigurationRefused: The file cannot be written.

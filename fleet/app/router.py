@@ -426,7 +426,7 @@ def _access_log(
 
 
 def _resume_tokens(settings: RouterSettings) -> ResumeTokens | None:
-    """Build the object that signs resume tokens. Return None if clients have keys, but the routers have no common secret."""
+    """Build the object that signs resume tokens. Return None if clients have keys, but the settings have no secret to sign with."""
     secret = settings.prompt_secret or settings.tenant_secret
     if not secret and any(tenant.api_key_sha256 for tenant in settings.tenants.values()):
         return None
@@ -669,7 +669,11 @@ def _background(parts: _Parts, directory: "Directory | None") -> list[Coroutine[
 
 
 async def _catch_up(parts: _Parts, directory: "Directory | None", seconds: float) -> None:
-    """Wait until backends and peer routers have sent what they know, but at most `seconds`, because some may not answer."""
+    """Wait at most `seconds` for what this router has to know before it serves.
+
+    The wait ends when external servers were asked once, peer routers have sent their state, the directory was read, and
+    each worker was dialled once.
+    """
     backends = parts.backends
     waiting_for = "external backends"
     try:
@@ -723,7 +727,7 @@ async def _frontends(settings: RouterSettings, parts: _Parts) -> AsyncIterator[_
     """Open all ports of the router, and close them at the end of the `with` block.
 
     Raises:
-        ConfigurationRefused: An address is in use.
+        ConfigurationRefused: An address is in use, or the Lease of the endpoint picker cannot be used.
     """
     shared, core, peers = parts.shared, parts.core, parts.peers
     warn_of_open_ports(open_router_ports(settings, keyed=shared.tenants.by_key))

@@ -61,8 +61,8 @@ async def run_worker(settings: WorkerSettings, announce: Announce) -> None:
     """Run one worker until a stop signal.
 
     Raises:
-        ConfigurationRefused: The engine is unknown or refuses its settings, the model cannot be fetched, a credentials
-            file cannot be used, or an address cannot be listened on.
+        ConfigurationRefused: The engine is unknown or refuses its settings, the model cannot be fetched, a credentials file,
+            the store node or the directory cannot be used, or an address cannot be listened on.
         EngineDied: The engine ended by itself.
         EngineHung: The engine made no progress and was killed. The process ends at most `END_SECONDS` later.
         NodeEnded: The store node in this process ended by itself.
@@ -191,8 +191,8 @@ async def _run_rank(settings: WorkerSettings, group: GroupSettings, announce: An
     """Run an additional rank of an engine. This rank serves no requests. It ends with the lead rank or at a stop signal.
 
     Raises:
-        ConfigurationRefused: The lead rank belongs to another group, the model cannot be fetched, or the engine refuses
-            its settings or cannot span hosts.
+        ConfigurationRefused: The lead rank belongs to another group, the model cannot be fetched, the engine refuses its
+            settings or cannot span hosts, or an address cannot be listened on.
         EngineDied: The rank ended by itself, the group did not form in time, or the connection to the lead rank was lost.
     """
     open_rank = _rank_opener(settings.engine)

@@ -111,7 +111,10 @@ def _accuracy(wheel: Path | None) -> tuple[Any, Sequence[str]]:
 
 
 def _predicted(wheel: Path) -> "list[AccuracyRow]":
-    """Return the errors of the latency model's predictions, for those measurements in a wheel that the model was not fitted to."""
+    """Return the errors of the latency model's predictions, for those measurements that the model was not fitted to.
+
+    `wheel` is a wheel of aiconfigurator, which contains the measurements.
+    """
     from fleet.hardware.aiconfigurator import read_sample  # noqa: PLC0415
     from fleet.hardware.latency.coefficients import AccuracyRow, EstimateBasis, coefficients  # noqa: PLC0415
     from fleet.hardware.latency.measurements import accuracy, cells  # noqa: PLC0415

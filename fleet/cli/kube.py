@@ -240,7 +240,8 @@ def _read(path: Path) -> list[Any]:
     """Return the documents of a file.
 
     Raises:
-        ConfigurationRefused: The file cannot be read, is not YAML, or has more than `MOST_VALUES` values.
+        ConfigurationRefused: The file cannot be read, is too long, is not YAML, has more than `MOST_VALUES` values, or has a
+            value of a type that JSON lacks.
     """
     try:
         text = sys.stdin.read(MOST_CHARACTERS + 1) if str(path) == "-" else path.read_text()

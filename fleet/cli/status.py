@@ -101,7 +101,7 @@ def uptime_words(seconds: float) -> str:
 
 
 def _failing(address: str) -> Iterator[str]:
-    """Yield a line if the supervisor of a local cluster hangs, and a line for each of its processes that keeps dying."""
+    """Yield a line if the supervisor of a local cluster hangs, and a line for each process that has died lately (`failing`)."""
     if (run_ := run_at(address)) is None or run_.killed:
         return
     if silence := run_.silence:

@@ -210,7 +210,7 @@ async def _stay(cluster: LocalCluster, arguments: argparse.Namespace, api_key: s
 
 
 async def _demonstrate(cluster: LocalCluster, text: str, api_key: str) -> None:
-    """Stream one answer, disaggregated if possible, and show the source of its prompt blocks."""
+    """Stream one answer, disaggregated if possible, and show where the blocks of the prompt came from."""
     placement = Placement.DISAGGREGATED if cluster.plan.disaggregates else Placement.AUTO
     print(f"\n> {text}", flush=True)
     async with (

@@ -77,7 +77,7 @@ def _bound(path: str) -> socket.socket:
 
 
 class _ControlRelay:
-    """Relays each connection to one of the processes, in turn. `close` ends all open connections."""
+    """Relays each connection to one router process, in turn (rule 1). `close` ends all open connections."""
 
     def __init__(self, targets: Sequence[str]) -> None:
         self._targets = targets
@@ -85,7 +85,7 @@ class _ControlRelay:
         self._open: set[asyncio.StreamWriter] = set()
 
     async def take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Relay one connection until either side ends."""
+        """Relay one connection until one side closes it."""
         if len(self._open) >= 2 * MOST_CONNECTIONS:
             writer.transport.abort()
             return
@@ -128,7 +128,7 @@ async def _joined(
     other_reader: asyncio.StreamReader,
     other_writer: asyncio.StreamWriter,
 ) -> None:
-    """Relay bytes in both directions until either side ends the connection."""
+    """Relay bytes in both directions until one of the two connections ends."""
     async with asyncio.TaskGroup() as tasks:
         passing = [
             tasks.create_task(_passed(reader, other_writer)),

@@ -28,7 +28,8 @@ class LivenessLimits(Struct, frozen=True, kw_only=True):
     """Limits after which an unresponsive child is killed (rules 1 to 3)."""
 
     stopped: Nanos = Nanos(3 * SECOND)
-    silent: Nanos | None = None  # None: the child sends no heartbeats, so only `stopped` applies
+    # Maximum time without a heartbeat; None: the child sends none, so only `stopped` applies.
+    silent: Nanos | None = None
 
 
 class ProcessSample(Struct, frozen=True, kw_only=True):

@@ -79,7 +79,8 @@ class SupervisorWatch:
                 f"the supervisor (process {self._supervisor}) {'is stopped' if stopped else 'hangs'}: what runs goes on,"
                 f" but a process that dies is not replaced; {'continue it (SIGCONT)' if stopped else 'start it again'}"
             )
-            with suppress(OSError):  # the file cannot be written on a full disk
+            # On a full disk, the file cannot be written, and only standard error gets the report.
+            with suppress(OSError):
                 self._file.write_text(why)
             tell(why)
 
@@ -111,7 +112,7 @@ def process_field(pid: int, name: str) -> str:
 
 
 def tell(words: str) -> None:
-    with suppress(OSError):  # nothing reads standard error any more
+    with suppress(OSError):  # the message is lost if nobody reads standard error any more
         sys.stderr.write(f"fleet: {words}\n")
         sys.stderr.flush()
 

@@ -41,9 +41,11 @@ from fleet.v1 import worker_pb2 as pb
 from fleet.v1 import worker_pb2_grpc as pb_grpc
 
 LOOK_EVERY = 0.2  # seconds between two reads of the plan
-# time limit of a drain of a removed worker (on Kubernetes, `drain.timeoutSeconds` of a role is this limit)
+# Time limit for the drain of a removed worker, which then ends although requests run (on Kubernetes, `drain.timeoutSeconds`
+# of a role is this limit).
 DRAIN = Nanos(300 * SECOND)
-GRACE_SECONDS = 10.0  # seconds after the time limit of a drain within which the worker must answer that it has drained
+# If a worker has not answered the call `Drain` this many seconds after the drain's time limit, the call counts as failed.
+GRACE_SECONDS = 10.0
 
 
 # Time limit in seconds for the router to report what the caches are worth (rule 2).

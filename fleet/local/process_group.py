@@ -19,7 +19,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-TRACKERS_WITHIN = 5.0  # seconds in which resource trackers have to remove leftover shared memory
+# Seconds in which resource trackers have to remove leftover shared memory; they are killed after that.
+TRACKERS_WITHIN = 5.0
 POLL = 0.02  # seconds between two checks of a group that is ending
 
 _PR_SET_PDEATHSIG = 1

@@ -67,8 +67,8 @@ LOG_TAIL_LINES = 20
 # another cause.
 SHOWN_DEATHS = 3
 FIRST_PROGRESS = 5.0  # seconds after which the first message about the start of the children is shown
-PHASE_CHECK = 0.5  # seconds between two checks in which phase each start is; a message follows a change
-PROGRESS_EVERY = 40.0  # maximum pause between two messages, in seconds
+PHASE_CHECK = 0.5  # seconds between two checks which phase of its start each child has reached; a change is shown
+PROGRESS_EVERY = 40.0  # seconds after which the phases are shown again, although they have not changed
 PHASE_MARK = b"# "
 STARTING = "starting"  # the phase that is shown for a child which has reported none
 SPAWN_FAILED = 127  # exit status of a child that could not be started, as in shells
@@ -207,7 +207,7 @@ class LocalProcesses:
         await self._ready.wait()
         try:
             await body()
-        except Exception as error:  # noqa: BLE001 - supervisor: it is raised again after the stop
+        except Exception as error:  # noqa: BLE001 - supervisor: `hold` raises the error of `body` after the children have stopped
             self._failure = error
         if not self._stop_asked:
             self._stop_asked = True

@@ -35,7 +35,7 @@ PLANS = "plans"
 """Name of the folder in the runtime folder from which `fleet up` reads plans for its pools."""
 
 # Maximum number of characters in the path of the runtime folder's parent, because the path of a socket may have at most
-# 107.
+# 107. If the folder for temporary files has a longer path, /tmp is the parent.
 LONGEST_PARENT = 40
 GROUPS, TEMPORARY, ROUTER = "groups", "tmp", "router.json"
 PARTS = "parts.json"
@@ -46,7 +46,7 @@ LOGS = "logs"
 
 
 class RouterTls(Struct, frozen=True):
-    """The setting that says whether a router's ports for clients have TLS."""
+    """The setting `tls.certificate` of a router. If it is empty, the ports for clients have no TLS."""
 
     certificate: str = ""
 
@@ -82,7 +82,7 @@ class ProcessReport(Struct, frozen=True, kw_only=True):
 
     condition: str  # a value of `fleet.local.supervision.ChildState`
     pid: int | None  # process id; None: the process does not run
-    deaths: int  # number of deaths in a row
+    deaths: int  # number of deaths since the process last stayed ready for `fleet.local.supervision.HEALTHY_AFTER`
     last_end: str  # how the process ended last, in words; empty: it has not ended
     pause_seconds: float | None  # time from the writing of this report to the restart; None: no restart is due
 

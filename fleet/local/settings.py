@@ -62,15 +62,16 @@ class SupervisionSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """
 
     router_silence_seconds: Seconds = 5.0
-    """Maximum time for which a router's event loop may stand still.
+    """Time after which a router whose event loop stands still counts as hung. It is then killed and started again.
 
     An event loop normally makes a turn within milliseconds, because long work runs in threads. With the default, a hung
     router is replaced and serves again within 10 s.
     """
 
     store_silence_seconds: Seconds = 10.0
-    """Maximum time for which the event loop of a store node may stand still. The loop normally has no long pauses, because
-    threads serve disks and networks. While the loop stands still, clients compute blocks instead of loading them.
+    """Time after which a store node whose event loop stands still counts as hung. It is then killed and started again. The loop
+    normally has no long pauses, because threads serve disks and networks. While the loop stands still, clients compute
+    blocks instead of loading them.
     """
 
     worker_silence_seconds: Seconds = 30.0
@@ -152,7 +153,7 @@ class StorePlace(StrEnum):
 
 
 class StoreSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The KV store node."""
+    """Settings of the cluster's KV store node."""
 
     place: StorePlace = StorePlace.PROCESS
     """Place of the node: "process" (a process of its own), or "worker" (in the worker's process; needs exactly one worker)."""
@@ -208,10 +209,10 @@ class PlannedPoolSection(Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Bounds and costs of a pool, for the planner."""
 
     least: Annotated[int, Meta(ge=0, le=64)] = 1
-    """Minimum number of workers."""
+    """Minimum number of workers that the planner gives to the pool."""
 
     most: Annotated[int, Meta(ge=0, le=64)] | None = None
-    """Maximum number of workers; by default `cluster.most_workers`."""
+    """Maximum number of workers that the planner gives to the pool; by default `cluster.most_workers`."""
 
     gpu: str = ""
     """Short name of the GPU type; empty: no GPU."""
@@ -378,7 +379,7 @@ def for_task(topology: Topology, model_dir: Path) -> Topology:
     A model that does not generate has only workers of role both, and no KV paths.
 
     Raises:
-        ConfigurationRefused: The topology has settings of its own that do not fit the task.
+        ConfigurationRefused: The topology has pools or LoRA adapters that do not fit the task.
     """
     cluster = topology.cluster
     task = cluster.task

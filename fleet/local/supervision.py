@@ -109,24 +109,24 @@ class AskToStop(Struct, frozen=True):
 
 
 class AskToDrain(Struct, frozen=True):
-    """Ask a child to drain: to take no more requests, finish the running ones, and end."""
+    """Command: ask a child to drain, that is to take no more requests, finish the running ones, and end."""
 
     name: str
     within: Nanos
 
 
 class KillChild(Struct, frozen=True):
-    """Kill a child and everything that it started."""
+    """Command: kill a child and everything that it started."""
 
     name: str
 
 
 class AnnounceReady(Struct, frozen=True):
-    """Announce that every child has been ready. This command is given only once."""
+    """Command: announce that every child has been ready. It is given only once."""
 
 
 class ReportRestart(Struct, frozen=True):
-    """Report that a child has died and will be restarted after a pause."""
+    """Command: report that a child has died and will be restarted after a pause."""
 
     name: str
     status: int
@@ -135,21 +135,21 @@ class ReportRestart(Struct, frozen=True):
 
 
 class ForgetChild(Struct, frozen=True):
-    """Forget a child that was removed and does not run any more, or that was added while the cluster stops."""
+    """Command: forget a child that was removed and does not run any more, or that was added while the cluster stops."""
 
     name: str
 
 
 class ReportFailure(Struct, frozen=True):
-    """Report that the cluster cannot continue because of this child. All children are being stopped."""
+    """Command: report that the cluster cannot continue because of this child. Other commands stop all children."""
 
     name: str
     reason: str
-    status: int | None  # exit status; None: the child still runs
+    status: int | None  # exit status; None: the child has not ended by itself, but was not ready in time
 
 
 class SupervisionFinished(Struct, frozen=True):
-    """Report that no child is left. This is the last command."""
+    """Command: report that no child is left. It is the last command."""
 
 
 SupervisionCommand = (
@@ -166,14 +166,14 @@ SupervisionCommand = (
 
 
 class ChildState(StrEnum):
-    """State of a child."""
+    """The states of a child, from before its first start to its end."""
 
     HELD = "held"  # the child has not been started, because an earlier stage is not ready yet
     STARTING = "starting"
     READY = "ready"
     PAUSED = "paused"  # the child has died, and waits for its restart
     DRAINING = "draining"  # the child was removed while it was ready, and finishes its requests
-    STOPPING = "stopping"  # the child was asked to end
+    STOPPING = "stopping"  # the child was asked to end, and has not ended yet
     KILLED = "killed"  # the child was killed, and has not ended yet
     GONE = "gone"
 
@@ -182,8 +182,8 @@ class ChildStatus(Struct, frozen=True, kw_only=True):
     """Status of one child: its state, its deaths and its next restart, as commands show it to people."""
 
     condition: ChildState
-    deaths: int  # deaths in a row, without `HEALTHY_AFTER` of readiness in between
-    last_status: int | None = None  # exit status of the last death; None: it has not died
+    deaths: int  # number of deaths since the child last stayed ready for `HEALTHY_AFTER`
+    last_status: int | None = None  # exit status of the child at its last death; None: it has not died
     starts_at: Nanos | None = None  # instant of the planned restart; None: the child runs, or will not be restarted
 
 
@@ -199,10 +199,10 @@ class _ChildRecord:
         # Instant at which the time limit of the current state ends: of the start, the drain or the stop, or of the pause before a restart.
         # For a ready child that has died before, it is the instant at which its deaths are reset. None: the state has no time limit.
         self.until: Nanos | None = None
-        self.deaths = 0  # deaths in a row
+        self.deaths = 0  # number of deaths since the child last stayed ready for `HEALTHY_AFTER`
         self.last_status: int | None = None
         self.been_ready = False
-        self.leaving = False  # True: the child was removed
+        self.leaving = False  # True if the child has to be removed (`ChildRemoved`), and has not ended yet
 
     def become(self, condition: ChildState, until: Nanos | None = None) -> None:
         self.condition, self.until = condition, until
@@ -232,7 +232,7 @@ class Supervision:
 
     @property
     def announced(self) -> bool:
-        """True if every child has been ready."""
+        """True after every child with which the cluster started has been ready."""
         return self._announced
 
     def begin(self, now: Nanos) -> list[SupervisionCommand]:

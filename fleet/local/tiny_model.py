@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 FORMAT_VERSION = 1  # part of the folder's name; increase it when the code below builds something else
 
 CHECKSUMS = "checksums.json"
-"""SHA-256 of the other files of a built folder, by name."""
+"""Name of the file in a built folder that states the SHA-256 of each other file."""
 
 SPECIAL_TOKENS = ("<s>", "</s>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>")
 BOS, EOS, END = 0, 1, 5  # token ids: the trainer gives the special tokens the first ids, in their order

@@ -125,8 +125,9 @@ def plan(topology: Topology, *, folder: Path, model_dir: Path, model: ModelName)
         model: Name under which the model is served.
 
     Raises:
-        ConfigurationRefused: The engine is not installed, a public address is in use or invalid, the model folder has no
-            readable configuration, or sections of the topology contradict each other.
+        ConfigurationRefused: The engine is not installed, an address is in use or invalid, the model folder has no readable
+            configuration, another file that the topology names cannot be used, or settings contradict each other.
+        OSError: A settings file cannot be written.
     """
     _check_engine(topology.cluster.engine)
     _check_images(topology.router.images)

@@ -10,13 +10,13 @@ from msgspec import Struct
 from fleet.core.clock import SECOND, Clock, Nanos
 
 REFUSED_FOR = Nanos(60 * SECOND)
-"""Time for which a refused peer is shown.
+"""Time after its latest refusal for which a peer is shown as incompatible.
 
-Peers try again every few seconds, so the entry of a running peer is renewed.
+Refused peers try again every few seconds, so a peer is shown until it is accepted or ends.
 """
 
 LOG_AGAIN_AFTER = REFUSED_FOR
-"""Pause between two log lines about one refused peer and one cause. Peers try again every few seconds."""
+"""Minimum time between two log lines about the same peer and the same cause, because peers try again every few seconds."""
 
 MOST_REFUSED = 1000  # maximum number of refused peers that are remembered; a further peer replaces the oldest
 
@@ -31,7 +31,7 @@ class Link(StrEnum):
 
 
 class IncompatiblePeer(Struct, frozen=True, kw_only=True):
-    """A process that was refused, because it has no protocol version in common with this one."""
+    """A process that was refused by this process, or has refused it, because they have no protocol version in common."""
 
     link: Link
     name: str  # id or address of the peer

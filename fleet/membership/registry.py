@@ -58,7 +58,7 @@ class GrpcRegistry:
 
         Args:
             registry: The registry that handles the calls.
-            replicas: Informs the peer routers of each registration and deregistration.
+            replicas: Informs the peer routers of each registration and deregistration; None: they are not informed.
             router_id: Name of this router in error messages.
             incompatible: Collects workers without a common protocol version; None: they are only refused.
         """

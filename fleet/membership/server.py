@@ -61,7 +61,7 @@ class RegistryServer:
         return self.machine.lease // MILLISECOND
 
     def register(self, event: Register) -> RegistrationRefusal | None:
-        """Register a worker or renew its registration. Return None if it was accepted, else why it was refused."""
+        """Register a worker, or renew its registration. Return None if the registration was accepted, else the reason of its refusal."""
         commands = self.machine.handle(event, self._clock.now())
         self._announce(commands)
         return next((command for command in commands if isinstance(command, RegistrationRefusal)), None)
@@ -74,7 +74,7 @@ class RegistryServer:
         self._announce(self.machine.handle(event, self._clock.now()))
 
     def hear_of(self, event: Registration) -> None:
-        """Add a worker that another router has announced."""
+        """Handle a worker's registration with another router, which that router has announced."""
         self._announce(self.machine.handle(event, self._clock.now()))
 
     def registrations(self) -> list[Registration]:
@@ -124,7 +124,10 @@ class RegistryServer:
                 pause = min(2 * pause, LONGEST_BACKOFF_SECONDS)
 
     async def membership(self) -> AsyncIterator[MembershipChange]:
-        """Yield the present members as arrivals, and then each change. Several consumers may iterate at the same time."""
+        """Yield the present members as arrivals, and then what has changed since the last comparison (see the class).
+
+        Several consumers may iterate at the same time.
+        """
         announced: dict[WorkerId, MemberJoined] = {}
         while True:
             changed = self._changed

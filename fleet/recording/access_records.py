@@ -47,7 +47,11 @@ class KvRecord(Struct, frozen=True, kw_only=True):
 
 
 class AccessRecord(Struct, frozen=True, kw_only=True):
-    """The record of one request. Times are in seconds; a time is null if it does not exist or is not known."""
+    """The record of one request.
+
+    Durations are in seconds. A duration is null if it does not exist, such as the time to a first token that never came,
+    or if it is not known.
+    """
 
     schema: str = SCHEMA
     time: str  # when the request arrived, in ISO 8601 and UTC
@@ -59,7 +63,7 @@ class AccessRecord(Struct, frozen=True, kw_only=True):
     operation: str  # OpenTelemetry's `gen_ai.operation.name`: chat, text_completion, embeddings, …
     session_id: str = ""
     stream: bool
-    external: bool = False  # True if an external server has answered
+    external: bool = False  # True if the request was relayed to an external backend
     outcome: str
     placement: str = ""  # "aggregated" or "disaggregated"; empty: no worker has reported where the prompt was computed
     # All placements of the request in their order; empty if it was refused. There are several if an attempt has failed.
@@ -69,7 +73,8 @@ class AccessRecord(Struct, frozen=True, kw_only=True):
     cached_tokens: int | None = None
     output_tokens: int | None = None
     max_tokens: int | None = None
-    queue_seconds: float | None = None  # from the arrival at the router machine until the request was sent to a worker
+    # From the arrival at the router machine until the request was first sent to a worker.
+    queue_seconds: float | None = None
     ttft_seconds: float | None = None
     tpot_seconds: float | None = None
     itl_max_seconds: float | None = None

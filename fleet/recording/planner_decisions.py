@@ -33,7 +33,7 @@ FORMAT = 1
 
 
 class PlannerRecordingHead(Struct, frozen=True, kw_only=True, tag_field="type", tag="head"):
-    """The first line of a recording."""
+    """The first line of a recording: the version of the format, and the planner's settings."""
 
     format: int
     settings: PlannerSettings
@@ -107,11 +107,11 @@ class PlannerRecorder:
 
 
 class DecidedAgain(Struct, frozen=True, kw_only=True):
-    """The result of repeating the decisions of a recording: how many differ, and the first one that differs."""
+    """The result of repeating recorded decisions: how many differ from the recorded ones, and the first one that differs."""
 
     decisions: int
     different: int
-    """Number of decisions that differ in their replicas or their reason."""
+    """Number of decisions whose replicas or reason differ from those that were recorded."""
 
     plans: int
     """Number of plans in the recording."""

@@ -27,7 +27,7 @@ from fleet.recording.format import (
 from fleet.recording.trace_rows import READ_ERRORS, open_plain_or_gzip, read_error_cause
 from fleet.router.messages import Arrived, RouterEvent, WorkerStepped
 
-# maximum number of bytes of a line; the line of an event with a million cached blocks has 30 MB
+# Maximum number of bytes of a line; a longer one is an error. The line of an event with a million cached blocks has 30 MB.
 MAX_LINE_BYTES = 64 << 20
 
 
@@ -55,7 +55,7 @@ class Recording:
         """Open the file and read its first line.
 
         Raises:
-            RecordingError: The file does not exist, or is no recording of this format.
+            RecordingError: The file cannot be read, is cut off in its first line, or is no recording of this format.
         """
         self._path = path
         self._line_number = 0

@@ -68,7 +68,7 @@ class RotatedFile:
         self.dropped = 0
         """Number of lines that were dropped, because the disk is full or too slow."""
 
-        self._logged_at: dict[str, Nanos] = {}  # instant of the latest line of the log, by its message
+        self._logged_at: dict[str, Nanos] = {}  # instant at which each message was last written to the router's log
         self._stop = threading.Event()
         try:
             if path.exists() and not path.is_file():  # for example a device, which rotation would rename

@@ -17,8 +17,9 @@ from fleet.core.errors import split_validation_error
 GZIP_MAGIC = b"\x1f\x8b"
 # maximum value of a number in a row (tokens, ids, or times in milliseconds); a larger one is an error
 LONGEST_NUMBER = 1 << 40
-LONGEST_PROMPT = 1 << 24  # maximum number of tokens of a prompt, because the names of all its blocks are held in memory
-LONGEST_LINE = 64 << 20  # maximum number of bytes of a line
+# Maximum number of tokens of a prompt, because the names of all its blocks are held in memory; a longer one is an error.
+LONGEST_PROMPT = 1 << 24
+LONGEST_LINE = 64 << 20  # maximum number of bytes of a line; a longer one is an error
 
 T = TypeVar("T")
 Count = Annotated[int, Meta(ge=0, le=LONGEST_NUMBER)]

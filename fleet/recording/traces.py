@@ -100,7 +100,8 @@ def read_trace(path: Path, *, live_sessions: int = LIVE_SESSIONS) -> Trace:
     """Return all requests of a file. In formats with sessions, `live_sessions` sessions run concurrently.
 
     Raises:
-        TraceError: The file cannot be read, or a row is malformed.
+        TraceError: The file cannot be read, a row is malformed, or the rows of the format mooncake or azure are not in the
+            order of arrival.
     """
     file = open_trace(path, live_sessions=live_sessions)
     return Trace(format=file.format, block_tokens=file.block_tokens, requests=list(file.requests()))
@@ -125,7 +126,7 @@ def open_trace(
         block_tokens: The block size for formats that do not state one.
 
     Raises:
-        TraceError: The file cannot be read, or its first row is malformed.
+        TraceError: The file cannot be read, its first row has no known format, or `cut` selects a part of a recording.
     """
     lines = read_lines(path)
     first = next(lines, None)

@@ -12,18 +12,21 @@ from fleet.app.fault_simulation.seed_run import SeedOutcome, run_seed
 from fleet.core.errors import ConfigurationRefused
 from fleet.sim.experiments.process_pool import process_pool
 
-MOST_FAILURES = 8  # maximum number of failing seeds that are shrunk and reported in full
+MOST_FAILURES = 8  # maximum number of failing seeds that are shrunk and reported in full; further ones are only counted
 MOST_SHRINKING_RUNS = 400
 BATCH = 25  # number of seeds that a process runs before it reports their results
 
 
 class FailingSeed(Struct, kw_only=True):
-    """Describes a seed that broke a promise, with the smallest found selection of its happenings that breaks the same promise."""
+    """Describes a seed that broke a promise.
+
+    It has the fewest happenings (drawn requests and faults) of the seed that were found to break the same promise.
+    """
 
     seed: int
     promise: str
     detail: str
-    keep: tuple[int, ...]  # indices of the happenings that are left after shrinking
+    keep: tuple[int, ...]  # indices, in the seed's schedule, of the happenings that are left after shrinking
     happenings: tuple[str, ...]
     replay: str  # command that runs these happenings again
 
@@ -39,7 +42,7 @@ class CampaignResult(Struct, kw_only=True):
     ends: dict[str, int]
     tokens_compared: int
     events: int
-    points: dict[str, int]  # how often each fault point was reached
+    points: dict[str, int]  # how often each fault point was reached, in all seeds together
     missed_points: tuple[str, ...]  # fault points reached too rarely; always empty for fewer than `LEAST_SEEDS` seeds
     recovery_seconds_p50: float
     recovery_seconds_p99: float
@@ -135,7 +138,7 @@ def replay(seed: int, keep: Sequence[int] | None) -> SeedOutcome:
 
 
 def shrink(seed: int) -> FailingSeed:
-    """Return a failing seed with as few happenings as were found to break the same promise (delta debugging).
+    """Return a failing seed with the fewest happenings that were found to break the same promise (delta debugging).
 
     The search ends after about `MOST_SHRINKING_RUNS` runs.
     """

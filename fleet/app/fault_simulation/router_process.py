@@ -3,7 +3,7 @@
 The process follows the rules of `fleet.backends.workers.streams`: it has one stream to each member. When a stream has
 ended, the process opens a new one, as long as the worker is a member. Unlike production's router, the process does not
 check the descriptions of workers. It ends a stream if the worker has been silent for too long, if a message is
-malformed, if KV events are missing, or if the router's send buffer is full.
+malformed, if KV events are missing, if the worker does not describe itself in time, or if the router's send buffer is full.
 """
 
 from collections.abc import Callable
@@ -85,7 +85,10 @@ class Malformed(Struct, frozen=True):
 
 
 class RegistrationAnswer(Struct, frozen=True):
-    """Answer to a `Register` or `Deregister`: the duration of a lease in nanoseconds; None if a registration was refused."""
+    """Answer to a `Register` or `Deregister`.
+
+    `lease` is the duration of this router's leases, in nanoseconds; None: the registration was refused.
+    """
 
     lease: Nanos | None
     superseded: bool = False

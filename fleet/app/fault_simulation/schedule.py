@@ -26,7 +26,8 @@ ARRIVALS = (Nanos(1_200 * MILLISECOND), Nanos(6 * SECOND))
 FAULTS = (Nanos(1 * SECOND), Nanos(7 * SECOND))
 WELL_FROM = Nanos(10 * SECOND)
 STAGES = ("prefill", "decode", "lend", "pull", "write", "read")
-"""Activities of a worker during which the fault `FaultKind.KILL_WORKER_AT` can kill it."""
+"""Activities of a worker. `FaultKind.KILL_WORKER_AT` kills the worker, and `FREEZE_WORKER_AT` freezes it, at the next one of
+a given kind."""
 
 FOR_GOOD = Nanos(3600 * SECOND)
 """Duration of a fault that does not end by itself; it lasts until all faults end at `WELL_FROM`."""
@@ -70,7 +71,7 @@ class RequestDrawn(Struct, frozen=True, kw_only=True, tag="request"):
     placement: Placement
     kv_path: KvPath | None
     whole: bool  # True if the client gets the answer in one piece, not as a stream
-    deadline: Nanos | None  # time until the deadline of the request; None: no deadline
+    deadline: Nanos | None  # time from sending the request to its deadline; None: no deadline
     leaves_after: Nanos | None
     session: str
 
@@ -122,7 +123,7 @@ TOKENS = range(64, 4000)
 
 
 def draw(seed: int) -> list[Happening]:
-    """Return the happenings that are drawn from a seed, in the order of time."""
+    """Return the happenings (requests and faults) that are drawn from a seed, in the order of time."""
     chance = Random(seed)
     drawn: list[Happening] = [_request(chance) for _ in range(chance.randint(6, 14))]
     drawn += [_fault(chance) for _ in range(chance.randint(3, 12))]
@@ -130,7 +131,7 @@ def draw(seed: int) -> list[Happening]:
 
 
 def _request(chance: Random) -> RequestDrawn:
-    # one of a few prefixes, so that prompts share blocks, even the prompts of different runs
+    # The prompt begins with one of `OPENINGS` fixed prefixes, so that prompts share blocks, even those of different seeds.
     opening = Random(chance.randrange(OPENINGS))
     prompt = [opening.choice(TOKENS) for _ in range(opening.choice((16, 48, 96, 160)))]
     prompt += [chance.choice(TOKENS) for _ in range(chance.choice((3, 20, 60, 140)))]

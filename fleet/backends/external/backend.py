@@ -93,8 +93,10 @@ from fleet.router.settings.router import OpenAiWorkerSettings
 log = logging.getLogger(__name__)
 
 TRIPS = 5  # number of failed requests in a row after which a server gets no new ones, as in Envoy's outlier detection
-MISSES = 3  # number of unanswered health checks in a row after which a server leaves
-FIRST_PAUSE_SECONDS = 1.0  # first pause of a server that failed too many requests (rule 2)
+# Number of failed health checks in a row, without an answer to any request in between, after which a server leaves.
+MISSES = 3
+# Pause before a server returns that failed `TRIPS` requests in a row for the first time (rule 2).
+FIRST_PAUSE_SECONDS = 1.0
 LONGEST_PAUSE_SECONDS = 30.0
 SEARCH_SECONDS = 0.25  # longest time between two health checks of a server that takes no new requests
 # Seconds after which the router closes an idle connection. A burst of requests leaves idle connections, and a server
@@ -103,11 +105,11 @@ IDLE_SECONDS = 60.0
 OUT_OF_SOCKETS_SECONDS = 0.05  # pause before a request asks for a socket again (rule 9)
 RETRY_AFTER_MS = 1000
 NO_SOCKET = "this router has no socket left for it; raise its limit of open files, or retry later"
-TOKEN = 0  # placeholder for token ids, which external servers do not send
-# Minimum time between two silence checks per running request: with 10 requests it is 10 times as long. A check takes 2 µs for each
-# request.
+TOKEN = 0  # stands for each token in reports of progress, because external servers send no token ids
+# Minimum time between two silence checks of a server, for each request that runs on it: with 10 requests it is 10 times as long. A check
+# takes 2 µs for each request.
 PROBE_INTERVAL = MILLISECOND // 2
-PROBE_INTERVAL_IN_PROGRESS = SECOND  # time between two silence checks while some requests make progress
+PROBE_INTERVAL_IN_PROGRESS = SECOND  # minimum time between two silence checks of a server that sends content of answers
 
 _STOP = Finish.STOP  # reading a module variable is three times as fast as reading the enum attribute
 
@@ -117,12 +119,12 @@ But while the router is handling another event, it handles the new event after t
 
 
 class ExternalBackend:
-    """Sends requests to one external server, watches its health, and reports their progress and its state to the router.
+    """Sends requests to one external server, and watches its health. Reports the progress of the requests and the state of the server.
 
     Implements `fleet.backends.external.upstream.UpstreamOwner`.
     """
 
-    # CPython reads attributes of an object with more than 30 of them slowly, unless they are slots.
+    # If an object has more than 30 attributes, CPython reads them slowly, unless they are slots.
     __slots__ = (
         "_address",
         "_cache",
@@ -200,9 +202,11 @@ class ExternalBackend:
         self._incarnations = 0
         self._works: dict[RequestId, Upstream | asyncio.Task[None]] = {}
         self._idle: list[Upstream] = []
-        self._was_active = False  # True if the server has sent anything since the last health check
+        # True if the server has sent content of an answer, or has answered a passage, since the last health check.
+        self._was_active = False
         self._looked_at = Nanos(0)  # time of the last silence check of all running requests
-        self._failures = 0  # number of requests in a row that have failed
+        # Number of failed requests since the last finished one; `TRIPS` - 1 after a suspension (rule 2).
+        self._failures = 0
         self._pause_seconds = FIRST_PAUSE_SECONDS
         self._not_before = Nanos(0)
         self._look = asyncio.Event()  # set to check the health now, without waiting for the next regular check
@@ -217,7 +221,7 @@ class ExternalBackend:
 
     @property
     def passed_over(self) -> Counter[SkipReason]:
-        """The number of blocks in the server's KV events that were skipped, by reason."""
+        """The number of published blocks that the router could not use since it last connected to the events, by reason."""
         return self._cache.passed_over
 
     @property
@@ -322,7 +326,7 @@ class ExternalBackend:
         return answered
 
     async def run(self, hear: Hear) -> None:
-        """Check the server's health and keep its connections until cancelled; `hear` gets all events."""
+        """Check the server's health until cancelled, and then close all connections to the server; `hear` gets all events."""
         self._hear = hear
         try:
             async with asyncio.TaskGroup() as self._tasks:
@@ -360,7 +364,7 @@ class ExternalBackend:
         return not silence.settled
 
     def _answers_progress(self, now: Nanos) -> bool:
-        """Return True if an answer has made progress since it was last checked. End the check at the first such answer."""
+        """Return True if some answer has made progress since it was last checked. Do not check the answers after the first such one."""
         for work in self._works.values():
             if isinstance(work, Upstream) and not work.quiet and work.spoke:
                 work.quiet_for(now)
@@ -600,7 +604,8 @@ class ExternalBackend:
                     await self._health.compare_tokenizers()
                     self._join()
             elif was_active:
-                misses = 0  # the server has answered a request meanwhile, so the failed health check does not count
+                # The server has sent a part of an answer meanwhile, so the failed health check does not count.
+                misses = 0
             elif healthy is not None:
                 misses += 1
                 if self.joined and misses >= MISSES:
@@ -702,7 +707,7 @@ class ExternalBackend:
         self._look.set()
 
     def _listen(self) -> bool:
-        """Return True if the server has sent anything since the last call."""
+        """Return True if the server has sent content of an answer, or has answered a passage, since the last call."""
         was_active, self._was_active = self._was_active, False
         return was_active
 

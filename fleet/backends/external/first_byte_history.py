@@ -20,13 +20,13 @@ _BUCKETS = 130  # two buckets for each bit of a time in nanoseconds; each bucket
 
 
 class FirstByteHistory:
-    """Measures how long one server takes until its first bytes, for one kind of answer."""
+    """Measures how long one server takes until the first byte of an answer, either for streams or for answers in one piece."""
 
     def __init__(self) -> None:
         self.count = 0
         self._times = [0] * _BUCKETS
         self._rates = [0] * _BUCKETS
-        # A time above `_most_time` and above `_most_rate` * KiB counts as the larger of these two limits.
+        # A measured time that is above both `_most_time` and `_most_rate` * KiB is counted as the larger of these two numbers.
         self._most_time = self._most_rate = 1 << 62
         self._time = self._rate = 0  # expected time of the first byte, and expected time for each KiB, in nanoseconds
         self._stale = False

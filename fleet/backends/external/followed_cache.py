@@ -19,13 +19,14 @@ from fleet.router.settings.router import OpenAiWorkerSettings
 
 log = logging.getLogger(__name__)
 
-# Time limit from a computed prompt until the server has published its blocks. vLLM publishes them one engine step and
-# 0.1 s later.
+# Time after which missing KV events count as a problem: the server has computed new prompts, but has published nothing since
+# (`fleet.backends.kv_events.health`, rule 1). vLLM publishes new blocks one engine step and 0.1 s after it has computed them.
 EVENT_PATIENCE = Nanos(10 * SECOND)
-# Minimum number of blocks of a prompt after which the server is expected to publish a block. A shorter prompt might fill
-# none, because prompts may be measured in bytes instead of tokens.
+# A server is expected to publish blocks only of prompts with at least this many blocks. A shorter prompt might fill no
+# block in the engine, because the router counts bytes instead of tokens if it has no tokenizer for the server.
 LONG_PROMPT_BLOCKS = 4
-REMEMBERED_PROMPTS = 4096  # number of remembered prompts; a prompt that is not among them counts as new
+# Number of a server's long prompts that are remembered; a prompt that is not among them counts as new.
+REMEMBERED_PROMPTS = 4096
 
 
 class KvEventFollower:
@@ -40,12 +41,13 @@ class KvEventFollower:
         self._worker_id = WorkerId(settings.worker_id)
         self._task: asyncio.Task[None] | None = None
         self._prompts: dict[int, None] = {}  # the remembered prompts, each by the key of its last block
-        self._filling: set[RequestId] = set()  # attempts whose prompts have blocks that the server has to publish
+        # Running attempts with long and new prompts, whose blocks the server has to publish.
+        self._filling: set[RequestId] = set()
         self._begin()
 
     @property
     def passed_over(self) -> Counter[SkipReason]:
-        """The number of published blocks that were skipped, by reason."""
+        """The number of published blocks that the router could not use since it last connected to the events, by reason."""
         return self._books.passed_over
 
     def follow(self, tasks: asyncio.TaskGroup, hear: Callable[[KvChanged], None]) -> None:
@@ -116,7 +118,7 @@ class KvEventFollower:
             await asyncio.sleep(settings.probe_seconds)
 
     def _begin(self) -> None:
-        """Start with a translator, counters and health rules that know nothing yet."""
+        """Replace the translator, the counters and the health rules by new ones that know nothing yet."""
         self._books = KvEventTranslator(
             block_tokens=self._settings.block_tokens,
             algorithm=ALGORITHM,

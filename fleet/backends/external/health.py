@@ -30,7 +30,7 @@ OK = 200
 TRIAL_TEXT = "Hi"
 
 ListedModel = dict[str, object]
-"""A model object from a server's list ``GET /v1/models``, passed on as it is."""
+"""A model object from a server's list ``GET /v1/models``; the router passes it on to clients unchanged."""
 
 
 class ModelList(Struct):

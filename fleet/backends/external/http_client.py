@@ -38,7 +38,7 @@ class ServerAddress(Struct, frozen=True, kw_only=True):
     tls: ssl.SSLContext | None
     netloc: bytes
     prefix: bytes
-    """Path prefix before ``/v1``."""
+    """Path of the server's URL, without ``/v1`` at its end; it is put before the path of each request."""
 
     authorization: bytes
     """Value of the header ``authorization`` for the server; empty: the client's header is passed on, unless the settings forbid it."""

@@ -110,7 +110,7 @@ class ServerPassage:
                 writer.write_eof()
             await writer.drain()
         except ConnectionError:
-            pass  # ignored: the server may have answered early, and then the reader finds the answer
+            pass  # ignored: the server may have answered before it read the whole request; `_receive` finds the answer
 
     async def _receive(self, reader: asyncio.StreamReader, *, may_move: bool) -> bool:
         try:
@@ -190,7 +190,10 @@ class ServerPassage:
         self._passage.exchange.passed_on(keep_alive=False)
 
     def _head(self, head: AnswerHead, start: bytes) -> bytes:
-        """Return the head of the answer for the client: `start` and Fleet's header lines. The caller adds the last lines."""
+        """Return the head of the answer for the client: `start` and Fleet's header lines.
+
+        The caller adds the header ``connection`` and the empty line.
+        """
         passage = self._passage
         lines = [("x-fleet-request-id", str(passage.request_id))]
         lines += [] if head.named else [("x-request-id", str(passage.request_id))]
@@ -202,7 +205,7 @@ class ServerPassage:
         return re.sub(rb"\r\n(location:[ \t]*)https?://" + own + rb"(?=/)", rb"\r\n\1", content, flags=re.IGNORECASE)
 
     async def _pass_on(self, content: bytes) -> None:
-        """Send bytes to the client, and wait until it has read enough. This wait does not count as silence of the server."""
+        """Send bytes to the client, and wait until few enough bytes are unread. This wait does not count as silence of the server."""
         exchange = self._passage.exchange
         exchange.pass_on(content)
         self._limit.reschedule(None)

@@ -50,7 +50,8 @@ from fleet.core.clock import SECOND, Nanos
 from fleet.core.ids import RequestId
 from fleet.router.settings.router import OpenAiWorkerSettings
 
-# A server is suspect after this multiple of the expected time. It is low, because a needless trial request costs little.
+# A server is suspect after silence of this multiple of the expected time to the first byte (rule 2). The number is low,
+# because a needless trial request costs little.
 SUSPECT_FACTOR = 2.0
 MIN_ANSWERS = 8  # after this many answers, a server is judged by its own times alone (rule 1)
 # A server with this count of silent requests leaves rotation (rule 4). Each answer multiplies the count by
@@ -73,8 +74,8 @@ KIB_SECONDS = 0.25
 FIRST_PAUSE = 1 * SECOND  # first pause between two trial requests, and first pause before a server returns
 MAX_TRIAL_PAUSE = 10 * SECOND
 MAX_OUT_PAUSE = 30 * SECOND
-# After this time without silence, the pauses start again at `FIRST_PAUSE`. After a refused trial request, no other one is
-# sent for this time.
+# If this time has passed since the last pause ended, the next pause is `FIRST_PAUSE` again. After a refused trial
+# request, no other one is sent for this time.
 CALM = 60 * SECOND
 
 _UNSEEN = Nanos(-1)
@@ -163,7 +164,7 @@ class SilenceDetector:
         self.past = (FirstByteHistory(), FirstByteHistory())
         self.answers = 0
         self._latest_byte_at = Nanos(0)
-        self._latest_sent = _UNSEEN  # latest instant at which an answered request was sent
+        self._latest_sent = _UNSEEN  # instant at which the latest one of the answered requests was sent
         self._silent = 0.0  # count of silent requests; each answer lowers it (rule 4)
         self._overtakes = 0
         self._siblings: Sequence[SilenceDetector] = ()
@@ -173,7 +174,8 @@ class SilenceDetector:
         self._counted: set[RequestId] = set()  # outstanding requests that are counted in `_silent`
         self._left: _AbandonedRequest | None = None
         self._left_at = Nanos(0)
-        self._owed = 0  # nanoseconds that cancelled requests waited in total since the server's last byte
+        # Nanoseconds that cancelled requests waited since the server's last byte; time in which several waited counts once.
+        self._owed = 0
         # KiB of the longest cancelled prompt that the server may still compute. The first number is for requests for an
         # answer in one piece, the second number for requests for a stream.
         self._left_kib = [0, 0]
@@ -198,7 +200,7 @@ class SilenceDetector:
 
     @property
     def held(self) -> bool:
-        """True if the server gets no new requests while its trial request is open."""
+        """True if the server gets no new requests now, because its trial request is open (`HoldBack`)."""
         return self._held
 
     @property
@@ -288,7 +290,7 @@ class SilenceDetector:
         Args:
             now: The current running time.
             siblings: The other servers of the same model that take requests; they were checked before (`note`).
-            spare: True if enough siblings remain when this server leaves rotation.
+            spare: True if enough other servers of the model remain when this server leaves rotation.
         """
         self._siblings = siblings
         commands: list[SilenceCommand] = []
@@ -362,7 +364,7 @@ class SilenceDetector:
         commands.append(SendTrial())
 
     def _judge(self, now: Nanos, silence: Nanos, commands: list[SilenceCommand], *, spare: bool) -> None:
-        """Take the server out of rotation if rule 3 or 4 demands it and a sibling works."""
+        """Take the server out of rotation if rule 3 or 4 demands it and another server of its model works (`works`)."""
         failing = self._silent >= MAX_SILENT_REQUESTS and spare
         if not (self._unresponsive or failing):
             return
@@ -389,7 +391,8 @@ class SilenceDetector:
             self._held = False
             commands.append(EndHold())
         elif not self._held and tells and self._asked_at is not None:
-            # A sibling counts as working only if it has answered lately, because it may have fallen silent with this server.
+            # Another server of the model counts as working only if it has sent something lately, because it may have fallen
+            # silent at the same time as this server.
             lately = Nanos(now - silence // 2)
             if any(each.works(lately) for each in self._siblings):
                 self._held = True

@@ -42,9 +42,9 @@ from fleet.core.ids import RequestId
 from fleet.frontend.openai.relay import RelayedRequest
 from fleet.net.http.exchange import KEPT_ALIVE, ClientDisconnected
 
-MAX_HEAD_BYTES = 64 << 10  # maximum length of the head of an answer
-# Maximum number of cached heads of answers (`AnswerHeads`); a head with the header `date` can be reused for only a
-# second.
+MAX_HEAD_BYTES = 64 << 10  # maximum length of the head of an answer; an answer with a longer head fails
+# Maximum number of cached heads of answers (`AnswerHeads`); when the cache is full, it is emptied. A head with the header
+# `date` can be reused for only a second.
 MAX_KNOWN_HEADS = 256
 # A request body up to this size, in bytes, is copied into one buffer with its head, because sending two buffers costs more.
 SMALL_BODY_BYTES = 16 << 10
@@ -141,7 +141,7 @@ class UpstreamOwner(Protocol):
         ...
 
     def advanced(self, work_id: RequestId, tokens: int) -> None:
-        """Record that `tokens` more tokens were passed on to the client."""
+        """Record that `tokens` more tokens, estimated by the number of events (rule 5), were passed on to the client."""
         ...
 
     def finished(self, upstream: "Upstream", work_id: RequestId, tokens: int, *, reusable: bool) -> None:
@@ -189,9 +189,10 @@ class Upstream(asyncio.Protocol):
         self._held = b""  # bytes that wait for the rest of the head, or for the first content (rule 3)
         # Bytes that wait for the end of the event loop's turn: bytes of the request, or of the answer once `_client` is set.
         self._unsent: list[bytes] = []
-        # The bytes since the start of the latest read in which an event began; if there are many, only the last ones.
+        # Of a stream, the bytes since the start of the latest read in which an event began; of an answer in one piece, all
+        # bytes. If there are many, only the last ones.
         self.latest = b""
-        self.earlier = b""  # the bytes before `latest`, from the previous read in which an event began
+        self.earlier = b""  # of a stream, the bytes before `latest`, from the previous read in which an event began
         self._counted = b""  # for an answer in one piece: the bytes around the last token count so far
         self._interim_heads = 0  # number of interim heads before the present answer
         self._served = 0  # number of requests that this connection has served
@@ -529,7 +530,7 @@ class Upstream(asyncio.Protocol):
         self.fail(UNFINISHED)
 
     def _tell(self) -> None:
-        """Report the number of events since the last report to `owner`."""
+        """Report to `owner` how many events have come since the last report."""
         relayed = self._relayed
         events, self._events = self._events, 0
         if relayed is None or not events:

@@ -30,7 +30,8 @@ from kvstore.metric_definitions import GaugeDefinition, MetricDefinition
 log = logging.getLogger(__name__)
 
 NOBODY = "no external server takes requests now"
-# Seconds for which the servers' lists of models are reused, so a new LoRA adapter may appear this much later.
+# Seconds for which the router reuses the servers' lists of models. So a new LoRA adapter appears up to this much later in
+# the router's own list.
 LISTED_SECONDS = 5.0
 # Seconds between two silence checks. By default, a server becomes suspect after half a second of silence at the earliest.
 PROBE_SECONDS = 0.1
@@ -141,6 +142,7 @@ class ExternalBackends:
 
         Raises:
             RequestRejected: No server can take the request, or the request failed.
+            ClientDisconnected: The client has closed its connection.
         """
         takers = [
             worker for worker in self._workers.values() if worker.taking and model in (None, worker.settings.model)
@@ -222,7 +224,8 @@ class ExternalBackends:
     def knowledge(self, model: ModelName | None = None) -> dict[str, float]:
         """Count the joined backends by what the router knows of their caches.
 
-        The keys are `approximate` (assumed cache), `events` (KV events) and `blind` (KV events that cannot be used).
+        The keys are `approximate` (assumed cache), `events` (KV events) and `blind` (KV events that cannot be used, because
+        of an alert or because the server's tokenizer differs from the router's).
         """
         counts = {"approximate": 0.0, "events": 0.0, "blind": 0.0}
         for worker in self._of(model):
@@ -233,7 +236,10 @@ class ExternalBackends:
         return counts
 
     def standing(self, model: ModelName | None = None) -> dict[str, float]:
-        """Count the backends by state: `serving`, `silent` (no new requests because of silence), or `away`."""
+        """Count the backends by state: `serving`, `silent` (no new requests because of silence), or `away`.
+
+        A backend is `away` if it has not joined, or gets no new requests for another reason, such as failed requests.
+        """
         counts = {"serving": 0.0, "silent": 0.0, "away": 0.0}
         for worker in self._of(model):
             silent = worker.silence.out or worker.silence.held
@@ -256,7 +262,7 @@ class ExternalBackends:
         return counts
 
     def passed_over(self, model: ModelName | None = None) -> dict[str, float]:
-        """Count the published blocks that were skipped, by reason."""
+        """Count the published blocks that the router could not use since it last connected to the events, by reason."""
         counts: Counter[str] = Counter()
         for worker in self._of(model):
             counts.update(worker.passed_over)

@@ -18,8 +18,8 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
-# Maximum number of messages that wait for the end of a turn. So they wait at most a few milliseconds, even if the event
-# loop tokenizes long prompts meanwhile.
+# When this many messages wait for the end of a turn, they are sent at once. So a message waits at most a few
+# milliseconds, even if the event loop tokenizes long prompts meanwhile.
 MAX_BATCHED_MESSAGES = 16
 
 

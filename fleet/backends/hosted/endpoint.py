@@ -31,7 +31,8 @@ from fleet.router.settings.overflow import OverflowSettings
 FIRST_REDIRECT = 300
 FIRST_ERROR = 400
 ENDPOINT_AT_FAULT = frozenset({401, 402, 403, 404, 408, 429})
-"""HTTP statuses below 500 after which the endpoint would probably reject the next request as well."""
+"""HTTP statuses below 500 after which the endpoint would probably reject the next request as well. So it gets no requests
+for a pause (rule 4 of `overflow.py`)."""
 
 ROUTER_FIELDS = ("fleet", "priority", "request_id", "session_id")
 """Fields of a body that only the router uses. They do not change the answer and are not sent to the endpoint."""

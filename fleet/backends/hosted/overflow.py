@@ -123,7 +123,8 @@ class _HostedModel:
             prompt=settings.dollars_per_million_prompt_tokens, answer=settings.dollars_per_million_answer_tokens
         )
         self.outcomes = dict.fromkeys(OverflowOutcome, 0)
-        self.charged = 0  # cost of all requests that have ended, in nanodollars
+        # Cost in nanodollars of all requests of this process that have ended; an unknown usage counts as the estimate.
+        self.charged = 0
         self.running = 0
         self.trouble = ""
         self.not_before = Nanos(0)
@@ -236,7 +237,8 @@ class HostedOverflow:
         """Try to serve a rejected request by its hosted endpoint; return None if it was served, or else the rejection.
 
         Raises:
-            RequestRejected: The tenant's limit is reached, the deadline has passed, or an answer that has begun broke off.
+            RequestRejected: The client has no known key, the tenant's limit is reached, the deadline has passed, or an
+                answer that has begun broke off.
             ClientDisconnected: The client has closed its connection.
         """
         hosted, now = offer.hosted, self._clock.now()
@@ -288,7 +290,7 @@ class HostedOverflow:
         """Return the tenant of a request, after the tenant's limits have admitted the request.
 
         Raises:
-            RequestRejected: A limit is reached.
+            RequestRejected: The client has no known key or names another tenant than its own, or a limit is reached.
         """
         if offer.tenant is not None:
             return offer.tenant
@@ -404,7 +406,7 @@ class _Offer:
 
 
 def answers_alike(parsed: OpenAiRequest, settings: OverflowSettings) -> bool:
-    """Return True if the hosted model would answer the request in the same way (rule 1)."""
+    """Return True if the hosted endpoint would answer the request in the same way as the model's own workers (rule 1)."""
     request = parsed.request
     if (
         request.images

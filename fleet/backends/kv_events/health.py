@@ -49,12 +49,13 @@ REFUSED_ATTENTION = (
     SkipReason.OTHER_ATTENTION,
 )
 
-ENOUGH = 3  # number of served prompts with new blocks, after which an engine that publishes nothing is silent (rule 1)
+# An engine that has published nothing is silent only after it has served this many prompts with new blocks (rule 1).
+ENOUGH = 3
 NEVER = Nanos(1 << 62)  # a value of `patience` so long that an engine never counts as silent
 
 
 class EventHealth:
-    """Decides from the KV events of one engine, since the engine joined, which alert applies."""
+    """Decides which alert applies to one engine, from the KV events that it has published since it joined."""
 
     def __init__(self, books: KvEventTranslator, counters: EventStreamCounters, patience: Nanos) -> None:
         self._books = books

@@ -39,19 +39,20 @@ log = logging.getLogger(__name__)
 
 # Maximum wait for the next message of a replay, in seconds. The publisher polls its replay socket every 0.1 s.
 REPLAY_TIMEOUT_SECONDS = 2.0
-REPLAY_SECONDS = 60.0  # time limit for a whole replay; a hundred thousand batches take less
+REPLAY_SECONDS = 60.0  # time limit for a whole replay, which takes less for a hundred thousand batches
 # Pause after a replay without an answer. If a gap appears during the pause, the listener requests no replay, and drops all
 # knowledge of the cache at once.
 FIRST_PAUSE_SECONDS = 10.0
 LONGEST_PAUSE_SECONDS = 300.0
-# maximum number of received batches that wait in the socket's buffer: as many as the publisher keeps
+# Maximum number of received batches that wait in the socket's buffer: as many as the publisher keeps. ZeroMQ drops further
+# ones, which then count as missing (rule 2).
 RECEIVE_BATCHES = 100_000
 
 REMEMBERED_BATCHES = 1024
 # After this many batches the listener yields to the event loop; receiving messages that already wait does not yield.
 BATCHES_A_TURN = 16
-# Maximum number of pieces of one replay. About ten are usually enough, because the engine's socket keeps a thousand unsent
-# batches, and its replay buffer ten thousand.
+# Maximum number of requests for the pieces of one replay (rule 5). About ten are usually enough, because the engine's socket
+# keeps a thousand unsent batches, and its replay buffer ten thousand.
 MOST_PIECES = 32
 
 END_OF_REPLAY = b"\xff" * 8
@@ -62,7 +63,7 @@ class EventStreamCounters(Struct):
     """Counts the batches that arrived from one engine, and the faults in them."""
 
     batches: int = 0
-    recovered: int = 0  # batches that came from the replay endpoint
+    recovered: int = 0  # number of batches that came from the replay endpoint
     gaps: int = 0  # gaps in the batch numbers that the replay endpoint could not fill
     restarts: int = 0  # number of times that another process of the engine began to publish (rule 3)
     unreadable: int = 0  # batches that could not be read
@@ -144,7 +145,7 @@ async def read_events(
 
 
 class _Latest:
-    """Remembers hashes of the latest batches, to find out whether a batch with a known number is a new one."""
+    """Remembers hashes of the latest batches, to find out whether another batch comes under a number that has come before."""
 
     def __init__(self) -> None:
         self._seen: dict[int, int] = {}

@@ -6,10 +6,10 @@ Rules:
    stored block from its parent, its tokens and the salt of its chain. The first block of the chain states the salt.
 2. A cache may contain equal blocks twice, under one engine hash or several. A block hash is removed when its last copy
    is removed.
-3. The translator only follows whole blocks in the engine's own memory. Their contents must depend on nothing but tokens,
-   a LoRA adapter's name and a salt, because Fleet's block hashes contain nothing else. Blocks that also depend on images
-   or embeddings are skipped, with all blocks after them; `passed_over` counts them by reason. The blocks of text before
-   them are followed.
+3. To follow a block means to report it to the router under its block hash. The translator only follows whole blocks in
+   the engine's own memory. Their contents must depend on nothing but tokens, a LoRA adapter's name and a salt, because
+   Fleet's block hashes contain nothing else. Blocks that also depend on images or embeddings are skipped, with all blocks
+   after them; `passed_over` counts them by reason. The blocks of text before them are followed.
 4. If an engine groups its layers by kind of attention, the first group with full attention is followed. Groups that
    keep only a part of a chain (sliding window, chunks) or a state (Mamba) are skipped. If such a group loses a prefix
    that the followed group still has, the router believes that the prefix is cached, but the engine computes it again.
@@ -47,7 +47,7 @@ OWN_MEMORY = frozenset({None, "GPU"})
 
 
 class SkipReason(StrEnum):
-    """Reasons why the translator does not follow a published block."""
+    """Reasons why the translator does not report a published block to the router (rules 3 and 4)."""
 
     OTHER_BLOCK_SIZE = "other_block_size"  # the block's number of tokens differs from the router's block size
     PART_OF_A_BLOCK = "part_of_a_block"
@@ -118,13 +118,17 @@ class KvEventTranslator:
         self._capacity = capacity
         self._salt_of = salt_of
         self._held: dict[EngineHash, _CachedBlock] = {}
-        # For each block hash, the number of engine hashes: several if the engine distinguishes blocks that are equal
-        # for Fleet.
+        # For each block hash, the number of engine hashes in `_held` that stand for it: several if the engine
+        # distinguishes blocks that are equal for Fleet.
         self._hashes: dict[BlockHash, int] = {}
-        self._main: int | None = None  # number of the followed group of layers; None: the engine has no groups
+        # Number of the followed group of layers; None: none is chosen yet, or the engine has no groups.
+        self._main: int | None = None
         self._knows_main = False
-        self.followed = 0  # number of published blocks that were taken over since the start (rule 3), copies included; removals do not lower it
-        self.passed_over: Counter[SkipReason] = Counter()  # number of skipped blocks since the start
+        # Number of published blocks that were taken over since the translator was created (rule 3). Copies count, and
+        # removals do not lower the number.
+        self.followed = 0
+        # Number of skipped blocks since the translator was created, by reason.
+        self.passed_over: Counter[SkipReason] = Counter()
         self.published_block_tokens = 0  # tokens in the latest block that was skipped because of its size
 
     def __len__(self) -> int:

@@ -28,10 +28,10 @@ long. The search waits for it, because the tokens may be nowhere else."""
 class _RunningSearch(Struct, eq=False):
     most: int  # number of wanted tokens
     found: bytes
-    asked: set[WorkerId]  # workers that have not answered yet
+    asked: set[WorkerId]  # workers to which the search was sent, and which have not answered yet
     ended: asyncio.Event
     is_sent: bool = False
-    waiting: int = 0  # number of calls that wait for the result
+    waiting: int = 0  # number of calls of `AnswerSearch.tokens` that wait for the result
 
 
 class AnswerSearch:
@@ -82,7 +82,7 @@ class AnswerSearch:
         return search
 
     def received(self, worker_id: WorkerId, kept: KeptAnswers) -> None:
-        """Take the tokens that a worker has sent."""
+        """Store the tokens that a worker has sent in the searches for their answers, and end the searches that are complete."""
         for each in kept.answers:
             for search in self._searches.get(each.key, ()):
                 if len(each.tokens) > len(search.found):

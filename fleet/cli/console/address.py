@@ -27,7 +27,7 @@ CAUSES = {
 """Explanations of gRPC's error messages in plain words. Each key is a text that the message contains."""
 
 CREDENTIALS = "control_credentials"
-"""Name by which a TLS diagnosis refers to the credentials. Messages replace it by the options `--control-…`."""
+"""Name of the credentials of the control port in a TLS diagnosis. Messages of commands name the options `--control-…` instead."""
 
 
 def add_address(parser: argparse.ArgumentParser) -> None:

@@ -4,5 +4,5 @@ DONE = 0
 FAILED = 1
 MISUSED = 2  # the command line is wrong
 CONFIGURATION_REFUSED = 3  # a configuration or another input file was refused
-HUNG = 4  # the engine of a worker made no progress; its supervisor starts another worker
-REPLACED = 5  # another process has registered with the worker's id; the supervisor starts another worker
+HUNG = 4  # `fleet serve worker` only: the engine made no progress, so the worker has to be started again
+REPLACED = 5  # `fleet serve worker` only: another process has registered with the worker's id

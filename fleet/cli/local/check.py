@@ -32,9 +32,9 @@ from fleet.frontend.text.codec import load_codec
 from fleet.local.processes import ClusterFailed
 from fleet.local.settings import PoolSection, StorePlace, Topology
 
-LONGEST = 3000  # maximum number of tokens of a prompt
+LONGEST = 3000  # maximum number of tokens of a prompt of the check
 SHARED = 512  # maximum number of equal tokens at the beginning of the last `_SHARING` prompts
-FEWEST = 20  # minimum number of prompts
+FEWEST = 20  # minimum number of prompts of the check
 _LENGTHS = (40, 48, 63, 64, 65, 96, 128, 200, 333, 777, 1024, 1500, 2049)
 _LONG = 2
 _SHARING = 6
@@ -47,7 +47,8 @@ WITHIN = {  # time limit of one prompt, while seven other prompts run at the sam
 }
 # heartbeat timeout of the router; it is long, because the busy threads of two engines with NIXL can take all CPU time of a small machine
 SILENCE_SECONDS = 60.0
-QUEUE_SECONDS = 600.0  # for `max_queue_seconds`; long, because a router predicts long waits after a stalled transfer
+# Value of the router's setting `max_queue_seconds`. It is long, because a router predicts long waits after a stalled transfer.
+QUEUE_SECONDS = 600.0
 MOVED_BY = {KvPath.STORE: Source.STORE, KvPath.DIRECT: Source.DIRECT}
 
 

@@ -132,7 +132,7 @@ def _lines_between(file: Path, start: int, end: int) -> Iterator[str]:
 
 
 def new_lines(files: Mapping[str, Path], places: dict[str, int]) -> Iterator[tuple[str, str]]:
-    """Yield the complete lines that were written since the last call.
+    """Yield the complete lines that were written since the last call, and full pieces (`MOST_BYTES`) of longer lines.
 
     Update `places`, the positions in the logs up to which lines were read.
     """

@@ -22,7 +22,8 @@ def pool_line(pool: PoolObservation, width: int = 0) -> str:
 def unfinished(seen: Observation, place: str) -> Iterator[str]:
     """Yield a line for each pool that has not reached its wanted size.
 
-    The line names the commands that wait for this size, or restore the old size.
+    The line names the command that waits for the wanted size. If the size before the last change is known, the line also
+    names the command that restores it.
 
     Args:
         seen: The observed pools.

@@ -18,7 +18,10 @@ class RecentRates:
         self._reports: deque[DemandReport] = deque()
 
     def hear(self, report: DemandReport) -> None:
-        """Add the next report. Drop reports of an earlier run of the router, and reports that are too old for the window."""
+        """Add the next report. Drop reports of an earlier run of the router.
+
+        Of the reports that are older than the window, keep only the newest one.
+        """
         if self._reports and self._reports[-1].incarnation != report.incarnation:
             self._reports.clear()
         self._reports.append(report)

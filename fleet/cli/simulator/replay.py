@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from fleet.router.latency_predictions import WorkerProfile
     from fleet.sim.replay import RecordingReplayResult, ReplayDifference
 
-MOST_SHOWN = 12  # maximum number of commands shown for one event
+MOST_SHOWN = 12  # maximum number of commands that are shown for the event at which the first difference was found
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

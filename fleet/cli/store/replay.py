@@ -38,7 +38,7 @@ BELOW = 10
 HELD_SHARE = 0.8
 LONGEST_HOLD_SECONDS = 120
 MEMORY_PACE = 50e9  # bytes per second from memory to the engine: PCIe 5
-BELOW_PACE = 6e9  # bytes per second: one NVMe drive
+BELOW_PACE = 6e9  # bytes per second from the tier below the memory: one NVMe drive
 COMPUTE_PACE = 10_000  # prompt tokens that the engine computes per second
 
 

@@ -32,8 +32,9 @@ from fleet.membership.ports import DirectoryUnreachable, RegistryUnreachable, St
 log = logging.getLogger(__name__)
 
 SUFFIX = ".worker.json"
-MAX_BYTES = 64 << 10  # maximum size of a file that is read; a record has a few hundred bytes
-LONGEST_NAME = 200  # maximum number of bytes of a file name before its suffix; file systems allow 255
+MAX_BYTES = 64 << 10  # maximum size of a worker's file; a larger one is ignored. A record has a few hundred bytes
+# Maximum number of bytes of a file name before its suffix; file systems allow 255. A longer name is replaced by its SHA-256.
+LONGEST_NAME = 200
 
 
 class DiscoveryFileEntry(WorkerRecord, frozen=True, kw_only=True):

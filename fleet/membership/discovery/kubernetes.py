@@ -61,8 +61,11 @@ NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,200}[a-z0-9])?")
 SILENCE_SECONDS = 30.0  # a watch without events for this time counts as broken: workers renew their Leases more often
 SWEEP_SECONDS = 1.0  # time between two checks for ended Leases
 EXPIRED = 410
-LONGEST_EVENT = 2 << 20  # maximum length of a line of a watch in bytes; with etcd, an object has at most 1.5 MiB
-TRIES = 3  # number of attempts to write an object that others change at the same time
+# Maximum length of a line of a watch in bytes; after a longer one, the watch counts as failed. With etcd, an object has at
+# most 1.5 MiB.
+LONGEST_EVENT = 2 << 20
+# Number of attempts to write or delete a Lease that others change at the same time; then this process gives up.
+TRIES = 3
 # Exceptions that are raised while a malformed object is decoded.
 MALFORMED = (KeyError, TypeError, ValueError, msgspec.DecodeError)
 
@@ -106,9 +109,9 @@ class KubernetesDirectory:
         self._pod = OwnPod(settings.pod, settings.pod_uid) if settings.pod else None
         self._unrenewed = LeaseExpiry()
         self._may_remove = True
-        # The Leases in the version that this process wrote last.
+        # For each worker that this process publishes, its Lease in the version that this process wrote last.
         self._held: dict[tuple[WorkerId, Incarnation], Manifest] = {}
-        # The EndpointSlices in the version that this process wrote last.
+        # For each worker that this process publishes, its EndpointSlice in the version that this process wrote last.
         self._sliced: dict[tuple[WorkerId, Incarnation], Manifest] = {}
         self._last_ms = 0
 
@@ -240,6 +243,7 @@ class KubernetesDirectory:
         Raises:
             WorkerSuperseded: Another process owns the Lease.
             RegistryUnreachable: Other processes changed the Lease during `TRIES` attempts.
+            ApiException: Another call of the API server failed.
         """
         me = (record.worker_id, record.incarnation)
         if (held := self._held.get(me)) is None:
@@ -273,6 +277,7 @@ class KubernetesDirectory:
         Raises:
             RegistryUnreachable: The Lease belongs to another cluster, or other processes changed it during `TRIES`
                 attempts.
+            ApiException: Another call of the API server failed.
         """
         name = _name(record.worker_id)
         for _ in range(TRIES):

@@ -108,17 +108,17 @@ class RouterSession:
             self._outlet.end("")
 
     def drop(self) -> None:
-        """Drop the waiting messages, because the stream ends or has ended."""
+        """Drop the waiting messages without sending them, because the stream ends now or has ended."""
         self._introduction.clear()
         self.waiting.clear()
 
     def finish(self) -> None:
-        """End the stream once the waiting messages are sent."""
+        """Let the stream end as soon as the waiting messages are sent."""
         self._finished = True
         self.flow()
 
     def cut(self, why: str) -> None:
-        """End the stream now and drop the waiting messages."""
+        """End the stream now, drop the waiting messages, and send the router `why` as the cause."""
         self.drop()
         self._ended = True
         self._outlet.end(why)

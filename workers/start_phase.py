@@ -30,7 +30,7 @@ _TELL: ContextVar[TellPhase] = ContextVar("tell_phase", default=_to_nobody)
 
 
 def note_phase(phase: StartPhase) -> None:
-    """Report that the start has reached a phase; tasks and `asyncio.to_thread` calls may call this function too."""
+    """Report that the start has reached a phase. Tasks and `asyncio.to_thread` calls of the start may call this function too."""
     _TELL.get()(phase)
 
 

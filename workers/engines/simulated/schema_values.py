@@ -47,7 +47,7 @@ class _Document:
         self._left = MAX_CHARACTERS
 
     def grow(self, characters: int) -> None:
-        """Count characters that are about to be added to the value; raise ValueError if the value becomes too large."""
+        """Count characters that are about to be added to the value; raise ValueError if it then exceeds `MAX_CHARACTERS`."""
         self._left -= characters
         if self._left < 0:
             raise ValueError(f"the schema demands a value of more than {MAX_CHARACTERS} characters")

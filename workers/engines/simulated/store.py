@@ -75,6 +75,7 @@ class SimulatedStore:
 
         Raises:
             LayoutMismatch: The node has blocks of this model that differ from `kv`; the error names the field.
+            BadCredentials: A file of the credentials cannot be used.
         """
         conversion = Conversion(kv)
         threads = ThreadPoolExecutor(THREADS, thread_name_prefix="simulated-store")

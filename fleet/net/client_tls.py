@@ -42,7 +42,7 @@ ACCEPTED_PER_TURN = 64
 OUT_OF_FILES = frozenset({EMFILE, ENFILE, ENOBUFS, ENOMEM})
 OUT_OF_FILES_SECONDS = 0.1
 FAILURE_ANSWER_SECONDS = 0.5  # time limit for sending the alert or the plaintext answer after a failed handshake
-SHUTDOWN_SECONDS = 5.0  # time limit for the client's answer to the end of a TLS connection
+SHUTDOWN_SECONDS = 5.0  # longest wait for the client's closing alert when this end closes a TLS connection
 
 
 class ServerCertificates:

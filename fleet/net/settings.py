@@ -102,7 +102,7 @@ class GrpcSettings(ConnectionSettings, frozen=True, kw_only=True, forbid_unknown
 
 
 DEFAULT_GRPC_LIMITS = GrpcSettings()
-"""The library and the limits that are used if a port is opened without settings."""
+"""The library and the limits of a gRPC port whose opener passes no settings."""
 
 
 class HttpSettings(ConnectionSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -28,7 +28,7 @@ LIVENESS = "liveness"
 
 # Seconds between two checks whether a service's health has changed; watchers are notified of a change.
 HEALTH_SECONDS = 0.25
-STOP_SECONDS = 2.0  # when the port closes, time limit for running calls to send their last messages
+STOP_SECONDS = 2.0  # when the port closes, time for running calls to send their last messages before they are cancelled
 
 
 class GrpcServerApi(Protocol):
@@ -162,13 +162,13 @@ class _HealthService(health.aio.HealthServicer):  # type: ignore[misc]  # ships 
         await answer_call(follow(), context)
 
     async def watch(self) -> None:
-        """Notify watchers forever."""
+        """Call `notify` every `HEALTH_SECONDS` until cancelled."""
         while True:
             await self.notify()
             await asyncio.sleep(HEALTH_SECONDS)
 
     async def notify(self) -> None:
-        """Notify watchers of changed states."""
+        """Send the callers of `Watch` the health of each service whose health has changed since the last call."""
         for service in self._services:
             if (status := self._status(service)) != self._notified.get(service):
                 self._notified[service] = status

@@ -37,11 +37,11 @@ class KeptTokens(Struct):
 
     key: AnswerKey
     tokens: "array[int]"
-    ended_at: Nanos | None = None  # None while the attempt runs
+    ended_at: Nanos | None = None  # instant at which the answer ended (rule 2); None while the attempt runs
 
 
 class AnswerKeeper:
-    """Keeps the tokens of the answers of one worker."""
+    """Keeps the tokens of one worker's resumable answers, by the rules of this module."""
 
     def __init__(self, max_bytes: int, seconds: float) -> None:
         """Start empty.

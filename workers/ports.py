@@ -51,14 +51,14 @@ class EngineFacts(Struct, frozen=True, kw_only=True):
     kv_paths: tuple[KvPath, ...]
     # Id of the KV store node that the engine reads and writes; None: there is no node, or it has not answered.
     store_id: StoreId | None = None
-    kv: Fingerprint | None = None  # the meaning and the layout of the engine's blocks; None: it is not known
+    kv: Fingerprint | None = None  # the meaning and the layout of the engine's blocks; None: they are not known
     keeps_forms: bool = False  # True if the engine supports structured output
     # Names from `fleet.core.requests.ENGINE_FIELDS`: the fields that the engine supports. If the engine takes images, the
     # tuple also contains `IMAGES`.
     sampling_fields: tuple[str, ...] = ()
     # The fields of `fleet.core.requests.STATE_FIELDS` whose state the engine rebuilds when it continues an answer.
     continued_fields: tuple[str, ...] = ()
-    adapters: tuple[LoraAdapter, ...] = ()  # LoRA adapters that the engine can load
+    adapters: tuple[LoraAdapter, ...] = ()  # LoRA adapters that the engine can load; empty: it takes none
     adapter_slots: int = 0  # number of LoRA adapters that can be loaded at a time; 0: all adapters
     # Names of the parsers of the engine's answers; None: the answers are not parsed.
     parsers: AnswerParsers | None = None
@@ -85,8 +85,8 @@ class Pulse(Struct, frozen=True, kw_only=True):
     """Progress of one scheduler of an engine at one instant; the watchdog compares it with the previous pulse."""
 
     steps: int
-    """Number of steps that the scheduler has begun. At most two begun steps have not ended, because a scheduler may
-    prepare the next step while the engine computes the current one."""
+    """Number of steps that the scheduler has begun since its start. At most two of them have not ended, because a scheduler
+    may prepare the next step while the engine computes the current one."""
 
     tokens: int
     """Number of prompt and answer tokens in the current step, or in the last step if none runs."""

@@ -41,7 +41,7 @@ class Join(Struct, frozen=True, kw_only=True, tag="join"):
 
 
 class RankAlive(Struct, frozen=True, tag="alive"):
-    """Heartbeat, which the leader and the other ranks send several times within the time that counts as silence."""
+    """Heartbeat, which the leader and the other ranks send several times within `GroupSettings.silence_ms`."""
 
 
 class RankLeaving(Struct, frozen=True, tag="leaving"):

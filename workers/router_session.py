@@ -42,7 +42,7 @@ class RouterSession:
         absorb: Callable[[AttemptRequested | CancelRequested | AnswersRequested], None],
         keep_trace: Callable[[KeepTrace], None] | None = None,
     ) -> None:
-        """Queue the introduction; nothing is sent until `flow` is called."""
+        """Queue the worker's description and the list of its cached blocks; nothing is sent until `flow` is called."""
         self.stream = stream
         self._outlet = outlet
         self._absorb = absorb
@@ -89,7 +89,7 @@ class RouterSession:
         return True
 
     def _answers_wait(self) -> bool:
-        """Return whether so many messages with kept answers wait that one more would take too much memory."""
+        """Return whether `MAX_WAITING_ANSWERS` messages with kept answers wait already, so that one more has to be dropped."""
         return sum(isinstance(each, KeptAnswers) for each in self.waiting) >= MAX_WAITING_ANSWERS
 
     def offer_changes(self, events: tuple[KvEvent, ...]) -> bool:

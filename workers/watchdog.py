@@ -42,7 +42,7 @@ from workers.ports import Pulse
 # forget a compilation within an hour.
 HALF_LIFE = 600 * SECOND
 SHARE_OF_A_LOOK = 10  # the time between two calls of `look` counts as at most the patience / this number (rule 7)
-SIZES = 32  # number of step sizes, which are powers of two; no step has 2**31 tokens
+SIZES = 32  # number of step sizes (rule 3); enough, because no step has 2**31 tokens
 
 
 class WatchdogSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -119,7 +119,7 @@ class Watchdog:
 
 
 class _Scheduler:
-    """Watches the steps of one scheduler."""
+    """Watches the steps of one scheduler of an engine, and decides whether this scheduler hangs."""
 
     def __init__(self, settings: WatchdogSettings) -> None:
         self.waited = Nanos(0)

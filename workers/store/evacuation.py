@@ -37,8 +37,8 @@ from workers.store.evacuation_priority import by_evacuation_priority
 log = logging.getLogger(__name__)
 
 BLOCKS_PER_CALL = 1024
-"""Maximum number of blocks in one call. The node looks up all blocks of a call before other work, which takes a few
-milliseconds."""
+"""Maximum number of blocks in one call of `StoreClient.evacuate`. The node looks up all blocks of a call before it does
+other work, which takes a few milliseconds."""
 
 # Failures in a row that end the evacuation: several tries over some seconds mean that the tier or the node is lost.
 MOST_FAILURES = 5

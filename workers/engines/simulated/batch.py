@@ -36,7 +36,10 @@ class StepOutcome(Struct, frozen=True, kw_only=True):
 
 
 class Batch:
-    """Holds all requests of one engine, and computes their steps. It is also the `BlockSupply` of the scheduler."""
+    """Holds all requests of one engine, and computes their steps.
+
+    Implements `fleet.batching.scheduler.BlockSupply`, by which the scheduler lets admitted sequences wait for blocks.
+    """
 
     def __init__(
         self,

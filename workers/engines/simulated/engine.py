@@ -85,8 +85,8 @@ class SimulatedEngine:
         self.memory = self.batch.memory
         lease = Nanos(simulated.direct_lease_ms * MILLISECOND)
         self.lending = BlockLending(self.batch.blocks, lease, on_end=self._wake.set)
-        # As many loads at a time as there can be running requests. So no load waits for another one until its own deadline
-        # is over.
+        # Allows as many loads at a time as there can be running requests, so that no load waits for another one until its own
+        # deadline is over.
         self._transfers = asyncio.Semaphore(facts.max_running)
         self._adapters_loading: dict[str, asyncio.Event] = {}
         # Outputs that the loop still has to put into `_outputs`: tokens of the latest step, and ends of requests.
@@ -94,8 +94,8 @@ class SimulatedEngine:
         self._outputs: asyncio.Queue[EngineOutput | EngineDied] = asyncio.Queue(OUTPUTS)
         self._cache_changed = asyncio.Event()
         self._due = 0.0  # time at which the latest step should end by the latency model
-        self._steps = 0  # number of steps that the engine has begun
-        self._step_tokens = 0  # number of tokens of the latest step
+        self._steps = 0  # number of steps that the engine has begun since its start
+        self._step_tokens = 0  # number of prompt and answer tokens that the latest step computes
         self._waits = True  # True while the loop waits for requests or for blocks
         self._unscheduled: set[RequestId] = set()  # traced attempts that wait for their first step
 

@@ -171,7 +171,7 @@ class SimulatedModel(Struct, frozen=True, kw_only=True):
 
 
 def _shape(sampling: Sampling) -> bytes:
-    """Return the sampling parameters that influence a token, as bytes; empty if sampling is greedy."""
+    """Return the sampling parameters that go into the digest of rule 2, as bytes; empty if sampling is greedy (temperature 0)."""
     if sampling.temperature == 0:
         return b""
     return _SHAPE.pack(

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 MAX_DEPTH = 32
-FULL_DEPTH = 8  # level from which on arrays are as short as allowed, and null is preferred to other alternatives
+FULL_DEPTH = 8  # level of nesting from which on arrays are as short as allowed, and null is preferred if it is allowed
 MAX_CHARACTERS = 65536  # approximate limit of the size of a value as JSON, far more than an answer of a simulated model
 _NULL = {"type": "null"}
 FORMATS = {

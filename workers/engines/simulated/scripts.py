@@ -41,7 +41,7 @@ class Script(Struct, frozen=True):
 
 
 class ScriptWriter:
-    """Writes the scripts for the requests of one engine."""
+    """Writes the scripts (`Script`) for the requests of one engine, by the rules of this module."""
 
     def __init__(self, tokenizer: Tokenizer, parsers: AnswerParsers | None) -> None:
         self.tokenizer = tokenizer

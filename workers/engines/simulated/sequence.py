@@ -34,7 +34,7 @@ class SequenceContext(Struct, frozen=True, kw_only=True):
     layout: EngineLayout
     block_tokens: int
     max_model_len: int
-    adapters: Mapping[str, str] = {}  # identities of the LoRA adapters, by name
+    adapters: Mapping[str, str] = {}  # `LoraAdapter.identity` of each LoRA adapter, by the adapter's name
     writer: ScriptWriter | None = None  # makes the scripts of answers (`scripts`); None: all answers are random text
 
     def beginning(self, adapter: str) -> Digest:

@@ -188,7 +188,7 @@ class VllmAnswerParsers:
 
 
 class VllmAnswerParser:
-    """Parses the answer of one attempt."""
+    """Parses the answer of one attempt with a parser of vLLM, token by token (rule 1)."""
 
     def __init__(
         self,
@@ -251,7 +251,7 @@ class VllmAnswerParser:
 
     @property
     def stopped(self) -> bool:
-        """True if the text has reached a stop string."""
+        """True if the answer's text has reached one of the request's stop strings, which ends the answer."""
         return self._text.stopped
 
     def add(

@@ -462,7 +462,7 @@ class VllmEngine:
                 self._die()
 
     def stop(self) -> None:
-        """Cancel all requests in vLLM; their tasks then end, because vLLM sends a last output for each."""
+        """Cancel all requests that have not ended; their tasks then end by themselves (`_abort`)."""
         for request_id in list(self._requests):
             self.cancel(request_id)
 
@@ -610,7 +610,8 @@ class VllmEngine:
     def _progress(self, request: _InFlight, output: "RequestOutput") -> Progress | Rejected:
         start = request.start
         (completion,) = output.outputs
-        stats = self._prefilled.pop(start.request_id, None)  # vLLM has the statistics when the first tokens arrive
+        # The first output has the statistics (`_keep_prefill_stats`); for later outputs there are none.
+        stats = self._prefilled.pop(start.request_id, None)
         if self._novel:
             self._novel.brought(start.request_id)
         request.generated += len(completion.token_ids)

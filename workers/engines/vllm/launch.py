@@ -279,7 +279,7 @@ def prepare_environment(settings: WorkerSettings, scratch: Path) -> None:
         wanted |= _for_cpu(settings)
     for name, value in wanted.items():
         environment.setdefault(name, value)
-    # Folder of vLLM's Unix sockets; it is removed later, because vLLM leaves the sockets behind.
+    # Folder of vLLM's Unix sockets. The callers remove it after vLLM has ended, because vLLM leaves the sockets behind.
     environment["VLLM_RPC_BASE_PATH"] = str(scratch)
     host = settings.engine_host
     if settings.group is not None and host not in EVERYWHERE:

@@ -73,7 +73,7 @@ def has_token_types(config: "ModelConfig", tokenizer: object | None) -> bool:
 
 
 def pooling_params(start: Start, *, token_types: bool) -> "PoolingParams":
-    """Return vLLM's parameters for a request for a vector."""
+    """Return vLLM's parameters for a request for a vector; `token_types` is the result of `has_token_types` for the model."""
     from vllm import PoolingParams  # noqa: PLC0415 - slow to import
 
     pooling = start.pooling

@@ -40,7 +40,7 @@ from kvstore.recent_map import RecentMap
 
 LEASE_SECONDS = 30.0  # duration of a read lease; vLLM's NIXL connector keeps the blocks of a handoff for the same time
 MAX_WAIT_SECONDS = 10.0  # maximum wait of a request for promotions (rule 5), shorter than `LEASE_SECONDS`
-LEAST_TOKENS = 64  # a step with fewer tokens does not count for `PrefillSpeed`, because such steps only decode
+LEAST_TOKENS = 64  # a step with fewer tokens does not count for `PrefillSpeed`, because it may only decode
 SAMPLES = 16  # number of the latest step durations from which `PrefillSpeed` makes its estimate
 UNKNOWN_SECONDS_A_TOKEN = 0.0005  # assumed prefill time of a token before the first measurement
 LOOK_AGAIN_SECONDS = 0.002  # pause between two calls that check whether the store's promotions have ended
@@ -442,7 +442,7 @@ class PrefillSpeed:
     """
 
     def __init__(self) -> None:
-        # The time in seconds and the number of tokens of each of the last planned steps.
+        # For each of the last three planned steps: the time of its plan in seconds, and its number of tokens.
         self._plans: deque[tuple[float, int]] = deque(maxlen=3)
         self._samples: deque[float] = deque(maxlen=SAMPLES)
 

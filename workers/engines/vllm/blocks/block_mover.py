@@ -84,7 +84,7 @@ class BlockMover:
         return results
 
     def close(self) -> None:
-        """End all threads, after the blocks of the staging area were written."""
+        """End all threads, after the blocks of the staging area were written or `saves.CLOSE_SECONDS` have passed."""
         self.saver.close()
         self.loader.shutdown(cancel_futures=True)
         if isinstance(self.ranks, LeaderRank):

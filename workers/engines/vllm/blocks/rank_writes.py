@@ -69,7 +69,7 @@ class RankChannel(IntEnum):
 
 
 class SavedBlock(Struct, frozen=True, array_like=True):
-    """Identifies one block of a save in the same way on all ranks."""
+    """Identifies one block, in the same way on all ranks: by its save, and by its position (`index`) in the save."""
 
     save: SaveKey
     index: int

@@ -74,7 +74,7 @@ class BlockSaverThread(Protocol):
 
 
 class Staged(Struct, frozen=True):
-    """Some blocks of one request in the staging area, in the order of their chain. The lists are empty if the area was full."""
+    """Some blocks of one request in the staging area, in the order of their chain; no blocks if the area was full."""
 
     request_id: str
     tenant: bytes = b""

@@ -56,7 +56,7 @@ class VllmSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class SimulatedSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of the simulated engine, which runs no model but keeps exact KV."""
+    """Settings of the simulated engine, which runs no model, but computes tokens that depend on every byte of its KV."""
 
     latency: EngineLatency = EngineLatency()
     """The durations of prefills, decode steps and transfers."""

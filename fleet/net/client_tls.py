@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 HTTP_1 = ("http/1.1",)
 HTTP_2 = ("h2",)
-"""Application protocols (ALPN) of HTTP and gRPC ports."""
+"""Application protocols (ALPN): `HTTP_1` for HTTP ports, `HTTP_2` for gRPC ports."""
 
 # Maximum number of connections that are accepted in one turn of the event loop, so that other events are not delayed.
 ACCEPTED_PER_TURN = 64

@@ -1,4 +1,4 @@
-"""Rate-limited log messages about the limits of a port."""
+"""Log messages, at most one of a kind per minute, about the connections of a port: full table, slow clients, TLS failures."""
 
 import logging
 from typing import Any
@@ -95,7 +95,7 @@ class _LoggedCount:
     """Remembers how many clients with one problem were logged, and allows a log message once in `LOG_INTERVAL_SECONDS`."""
 
     def __init__(self) -> None:
-        self.client = ""  # key of the client that was counted last (`connection_limits.client_key`)
+        self.client = ""  # address of the client that was counted last
         self._logged = 0  # value of the `count` of `due` at the last message
         self._next_log_at = float("-inf")
 

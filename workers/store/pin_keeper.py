@@ -47,7 +47,7 @@ class StorePinKeeper:
         self.running: set[asyncio.Task[None]] = set()
 
     def keep(self, asked: Iterable[PinChain | UnpinChain]) -> None:
-        """Queue these pins and unpins; the thread makes the calls in this order."""
+        """Queue these pins and unpins for the thread, in this order; drop those for which the queue is full (rule 1)."""
         for each in asked:
             self._wanted.pop(each.session, None)
             if len(self.running) >= MAX_QUEUED_PINS:

@@ -39,7 +39,7 @@ async def answer_call(call: Awaitable[Answer], context: Context) -> Answer:
 
     Raises:
         AbortError: The call failed, and the caller gets the status of the failure.
-        CancelledError: The caller has disconnected.
+        CancelledError: No answer can be sent to the caller (`CallerDisconnected`).
     """
     try:
         return await call

@@ -370,7 +370,7 @@ class Http2Connection(asyncio.Protocol):
     # Called by the server
 
     def check_limits(self, now: float) -> None:
-        """Enforce the time limits of the connection and its calls."""
+        """Enforce the time limits of the connection (rules 1 and 4) and of its calls."""
         waiting = self.transport.get_write_buffer_size() if self.paused else 0
         silent = not self._has_spoken and now - self._began_at > self.server.limits.first_byte_timeout_seconds
         unanswered = self.pinged_at is not None and now - self.pinged_at > SILENCE_SECONDS
@@ -530,7 +530,7 @@ def _bind_host(listen: str, *, shared: bool) -> list[socket.socket]:
                     each.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0 if len(found) == 1 else 1)
                 each.bind((address[0], bound[0].getsockname()[1] if bound else address[1], *address[2:]))
                 if not shared:
-                    # Begin to listen now: two servers can bind the same address, and one would fail only later.
+                    # Listen now: two servers can bind the same address, and the second one fails only when it begins to listen.
                     each.listen(BACKLOG)
             except OSError as error:
                 if each is not None:

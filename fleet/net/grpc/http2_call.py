@@ -37,7 +37,7 @@ from fleet.net.settings import ORDINARY_BODY_BYTES, GrpcSettings
 
 log = logging.getLogger(__name__)
 
-LONGEST_HEAD_BYTES = 16 << 10  # maximum total length of the names and values of a call's headers; then it is refused
+LONGEST_HEAD_BYTES = 16 << 10  # maximum length of the names and values of a call's headers; more are refused
 
 REQUEST_SECONDS = 60.0
 """Time limit for a message to arrive, counted from its first byte.
@@ -250,7 +250,7 @@ class CallContext:
         self._wake_reader()
 
     def check_limits(self, now: float) -> None:
-        """Enforce the time limits of the call."""
+        """Enforce the time limits of the call (rules 2 and 4); its deadline has a timer of its own."""
         if self._ended_at is not None:
             if now - self._ended_at > UNREAD_STATUS_SECONDS:
                 self._connection.reset(self, CANCEL)

@@ -91,7 +91,7 @@ async def open_port(
         finally:
             for watch in watches:
                 watch.cancel()
-            await healths.notify()  # sends watchers the last state
+            await healths.notify()  # sends the callers of `Watch` the last state
             await server.stop(STOP_SECONDS)
     if failure is not None:
         raise failure
@@ -128,7 +128,7 @@ def _reflections(names: Sequence[str]) -> list[grpc.GenericRpcHandler]:
     return [grpc.method_handlers_generic_handler(version, methods) for version in versions]
 
 
-class _HealthService(health.aio.HealthServicer):  # type: ignore[misc]  # ships no types
+class _HealthService(health.aio.HealthServicer):  # type: ignore[misc]  # the library ships no types
     """Serves gRPC's standard health service.
 
     It reports a service as SERVING while the service's function returns True.

@@ -193,7 +193,7 @@ class HttpConnection(asyncio.Protocol):
         """
         self._streams = streams
         self._is_stranger = is_stranger
-        # False until the client of the present request is known not to be a stranger.
+        # False until it is known that the server takes the body of the present request from its client (rule 10).
         self._takes_body = is_stranger is None
         # The body that is read while it arrives (rule 7); None: there is no such body.
         self._arriving: BodyStream | None = None

@@ -75,7 +75,7 @@ class Informer(Generic[View]):
         return not self.filled.is_set() or self._failures >= MOST_FAILURES
 
     async def run(self) -> Never:
-        """Follow the API server until cancelled."""
+        """Keep the cache equal to the API server until cancelled."""
         while True:
             pause = 0.0
             try:

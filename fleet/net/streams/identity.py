@@ -155,7 +155,7 @@ def _identity(field: str, credentials: Credentials, prepare: Callable[[], ssl.SS
 
 
 def diagnosed(context: ssl.SSLContext) -> ssl.SSLContext:
-    """Prepare a context for `DiagnosedTls`, and return it."""
+    """Let the handshakes of a TLS context report their failures to `DiagnosedTls` (rule 4), and return the context."""
     context.sslobject_class = _DiagnosedHandshake
     return context
 

@@ -292,7 +292,7 @@ class FleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
     def _join_ranks(self, client: StoreClient, seat: RankPosition) -> LeaderRank | FollowerRank | None:
         """Return this rank's end of the channels between the ranks; None if there is only one rank.
 
-        It waits for the other ranks. This is possible because vLLM calls `register_kv_caches` on all ranks at the same time.
+        This call waits for the other ranks, on which vLLM calls `register_kv_caches` at the same time.
         """
         if seat.ranks == 1:
             return None

@@ -293,7 +293,8 @@ class StorePlanner:
             if tracked is None:
                 continue
             request = tracked.request
-            # The list of tokens may be shorter: drafts may be rejected, and a running step's tokens are not known yet.
+            # The list of tokens may be shorter than this sum: drafts may be rejected, and the tokens that a running step generates
+            # are not known yet.
             known = min(request.num_computed_tokens + num_tokens, len(request.all_token_ids))
             full = known // self._block_tokens
             if full > tracked.offered:

@@ -97,7 +97,7 @@ class HostBlocks:
     """KV memory that the CPU can address. Blocks are read and written in place, without a copy in between."""
 
     def __init__(self, layers: "Sequence[torch.Tensor]"):
-        """Use the engine's own tensors.
+        """Keep the engine's own tensors, so that blocks are read and written in place.
 
         Args:
             layers: One contiguous tensor for each layer, of shape [blocks, heads, tokens, elements].

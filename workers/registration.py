@@ -3,9 +3,9 @@
 Rules:
 
 1. The worker registers at once, and renews its lease three times in the time for which a lease lasts. While the
-   registry does not answer, it tries again with growing pauses.
+   registry does not answer, the worker tries again with growing pauses.
 2. A draining worker deregisters first, so that no further router finds it. Routers that have a stream to the worker
-   keep it until it ends. So running attempts go on, and a message on the stream says that the worker takes no new
+   keep the stream until it ends. So running attempts go on, and a message on the stream says that the worker takes no new
    attempts.
 3. A registry that cannot be reached delays the end of the worker by at most `DEREGISTER_SECONDS`, because the lease ends
    by itself.

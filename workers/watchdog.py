@@ -1,4 +1,4 @@
-"""Step watchdog: decides from an engine's steps whether it is healthy or hangs. `workers.server` calls it.
+"""Step watchdog: decides from an engine's steps whether the engine is healthy or hangs. `workers.server` calls the watchdog.
 
 If the engine hangs, `workers.server` ends the routers' streams, and each router continues its requests on other workers. Hung
 processes of `fleet up` are noticed by `fleet.local.liveness`, silent streams of workers by `fleet.backends.workers.streams`.

@@ -1,4 +1,4 @@
-"""Parser names: finds out which of vLLM's parsers fit a model, by its settings or by its model folder.
+"""Parser names: finds out which of vLLM's parsers fit a worker's model, from the worker's settings or the model folder.
 
 Rules:
 

@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 LONGEST_HEAD_BYTES = 16 << 10  # maximum length of the names and values of a call's headers; more are refused
 
 REQUEST_SECONDS = 60.0
-"""Time limit for a message to arrive, counted from its first byte.
+"""Time limit for a message to arrive, counted from its first byte; then it is refused (rule 4).
 
 If a call has only one message, the time is counted from the start of the call.
 """

@@ -86,7 +86,7 @@ class DiscoveryObjects:
         return replaced
 
     async def delete_lease(self, name: str, version: str) -> bool:
-        """Delete a Lease if it still has this version, and return True; return True too if it is missing, otherwise False."""
+        """Delete a Lease that still has this version. Return False if it has another version; True if it is deleted or missing."""
         return await self._delete(LEASES, "leases", name, version)
 
     async def apply_slice(self, slice_: Manifest) -> Manifest:
@@ -109,7 +109,7 @@ class DiscoveryObjects:
         return applied
 
     async def delete_slice(self, name: str, version: str) -> bool:
-        """Delete a slice if it still has this version, and return True; return True too if it is missing, otherwise False."""
+        """Delete a slice that still has this version. Return False if it has another version; True if it is deleted or missing."""
         return await self._delete(SLICES, endpoint_slices.PLURAL, name, version)
 
     async def _delete(self, kind: tuple[str, str], plural: str, name: str, version: str) -> bool:

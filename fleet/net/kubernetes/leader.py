@@ -100,7 +100,7 @@ class LeaseLeader:
         event clears it."""
 
         self.waits = False
-        """True if, when the Lease was last read, a different candidate held it and it had not ended."""
+        """True if, when the Lease was last read, a different candidate held the Lease and its time had not ended."""
 
         self._cluster = cluster
         self._settings = settings

@@ -379,7 +379,7 @@ class FollowerRank:
 
 
 def _put(client: StoreClient, seat: RankPosition, order: WriteOrder, source: Source) -> Mapping[int, int]:
-    """Write this rank's shards of the blocks of an order; return its part of each block's checksum."""
+    """Write this rank's shards of the blocks of an order; return the rank's part of each block's checksum, by position in the order."""
     assert order.grant is not None
     sums = {at: 0 for at in range(len(order.blocks)) if not seat.writes(order.first + at)}
     mine = [at for at in range(len(order.blocks)) if at not in sums]

@@ -8,7 +8,7 @@ Rules:
    So it has all tokens that a client can have, however suddenly the router ends. Any router of the cluster may ask for
    the tokens by the key.
 2. An answer with at least one token is kept for a set time after its end. When the stream to its router ends, the
-   answer counts as ended too.
+   answer gets no more tokens, and it ends when the engine has cancelled the attempt.
 3. If the tokens exceed the memory limit, answers are forgotten: first those that have ended, in the order of their
    ends, then the running ones, in the order of their starts.
 4. Routers use a key for one attempt only. If a key is used again nevertheless, the tokens of the new attempt replace
@@ -29,7 +29,7 @@ AnswerKey = int
 The two attempts may generate different tokens, and the lost attempt's worker may keep tokens that the router never got.
 Request ids do not serve as keys, because clients may use a request id twice."""
 
-ENTRY_BYTES = 400  # memory that an answer takes besides its tokens
+ENTRY_BYTES = 400  # bytes of memory that one kept answer takes besides its tokens, by estimate
 
 
 class KeptTokens(Struct):
@@ -37,11 +37,11 @@ class KeptTokens(Struct):
 
     key: AnswerKey
     tokens: "array[int]"
-    ended_at: Nanos | None = None  # None while the attempt runs
+    ended_at: Nanos | None = None  # instant at which the answer ended (rule 2); None while the attempt runs
 
 
 class AnswerKeeper:
-    """Keeps the tokens of the answers of one worker."""
+    """Keeps the tokens of one worker's resumable answers, by the rules of this module."""
 
     def __init__(self, max_bytes: int, seconds: float) -> None:
         """Start empty.
@@ -52,7 +52,8 @@ class AnswerKeeper:
         """
         self._max_bytes = max_bytes
         self._keep = int(seconds * SECOND)
-        # Running answers in the order of their starts, and ended ones in the order of their ends.
+        # By answer key: `_running` has the running answers in the order of their starts, `_ended` the ended ones in the order of
+        # their ends.
         self._running: dict[AnswerKey, KeptTokens] = {}
         self._ended: OrderedDict[AnswerKey, KeptTokens] = OrderedDict()
         self.held_bytes = 0
@@ -76,7 +77,7 @@ class AnswerKeeper:
         return answer
 
     def add(self, answer: KeptTokens, token_ids: Sequence[int], now: Nanos) -> None:
-        """Add the next tokens of an answer; do nothing if the answer was forgotten."""
+        """Add the next tokens of an answer; do nothing if the answer was forgotten (rule 3) or replaced (rule 4)."""
         if self._running.get(answer.key) is answer:
             answer.tokens.extend(token_ids)
             self.held_bytes += TOKEN_BYTES * len(token_ids)
@@ -94,7 +95,7 @@ class AnswerKeeper:
             self._forget(now)
 
     def find(self, key: AnswerKey, most: int, now: Nanos) -> TokenBytes:
-        """Return the first tokens of an answer, at most `most` tokens; empty if the answer is unknown."""
+        """Return the first tokens of an answer, at most `most` tokens; empty if none are kept under this key (any more)."""
         self._forget(now)
         answer = self._running.get(key) or self._ended.get(key)
         return b"" if answer is None else answer.tokens[:most].tobytes()

@@ -39,7 +39,7 @@ from workers.messages import (
     WorkerEvent,
 )
 
-MOST_HELD = 4096  # maximum number of ended attempts that are kept; each takes about 1 KB of memory
+MOST_HELD = 4096  # maximum number of ended attempts that wait for `KeepTrace` (rule 2); each takes about 1 KB of memory
 
 
 class AttemptFacts(Struct, kw_only=True):
@@ -122,7 +122,7 @@ class AttemptTraces:
 
     @property
     def held(self) -> int:
-        """The number of ended attempts that are kept in case a router requests them."""
+        """The number of ended attempts that are kept in case a router requests their spans (rule 2)."""
         return len(self._held)
 
     def _requested(self, event: AttemptRequested, commands: Sequence[WorkerCommand], now: Nanos) -> None:
@@ -211,7 +211,7 @@ def attempt_spans(facts: AttemptFacts, ids: SpanIds) -> Iterator[SpanRecord]:
     times = facts.times or AttemptTimes()
     events: tuple[SpanEvent, ...] = ()
     moved = {} if facts.kv is None else transfer_attributes(facts.kv)
-    if moved and times.transfer_ended is None:  # the engine reports which blocks were moved, but not when
+    if moved and times.transfer_ended is None:  # the engine reported which blocks were moved, but not when they were
         at = (facts.first_token or facts.ended) + facts.unix_offset
         events = (SpanEvent(name="kv_transfer", at=at, attributes=moved),)
     yield SpanRecord(

@@ -76,7 +76,8 @@ from workers.messages import (
 )
 from workers.ports import EngineFacts
 
-# Time in which cancelled attempts may end after the drain's deadline; a healthy engine needs one step.
+# After the drain's deadline, the engine has this time to end the cancelled attempts; a healthy engine needs one step.
+# Then the process ends without waiting for them.
 GRACE = Nanos(2 * SECOND)
 FETCHED_WITHIN = Nanos(5 * SECOND)
 """Time for which a drain keeps a store that ends with this process, after the last handoff through that store. Routers pass
@@ -85,9 +86,9 @@ waits longer in a queue, its worker computes the blocks."""
 
 REPLACEMENTS = 3
 REPLACEMENT_WINDOW = Nanos(10 * SECOND)
-"""Limit of the replacements of a router's streams (rule 5). A router whose stream is closed connects again within two
-seconds by default, so two routers with one id soon exceed the limit. One router replaces its stream only after the
-network failed."""
+"""If the streams of one router id replace each other more than `REPLACEMENTS` times in this time, the machine asks for a
+warning (rule 5). A router whose stream is closed connects again within two seconds by default, so two routers with one
+id soon exceed the limit. A single router replaces its stream only after the network failed."""
 
 KEPT_ANSWERS_BYTES = 1 << 20
 """When the tokens of a message with kept answers reach this number of bytes, the machine sends it and begins another one."""
@@ -103,7 +104,7 @@ class LifePhase(StrEnum):
 class LifeEvent(StrEnum):
     ENGINE_READY = "engine_ready"
     DRAIN_ASKED = "drain_asked"
-    EMPTIED = "emptied"  # the engine has no more work, or the time to wait for its last work is over
+    EMPTIED = "emptied"  # a drain has nothing more to wait for, or the time to wait is over (rules 1 and 7)
     ENGINE_STUCK = "engine_stuck"
 
 
@@ -135,7 +136,7 @@ class PendingReport(StrEnum):
     """States which messages about an attempt the worker still sends to the router that has requested the attempt."""
 
     ALL = "all"
-    # No message, because the router knows that the attempt has ended, or because its stream has ended.
+    # No message, because the router already got the message that ends the attempt, or because the router's stream has ended.
     NOTHING = "nothing"
 
 
@@ -148,7 +149,7 @@ class WorkerAttempt(Struct, kw_only=True):
     deadline: Nanos | None
     report: PendingReport = PendingReport.ALL
     cancelled: bool = False
-    kept: KeptTokens | None = None  # tokens of the attempt's answer; None: they are not kept
+    kept: KeptTokens | None = None  # the answer's tokens that are kept for a resume (rule 9); None: none are kept
 
 
 class WorkerMachine:
@@ -174,8 +175,8 @@ class WorkerMachine:
             facts: Description of the engine.
             capacity: The maximum number of attempts that the worker holds (rule 6).
             evacuates: True if the server has an evacuator, which copies the warm blocks in a drain.
-            store_goes: True if the store's memory ends with this process.
-            kept: Keeps the tokens of answers; None: they are not kept.
+            store_goes: True if the engine uses an embedded store, whose memory ends with this process.
+            kept: Keeps the tokens of answers for routers that resume them (rule 9); None: no tokens are kept.
         """
         assert capacity >= 1, capacity
         self.phase = LifePhase.STARTING
@@ -186,7 +187,8 @@ class WorkerMachine:
         self._store_goes = store_goes
         self._kept = kept or AnswerKeeper(0, 0)
         self._streams: dict[StreamId, str] = {}
-        # Instants and router ids of the replaced streams that `REPLACEMENT_WINDOW` still covers.
+        # The latest replacements of streams, each as its instant and the router id; older than `REPLACEMENT_WINDOW` are dropped
+        # at the next replacement.
         self._replacements: list[tuple[Nanos, str]] = []
         self._attempts: dict[RequestId, WorkerAttempt] = {}  # all attempts that have not ended, by engine id
         # Attempts whose router still gets messages about them (`PendingReport.ALL`), by stream and the router's request id.
@@ -195,7 +197,7 @@ class WorkerMachine:
         self._given_up = 0
         self._suffix = 0
         self._lent = 0
-        # Instant until which a drain waits for handoffs in a store that ends with this process.
+        # Until this instant, a drain keeps an embedded store, because decode workers may still fetch handoffs from it (rule 7).
         self._handoff_until = Nanos(0)
         self._evacuating = False
         self._evacuates_again = False
@@ -239,7 +241,7 @@ class WorkerMachine:
 
     @property
     def held(self) -> int:
-        """Number of attempts that the engine has not ended."""
+        """Number of attempts that were given to the engine and whose end it has not reported."""
         return len(self._attempts)
 
     def check(self) -> None:
@@ -372,7 +374,7 @@ class WorkerMachine:
             return  # the stream was closed a moment ago
         found: list[KeptAnswer] = []
         num_bytes = 0
-        longest: dict[int, int] = {}  # the largest number of wanted tokens, by key
+        longest: dict[int, int] = {}  # by answer key: the largest number of first tokens that the router asks for
         for wanted in event.wanted.answers:
             longest[wanted.key] = max(wanted.tokens, longest.get(wanted.key, 0))
         for key, most in longest.items():

@@ -64,7 +64,7 @@ class DrainRequested(Struct, frozen=True, kw_only=True):
 
 
 class WorkerTicked(Struct, frozen=True, kw_only=True):
-    """The server sends this event regularly, so that the machine checks its deadlines."""
+    """The server sends this event every `load_interval_ms`, so that the machine checks its deadlines."""
 
     lent: int = 0  # number of handoffs whose blocks the engine keeps now
 
@@ -74,7 +74,7 @@ class EngineStuck(Struct, frozen=True):
 
 
 class EvacuationEnded(Struct, frozen=True):
-    """The evacuation has ended: all warm blocks were copied, no more can be copied, or the deadline has passed."""
+    """The evacuation has ended: all warm blocks were copied, no more can be copied, it failed, or its deadline has passed."""
 
 
 WorkerEvent = (
@@ -104,7 +104,7 @@ class Submit(Struct, frozen=True, kw_only=True):
 
 
 class CancelInEngine(Struct, frozen=True, kw_only=True):
-    """Stop an attempt in the engine."""
+    """Cancel an attempt in the engine; `request_id` is its engine id (`workers.machine`, rule 3)."""
 
     request_id: RequestId
 
@@ -115,7 +115,7 @@ class Tell(Struct, frozen=True, kw_only=True):
 
 
 class CutStream(Struct, frozen=True, kw_only=True):
-    """Close a router's stream."""
+    """Close a router's stream, because the router has connected again (`workers.machine`, rule 5)."""
 
     stream: StreamId
 
@@ -135,8 +135,8 @@ class Evacuate(Struct, frozen=True, kw_only=True):
 class Drained(Struct, frozen=True, kw_only=True):
     """The worker has drained, and the process may end. From now on, the worker rejects every attempt."""
 
-    cancelled: int  # number of attempts that did not finish in time
-    unfetched: int = 0  # number of handoffs whose blocks the engine still keeps
+    cancelled: int  # number of attempts that were aborted, because they still ran at the drain's deadline
+    unfetched: int = 0  # number of handoffs whose blocks the engine still keeps for decode workers
 
 
 class Abandon(Struct, frozen=True, kw_only=True):

@@ -67,7 +67,7 @@ class WorkerMetrics:
         self._worker = worker
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics, as prometheus_client expects."""
+        """Yield all metrics of the worker with their present values; prometheus_client calls this method at each scrape."""
         worker, load = self._worker, self._worker.engine.load()
         described = worker.description
         labels = described.model, described.role, described.worker_id

@@ -19,7 +19,7 @@ KvLayout = Literal["HND", "NHD"]
 
 
 class PinChain(Struct, frozen=True, kw_only=True):
-    """Asks the store to pin the leading blocks of a chain that it has. The pin replaces the session's earlier pin."""
+    """Asks the store to pin those leading blocks of a chain that the store has. The pin replaces the session's earlier pin."""
 
     session: str
     tokens: TokenBytes
@@ -28,7 +28,7 @@ class PinChain(Struct, frozen=True, kw_only=True):
 
 
 class UnpinChain(Struct, frozen=True, kw_only=True):
-    """Requests the end of a session's pin, because the session has sent another request."""
+    """Asks the store to end a session's pin, because the session has sent another request."""
 
     session: str
 
@@ -47,18 +47,18 @@ class EngineFacts(Struct, frozen=True, kw_only=True):
     max_model_len: int
     kv_blocks: int
     max_running: int
-    fingerprint: str  # digest of the namespace, so workers with equal fingerprints can share blocks
+    fingerprint: str  # digest of the KV namespace; workers can share blocks only if their digests are equal
     kv_paths: tuple[KvPath, ...]
-    # Id of the KV store node to which the engine writes; None: there is no node, or it has not answered.
+    # Id of the KV store node that the engine reads and writes; None: there is no node, or it has not answered.
     store_id: StoreId | None = None
-    kv: Fingerprint | None = None  # the meaning and the layout of the engine's blocks; None: it is not known
+    kv: Fingerprint | None = None  # the meaning and the layout of the engine's blocks; None: they are not known
     keeps_forms: bool = False  # True if the engine supports structured output
     # Names from `fleet.core.requests.ENGINE_FIELDS`: the fields that the engine supports. If the engine takes images, the
     # tuple also contains `IMAGES`.
     sampling_fields: tuple[str, ...] = ()
     # The fields of `fleet.core.requests.STATE_FIELDS` whose state the engine rebuilds when it continues an answer.
     continued_fields: tuple[str, ...] = ()
-    adapters: tuple[LoraAdapter, ...] = ()  # LoRA adapters that the engine can load
+    adapters: tuple[LoraAdapter, ...] = ()  # LoRA adapters that the engine can load; empty: it takes none
     adapter_slots: int = 0  # number of LoRA adapters that can be loaded at a time; 0: all adapters
     # Names of the parsers of the engine's answers; None: the answers are not parsed.
     parsers: AnswerParsers | None = None
@@ -85,8 +85,8 @@ class Pulse(Struct, frozen=True, kw_only=True):
     """Progress of one scheduler of an engine at one instant; the watchdog compares it with the previous pulse."""
 
     steps: int
-    """Number of steps that the scheduler has begun. At most two begun steps have not ended, because a scheduler may
-    prepare the next step while the engine computes the current one."""
+    """Number of steps that the scheduler has begun since its start. At most two of them have not ended, because a scheduler
+    may prepare the next step while the engine computes the current one."""
 
     tokens: int
     """Number of prompt and answer tokens in the current step, or in the last step if none runs."""
@@ -100,7 +100,8 @@ class Pulse(Struct, frozen=True, kw_only=True):
 
     fetch_limit: Nanos = Nanos(0)
     """Time limit of the KV transfers from other engines for which requests of this scheduler wait; 0 if none waits. Such
-    a transfer can delay a step, so the watchdog's patience is at least this time, but at most `ceiling_seconds`."""
+    a transfer can delay a step, so the watchdog's patience is at least this time, but at most
+    `WatchdogSettings.ceiling_seconds` (`workers.watchdog`)."""
 
 
 class Engine(Protocol):
@@ -136,7 +137,7 @@ class Engine(Protocol):
         ...
 
     def cancel(self, request_id: RequestId) -> None:
-        """Cancel a request. Do nothing if its id is unknown, because the request may just have ended."""
+        """Cancel a request. Do nothing if the engine does not have this id, because the request may just have ended."""
         ...
 
     def outputs(self) -> AsyncIterator[EngineOutput]:
@@ -180,7 +181,7 @@ class Engine(Protocol):
 
 @runtime_checkable
 class BlockSaver(Protocol):
-    """An engine that can write blocks of its cache to the store on request.
+    """An engine that can write blocks of its prefix cache to the store when the evacuation calls `save`.
 
     Other engines write a block only once, when it becomes full.
     """
@@ -214,7 +215,7 @@ class Outlet(Protocol):
     def full(self) -> bool:
         """True if the send buffer is full, because the router reads too slowly.
 
-        `RouterSession.flow` is called when the buffer has room again.
+        When the buffer has room again, the outlet's owner calls `RouterSession.flow`.
         """
         ...
 
@@ -223,7 +224,7 @@ class Outlet(Protocol):
         ...
 
     def end(self, why: str) -> None:
-        """End the stream after the sent messages, and send the router the cause; an empty text means a normal end."""
+        """End the stream after the messages that were `put`. Send the router `why` as the cause; empty: a normal end without a cause."""
         ...
 
 
@@ -231,7 +232,7 @@ class PinKeeper(Protocol):
     """Port that asks the store to pin the chains of paused sessions."""
 
     def keep(self, asked: Iterable[PinChain | UnpinChain]) -> None:
-        """Pin and unpin in the background. If this fails, blocks may be missing later and have to be computed again."""
+        """Pin and unpin in the background. If a pin fails, the store may evict the blocks, and an engine computes them again."""
         ...
 
 

@@ -41,7 +41,7 @@ class Join(Struct, frozen=True, kw_only=True, tag="join"):
 
 
 class RankAlive(Struct, frozen=True, tag="alive"):
-    """Heartbeat, which the leader and the other ranks send several times within the time that counts as silence."""
+    """Heartbeat, which the leader and the other ranks send several times within `GroupSettings.silence_ms`."""
 
 
 class RankLeaving(Struct, frozen=True, tag="leaving"):
@@ -51,13 +51,13 @@ class RankLeaving(Struct, frozen=True, tag="leaving"):
 class Begin(Struct, frozen=True, kw_only=True, tag="begin"):
     """Message of the leader: all ranks have joined, so each starts its part of the engine."""
 
-    address: str  # IP address of the leader's host
-    ports: tuple[int, ...]  # `ENGINE_PORTS` ports of that host, for the engine's own use
+    address: str  # IP address of the leader's host, by which rank 1 has reached it
+    ports: tuple[int, ...]  # `ENGINE_PORTS` ports of the leader's host, at which the engine's processes find each other
 
 
 class RankRefused(Struct, frozen=True, kw_only=True, tag="refused"):
     why: str
-    again: bool  # True if the rank may be accepted at a later try
+    again: bool  # True: the rank tries again, because a later try may succeed; False: the rank's process ends with an error
 
 
 class GroupServing(Struct, frozen=True, tag="serving"):
@@ -141,7 +141,7 @@ class RankRendezvous:
         self._begun = True
 
     def end(self) -> None:
-        """Record the orderly end; from now on every rank may end."""
+        """Record the orderly end; from now on, the loss of a rank is no fault."""
         self._over = True
 
     def fault(self, now: Nanos) -> str | None:

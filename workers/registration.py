@@ -3,11 +3,12 @@
 Rules:
 
 1. The worker registers at once, and renews its lease three times in the time for which a lease lasts. While the
-   registry does not answer, it tries again with growing pauses.
+   registry does not answer, the worker tries again with growing pauses.
 2. A draining worker deregisters first, so that no further router finds it. Routers that have a stream to the worker
-   keep it until it ends. So running attempts go on, and a message on the stream says that the worker takes no new
+   keep the stream until it ends. So running attempts go on, and a message on the stream says that the worker takes no new
    attempts.
-3. A registry that cannot be reached does not delay the end of the worker, because the lease ends by itself.
+3. A registry that cannot be reached delays the end of the worker by at most `DEREGISTER_SECONDS`, because the lease ends
+   by itself.
 4. If another process is registered under the worker's id, the worker waits for the end of that process, at most
    `name_wait_seconds`. The process may be the worker's own predecessor, whose end the registry has not noticed yet. The
    worker is not ready meanwhile.
@@ -33,7 +34,8 @@ from fleet.membership.ports import NameHeld, RegistrationRefused, Registry, Regi
 log = logging.getLogger(__name__)
 
 FIRST_PAUSE_SECONDS = 0.1
-# Maximum pause between two attempts, so that a router that has restarted soon knows its workers again.
+# Maximum pause between two tries while the registry does not answer. It is short, so that a router that has restarted soon
+# knows its workers again.
 LONGEST_PAUSE_SECONDS = 2.0
 HELD_PAUSE_SECONDS = 0.5  # pause between two attempts to register an id under which another process is registered
 DEREGISTER_SECONDS = 2.0
@@ -60,7 +62,7 @@ class RegistryEntry(Struct, kw_only=True):
         pause = FIRST_PAUSE_SECONDS
         reachable: bool | None = None
         failures = LogDeduplicator()
-        registered = False  # True after the first successful registration
+        registered = False  # True after the registry has accepted the worker for the first time
         # Until this time the worker waits for the end of another process with its id (rule 4); None: it does not wait.
         waits_until: float | None = None
         while True:
@@ -103,7 +105,7 @@ class RegistryEntry(Struct, kw_only=True):
         return why
 
     async def leave(self) -> None:
-        """Deregister within two seconds. The caller has to cancel `run` first, which would register the worker again."""
+        """Deregister, or give up after two seconds. The caller has to cancel `run` first, which would register the worker again."""
         self.taken = False
         try:
             async with asyncio.timeout(DEREGISTER_SECONDS):
@@ -128,20 +130,20 @@ class WorkerMembership:
         self._left = asyncio.Event()
         self._when_replaced: Callable[[], None] = lambda: None
         self.replaced = ""
-        """Text that says how another process has replaced this worker; empty if none has."""
+        """Text that says how another process has replaced this worker, or has kept its id for too long; empty until then."""
 
     @property
     def ready(self) -> bool:
         return not self._leaving.is_set() and all(each.taken for each in self.registrations)
 
     def when_replaced(self, tell: Callable[[], None]) -> None:
-        """Call `tell` when another process replaces this worker; call it now if that has happened already."""
+        """Call `tell` when another process replaces this worker; call `tell` now if that has happened already."""
         self._when_replaced = tell
         if self.replaced:
             tell()
 
     async def leave(self) -> None:
-        """Deregister from all registries, within two seconds. If `leave` was called before, only wait for that call."""
+        """Deregister from all registries, or give up after two seconds. If the deregistration has begun, only wait for its end."""
         self._leaving.set()
         await self._left.wait()
 

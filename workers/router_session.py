@@ -42,7 +42,7 @@ class RouterSession:
         absorb: Callable[[AttemptRequested | CancelRequested | AnswersRequested], None],
         keep_trace: Callable[[KeepTrace], None] | None = None,
     ) -> None:
-        """Queue the introduction; nothing is sent until `flow` is called."""
+        """Queue the worker's description and the list of its cached blocks; nothing is sent until `flow` is called."""
         self.stream = stream
         self._outlet = outlet
         self._absorb = absorb
@@ -89,7 +89,7 @@ class RouterSession:
         return True
 
     def _answers_wait(self) -> bool:
-        """Return whether so many messages with kept answers wait that one more would take too much memory."""
+        """Return whether `MAX_WAITING_ANSWERS` messages with kept answers wait already, so that one more has to be dropped."""
         return sum(isinstance(each, KeptAnswers) for each in self.waiting) >= MAX_WAITING_ANSWERS
 
     def offer_changes(self, events: tuple[KvEvent, ...]) -> bool:
@@ -108,17 +108,17 @@ class RouterSession:
             self._outlet.end("")
 
     def drop(self) -> None:
-        """Drop the waiting messages, because the stream ends or has ended."""
+        """Drop the waiting messages without sending them, because the stream ends now or has ended."""
         self._introduction.clear()
         self.waiting.clear()
 
     def finish(self) -> None:
-        """End the stream once the waiting messages are sent."""
+        """Let the stream end as soon as the waiting messages are sent."""
         self._finished = True
         self.flow()
 
     def cut(self, why: str) -> None:
-        """End the stream now and drop the waiting messages."""
+        """End the stream now, drop the waiting messages, and send the router `why` as the cause."""
         self.drop()
         self._ended = True
         self._outlet.end(why)

@@ -67,7 +67,7 @@ class WorkerObserver(Protocol):
         ...
 
     def keep_trace(self, request: KeepTrace) -> None:
-        """Export the spans that a router has requested."""
+        """Export the spans of attempts whose request a router has decided to trace after its end (tail sampling)."""
         ...
 
 
@@ -93,14 +93,15 @@ class WorkerServer:
         Args:
             settings: Settings of the worker.
             engine: The running engine.
-            clock: The clock of deadlines.
+            clock: The clock by which deadlines are checked.
             incarnation: The incarnation of this process.
-            keeper: Pins the chains of paused sessions in the store.
-            tokenizer_digests: Digests by which routers check that they and the worker have the same tokenizer.
-            evacuator: Copies warm blocks when the worker drains.
-            store_goes: True if the store's memory ends with this process.
+            keeper: Pins the chains of paused sessions in the store; None: no chains are pinned.
+            tokenizer_digests: Digests by which routers check that they and the worker have the same tokenizer; None:
+                routers cannot check it.
+            evacuator: Copies warm blocks when the worker drains; None: no blocks are copied.
+            store_goes: True if the engine uses an embedded store, whose memory ends with this process.
             start_seconds: Time from the start of this process until now; 0 if it is not known.
-            observer: Sees the events and commands of the machine, to trace attempts.
+            observer: Sees the events and commands of the machine, to trace attempts; None: attempts are not traced.
         """
         facts = self._facts = engine.facts
         self.description = WorkerDescription(
@@ -172,7 +173,7 @@ class WorkerServer:
 
     @property
     def held(self) -> int:
-        """Number of requests that the engine has not ended."""
+        """Number of attempts that were given to the engine and whose end it has not reported."""
         return self._machine.held
 
     @property
@@ -187,7 +188,7 @@ class WorkerServer:
 
     @property
     def warm_blocks(self) -> int:
-        """Number of blocks in the engine's cache; it measures what is lost if this worker is removed."""
+        """Number of blocks in the engine's prefix cache; these blocks are lost if this worker is removed."""
         return len(self._cache)
 
     async def run(self) -> None:
@@ -348,7 +349,7 @@ class WorkerServer:
                     await self._evacuator.evacuate(self._prompts.all(), self._cache.names(), deadline)
             except TimeoutError:
                 log.warning("evacuation ran out of time")
-            except Exception:  # supervisor: blocks that were not copied only have to be computed again
+            except Exception:  # supervisor: any failure only means that other workers compute the missing blocks again
                 log.exception("evacuation failed")
             self._absorb(EvacuationEnded())
 
@@ -427,7 +428,7 @@ class WorkerServer:
         self._gone.set()
 
     def _overflowed(self, session: RouterSession) -> list[WorkerCommand]:
-        """Close the stream of a router that reads too slowly; return the commands that follow from it."""
+        """Close the stream of a router that reads too slowly; return the machine's commands that cancel the router's attempts."""
         log.warning("router reads too slowly, stream cut", extra={"stream": session.stream})
         self._sessions.pop(session.stream, None)
         session.cut("the router does not read fast enough")

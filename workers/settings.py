@@ -37,7 +37,7 @@ class VllmSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     are short."""
 
     omp_threads: Annotated[int, Meta(ge=1)] = 1
-    """Threads of one CPU engine; the default is 1, so that a prefill and a decode engine can share two cores."""
+    """Threads of each rank of a CPU engine; the default is 1, so that a prefill and a decode engine can share two cores."""
 
     keeps_forms: bool = True
     """True if the engine supports structured output: JSON schemas, regular expressions and grammars. It then loads the
@@ -56,7 +56,7 @@ class VllmSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class SimulatedSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of the simulated engine, which runs no model but keeps exact KV."""
+    """Settings of the simulated engine, which runs no model, but computes tokens that depend on every byte of its KV."""
 
     latency: EngineLatency = EngineLatency()
     """The durations of prefills, decode steps and transfers."""
@@ -68,8 +68,8 @@ class SimulatedSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Number of KV blocks that fit into the engine's memory."""
 
     bytes_per_token: Annotated[int, Meta(ge=8)] = 64
-    """KV bytes of one token; small by default (the tiny Llama model has 4096). It is a multiple of 8, for the 4 heads in each
-    of the 2 layers."""
+    """KV bytes of one token; small by default (the tiny Llama model that the project builds has 4096). It is a multiple of 8,
+    for the 4 heads in each of the 2 layers."""
 
     tensor_parallel: Literal[1, 2, 4] = 1
     """Number of ranks that share the heads. More ranks make the engine no faster, but each has memory of its own."""
@@ -117,7 +117,8 @@ class SimulatedSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Address at which decode engines fetch blocks: host:port (port 0: any free port) or unix:path."""
 
     direct_lease_ms: Positive = 30_000
-    """Time for which handed-off blocks are kept for a decode engine; vLLM's NIXL connector has the same default."""
+    """Time for which a prefill engine keeps handed-off blocks for a decode engine, which otherwise computes them again.
+    vLLM's NIXL connector has the same default."""
 
     def __post_init__(self) -> None:
         if self.bytes_per_token % 8:
@@ -129,7 +130,7 @@ class SimulatedSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class ModelTask(StrEnum):
-    """Task of a worker's model."""
+    """Task of a worker's model; `WorkerSettings.task` describes the values."""
 
     AUTO = "auto"
     GENERATE = "generate"
@@ -156,7 +157,8 @@ class GroupSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     take part, and engines trust each other, so only the group's own nodes should reach it."""
 
     engine_ports: tuple[Annotated[int, Meta(ge=1, le=65_535)], ...] = ()
-    """Two ports of the first rank's host, at which the engine's own ranks find each other; empty: any free ports."""
+    """Two ports of the first rank's host, at which the engine's processes find each other (`workers.rank_rendezvous.ENGINE_PORTS`);
+    empty: any free ports."""
 
     join_timeout_ms: Positive = 600_000
     """Maximum time that each rank waits until all ranks have joined; nodes may have to be created, and images fetched."""
@@ -263,8 +265,8 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     name_wait_seconds: Annotated[float, Meta(ge=0, le=86_400)] = 60.0
     """Maximum wait for the end of another process with the same `worker_id`. After it the worker ends with an error. A router
-    notices the end of a process within 10 s (its lease), so a minute is enough if the other process is this worker's own
-    predecessor."""
+    notices the end of a process within 10 s (the lease of the process), so a minute is enough if the other process is this
+    worker's own predecessor."""
 
     discovery: Discovery | None = None
     """The directory in which the worker publishes itself for all routers that read it, besides `registry` or instead of
@@ -305,7 +307,7 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Decode speed of the worker's hardware, relative to the other workers of its model: 2 means twice as fast."""
 
     labels: tuple[str, ...] = ()
-    """Labels that a request may demand, such as a zone or a licence."""
+    """Labels of the worker, such as a zone or a licence. A request that demands a label goes only to workers with this label."""
 
     generation: Annotated[str, Meta(max_length=128)] = ""
     """The version of the deployment. A prefill and a decode worker form a pair only within one generation. So during a
@@ -348,7 +350,8 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Traces of the attempts. These settings say where the spans are sent; routers decide which requests are traced."""
 
     drain_timeout_ms: Annotated[int, Meta(ge=0)] = 30_000
-    """Time in which running requests may finish after SIGTERM. Kubernetes kills a pod after 30 s by default."""
+    """Time in which running requests may finish after SIGTERM; then they are aborted, and their routers get a rejection.
+    Kubernetes kills a pod 30 s after SIGTERM by default."""
 
     evacuate_bytes: Annotated[int, Meta(ge=0)] = 8 << 30
     """Maximum number of bytes of warm blocks that a draining worker copies to where other workers read them, the most

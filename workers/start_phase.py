@@ -11,7 +11,7 @@ from enum import StrEnum
 
 
 class StartPhase(StrEnum):
-    """A phase of the start. Its value is the text that the waiting person sees."""
+    """A phase in the start of a process, such as a worker. Its value is the text that a person sees who waits for the process."""
 
     FETCH = "fetching the model"
     LOAD = "loading"
@@ -30,7 +30,10 @@ _TELL: ContextVar[TellPhase] = ContextVar("tell_phase", default=_to_nobody)
 
 
 def note_phase(phase: StartPhase) -> None:
-    """Report that the start has reached a phase; tasks and `asyncio.to_thread` calls may call this function too."""
+    """Pass the phase that the start has reached to the function of `telling_phases`; do nothing outside of `telling_phases`.
+
+    Tasks and `asyncio.to_thread` calls of the start may call this function too.
+    """
     _TELL.get()(phase)
 
 

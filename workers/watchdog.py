@@ -1,4 +1,4 @@
-"""Step watchdog: decides from an engine's steps whether it is healthy or hangs. `workers.server` calls it.
+"""Step watchdog: decides from an engine's steps whether the engine is healthy or hangs. `workers.server` calls the watchdog.
 
 If the engine hangs, `workers.server` ends the routers' streams, and each router continues its requests on other workers. Hung
 processes of `fleet up` are noticed by `fleet.local.liveness`, silent streams of workers by `fleet.backends.workers.streams`.
@@ -38,10 +38,11 @@ from msgspec import Meta, Struct
 from fleet.core.clock import SECOND, Nanos
 from workers.ports import Pulse
 
-# This time is long enough to remember recent slow steps, and short enough to forget a compilation within an hour.
+# Watched time in which a remembered step time halves (rule 4): long enough to remember recent slow steps, and short enough to
+# forget a compilation within an hour.
 HALF_LIFE = 600 * SECOND
 SHARE_OF_A_LOOK = 10  # the time between two calls of `look` counts as at most the patience / this number (rule 7)
-SIZES = 32  # number of step sizes, which are powers of two; no step has 2**31 tokens
+SIZES = 32  # number of step sizes (rule 3); enough, because no step has 2**31 tokens
 
 
 class WatchdogSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -77,7 +78,7 @@ class WatchdogSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 class EngineHealth(StrEnum):
     HEALTHY = "healthy"
-    SUSPECT = "suspect"  # half of the patience or more has passed without a step
+    SUSPECT = "suspect"  # a scheduler has work, and half of its patience or more has passed without a step
     HUNG = "hung"
 
 
@@ -113,12 +114,12 @@ class Watchdog:
 
     @property
     def waited(self) -> Nanos:
-        """The longest time since which a scheduler with work has made no progress; gaps count as in rule 7."""
+        """The longest time for which a scheduler with work has made no progress until the latest `look` (gaps count as in rule 7)."""
         return max((scheduler.waited for scheduler in self._schedulers), default=Nanos(0))
 
 
 class _Scheduler:
-    """Watches the steps of one scheduler."""
+    """Watches the steps of one scheduler of an engine, and decides whether this scheduler hangs."""
 
     def __init__(self, settings: WatchdogSettings) -> None:
         self.waited = Nanos(0)
@@ -193,9 +194,9 @@ class _Scheduler:
 
 
 class _Slowest(Struct, frozen=True):
-    """Remembers the slowest step of one size."""
+    """Remembers the slowest step of one size. The remembered time halves while no slower step comes (rule 4)."""
 
-    took: float  # duration in nanoseconds
+    took: float  # duration of the step in nanoseconds
     at: Nanos  # instant of the step, by a clock that counts only watched time
 
 

@@ -28,7 +28,7 @@ def certificate_watch(sections: Mapping[str, Credentials], *further: Certificate
 
 
 def metrics_port_certificates(tls: MetricsTls) -> CertificateFiles | None:
-    """Return the certificate of a port for metrics; None if the port has no TLS.
+    """Return the certificate files of a port for metrics (`metrics_listen`); None if the settings name none, so without TLS.
 
     Raises:
         ConfigurationRefused: A file cannot be used; the message names its field.

@@ -35,14 +35,14 @@ log = logging.getLogger(__name__)
 
 HTTP_1 = ("http/1.1",)
 HTTP_2 = ("h2",)
-"""Application protocols (ALPN) of HTTP and gRPC ports."""
+"""Application protocols (ALPN): `HTTP_1` for HTTP ports, `HTTP_2` for gRPC ports."""
 
 # Maximum number of connections that are accepted in one turn of the event loop, so that other events are not delayed.
 ACCEPTED_PER_TURN = 64
 OUT_OF_FILES = frozenset({EMFILE, ENFILE, ENOBUFS, ENOMEM})
 OUT_OF_FILES_SECONDS = 0.1
 FAILURE_ANSWER_SECONDS = 0.5  # time limit for sending the alert or the plaintext answer after a failed handshake
-SHUTDOWN_SECONDS = 5.0  # time limit for the client's answer to the end of a TLS connection
+SHUTDOWN_SECONDS = 5.0  # longest wait for the client's closing alert when this end closes a TLS connection
 
 
 class ServerCertificates:

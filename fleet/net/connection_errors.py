@@ -4,7 +4,7 @@ import aiohttp
 
 
 def connection_problem(error: Exception) -> str:
-    """Return a text that says what failed. If a host name cannot be resolved, the text contains the name."""
+    """Return the name of the error's type; if a host name cannot be resolved, return a text with the host name."""
     if isinstance(error, aiohttp.ClientConnectorDNSError):
         return f"the name {error.host} does not resolve"
     return type(error).__name__

@@ -79,7 +79,7 @@ class ConnectionSlot(Generic[Client]):
         self.group: WaitingFor | None = None
         """The group whose lists contain the slot; None while it is in no group."""
         self.since = 0.0
-        """The time at which the connection began to wait in that group."""
+        """The time at which the connection began to wait in `group`; up to `ORDER_SECONDS` too early."""
         self.served = False
         """True while a request is being served. The connection sets it, and `ConnectionTable.mark_waiting` clears it."""
         self.left = False
@@ -166,7 +166,7 @@ class ConnectionTable(Generic[Client]):
             del self._addresses[slot.address.name]
 
     def check(self) -> None:
-        """Assert the invariants of the table."""
+        """Assert the invariants of the table; for tests."""
         assert 0 <= self._connections <= self._most
         assert sum(each.connections for each in self._addresses.values()) == self._connections
         assert all(0 < each.connections <= self._per_address for each in self._addresses.values())
@@ -180,7 +180,7 @@ class ConnectionTable(Generic[Client]):
             assert since == sorted(since)
 
     def _next_to_displace(self, waiting: "_Groups[Client]", now: float) -> ConnectionSlot[Client] | None:
-        """Return the slot to displace next; None if every connection is being served."""
+        """Return the slot of `waiting` to displace next (rule 2); None if none of its connections waits for its client."""
         longest: ConnectionSlot[Client] | None = None
         for group in _OWING:
             slot = self._longest_waiting(waiting, group)
@@ -194,7 +194,7 @@ class ConnectionTable(Generic[Client]):
         return longest or self._longest_waiting(waiting, WaitingFor.BODY)
 
     def _longest_waiting(self, waiting: "_Groups[Client]", group: WaitingFor) -> ConnectionSlot[Client] | None:
-        """Return the slot of a group that has waited longest; None if the group is empty."""
+        """Return the slot that has waited longest in a group of `waiting`; None if there is none. Drop slots that are being served."""
         while (slot := waiting.longest_waiting(group)) is not None and slot.served:
             self._leave_group(slot)
         return slot

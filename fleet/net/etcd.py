@@ -115,5 +115,5 @@ def _tls(credentials: Credentials, section: str) -> grpc.ChannelCredentials | No
 
 
 def etcd_error_text(error: grpc.aio.AioRpcError) -> str:
-    """Return the error as one line."""
+    """Return the text of an error of a call to etcd, for a log or a status."""
     return f"etcd: {error.code().name}: {error.details()}"

@@ -1,4 +1,4 @@
-"""Rate-limited log messages about the limits of a port."""
+"""Log messages, at most one of a kind per minute, about the connections of a port: full table, slow clients, TLS failures."""
 
 import logging
 from typing import Any
@@ -17,8 +17,8 @@ class ConnectionLimitLog:
 
     def __init__(self, table: ConnectionTable[Any]) -> None:
         self._table = table
-        self._displaced = 0  # value of the count at the last message
-        self._refused = 0  # value of the count at the last message
+        self._displaced = 0  # value of `table.displaced` at the last message
+        self._refused = 0  # value of `table.refused` at the last message
         self._next_log_at = float("-inf")
 
     def log_changes(self, now: float, listen: str) -> None:
@@ -46,8 +46,8 @@ class ClientLog:
         self._slow = _LoggedCount()
         self._tls = _LoggedCount()
         self._failed = _LoggedCount()
-        self._cause = ""  # why the last handshake failed
-        self._waiting = 0  # number of bytes that the last slow client had not read
+        self._cause = ""  # why the handshake of the last client in `failed_handshakes` failed
+        self._waiting = 0  # number of bytes that the last client in `disconnected` had not read
 
     def note_slow(self, client: str, waiting: int) -> None:
         """Count a client that is disconnected because it read too little; it had not read `waiting` bytes."""
@@ -95,8 +95,8 @@ class _LoggedCount:
     """Remembers how many clients with one problem were logged, and allows a log message once in `LOG_INTERVAL_SECONDS`."""
 
     def __init__(self) -> None:
-        self.client = ""  # the client that was counted last
-        self._logged = 0  # value of the count at the last message
+        self.client = ""  # address of the client that was counted last
+        self._logged = 0  # value of the `count` of `due` at the last message
         self._next_log_at = float("-inf")
 
     def due(self, count: int, now: float) -> int:

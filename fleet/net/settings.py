@@ -28,8 +28,8 @@ class ConnectionSettings(Struct, frozen=True, kw_only=True, forbid_unknown_field
     Clients over Unix sockets count as one address."""
 
     first_byte_timeout_seconds: Seconds = 10.0
-    """The longest time from the start of a connection to its first byte. The default is the same as for a whole head
-    (`http.head_timeout_seconds`)."""
+    """The longest time from the start of a connection to its first byte; then the connection is closed. The default is
+    the same as for a whole head (`http.head_timeout_seconds`)."""
 
     write_timeout_seconds: Seconds = 30.0
     """The time in which a client must read all bytes that waited for it, or at least `min_read_bytes`. A slower client
@@ -42,14 +42,14 @@ class ConnectionSettings(Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class ClientTlsSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """TLS of the ports for clients: HTTP, gRPC and KServe, and on request the health port and the endpoint picker.
+    """TLS of the ports for clients: HTTP, gRPC and KServe; with `health` also the health port, with `endpoint_picker` the picker.
 
     The files are read again when they change.
     """
 
     certificate: str = ""
-    """PEM file of the router's certificate, and of the certificates between it and its authority. Empty: the ports do
-    not speak TLS, so a proxy in front of them has to."""
+    """PEM file of the router's certificate, followed by the certificates between this one and its authority. Empty: the
+    ports do not speak TLS, so a proxy in front of them has to."""
 
     key: str = ""
     """PEM file of the certificate's private key, without a passphrase."""
@@ -102,7 +102,7 @@ class GrpcSettings(ConnectionSettings, frozen=True, kw_only=True, forbid_unknown
 
 
 DEFAULT_GRPC_LIMITS = GrpcSettings()
-"""The library and the limits that are used if a port is opened without settings."""
+"""The library and the limits of a gRPC port whose opener passes no settings."""
 
 
 class HttpSettings(ConnectionSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -120,11 +120,11 @@ class HttpSettings(ConnectionSettings, frozen=True, kw_only=True, forbid_unknown
     accepted."""
 
     head_timeout_seconds: Seconds = 10.0
-    """The longest time from the first byte of a request to the end of its headers."""
+    """The longest time from the first byte of a request to the end of its headers; then the port answers with status 408."""
 
     body_timeout_seconds: Seconds = 30.0
-    """The longest time from the end of the headers to the end of the body. A body that is read while it arrives may
-    take longer, but `min_read_bytes` of it must arrive in each time of this length."""
+    """The longest time from the end of the headers to the end of the body; then the port answers with status 408. A body
+    that is read while it arrives may take longer, but `min_read_bytes` of it must arrive in each time of this length."""
 
     idle_timeout_seconds: Seconds = 75.0
     """The longest time between two requests of a connection; the connection is then closed. nginx has the same default, so

@@ -39,8 +39,8 @@ from workers.settings import GroupSettings
 
 log = logging.getLogger(__name__)
 
-LINE_BYTES = 4096  # maximum length of a message in bytes
-BEATS = 5  # number of heartbeats that are sent within `silence_ms`
+LINE_BYTES = 4096  # maximum length of a message in bytes; a longer one ends the connection
+BEATS = 5  # number of heartbeats that each side sends within `silence_ms`, after which silence counts as loss
 LEAST_PAUSE_SECONDS, MOST_PAUSE_SECONDS = 0.1, 1.0  # minimum and maximum pause between two attempts to join
 CONNECT_SECONDS = 5.0
 # maximum number of connections that have not sent a message yet; one more closes the oldest of them
@@ -101,7 +101,7 @@ class GroupLeader:
         while not self._rendezvous.complete:
             self._joined.clear()
             await self._joined.wait()
-        # Rank 1 has reached this host by this address, so the ranks' engines can reach it too.
+        # Rank 1 has reached this host by this address, so the engine's processes on the other hosts can reach it too.
         address = str(self._links[1].get_extra_info("sockname")[0])
         ports = self.group.engine_ports or _reserve_ports(self._reserved, address)
         begin = Begin(address=address, ports=ports)
@@ -111,7 +111,7 @@ class GroupLeader:
         log.info("worker group complete", extra={"nodes": self.group.nodes, "address": address})
 
     async def listen(self, listening: socket.socket) -> None:
-        """Accept connections for ever."""
+        """Accept connections of ranks until cancelled."""
         async with asyncio.TaskGroup() as links:
             for number in itertools.count():
                 connection = await _accepted(listening)
@@ -198,7 +198,7 @@ async def leading_group(group: GroupSettings, common: str, clock: Clock) -> Asyn
 
     Raises:
         ConfigurationRefused: The address to listen at cannot be used.
-        EngineDied: A rank did not join in time, or was lost later.
+        EngineDied: A rank did not join in time, or was lost later; raised in an exception group.
     """
     listening, _ = bind_tcp(group.listen or group.leader, setting="group.listen" if group.listen else "group.leader")
     listening.setblocking(False)
@@ -222,7 +222,7 @@ class GroupFollower:
         """The group's settings; once all ranks have joined, they contain the address and ports for the engine."""
 
         self.serving = False
-        """True if the whole engine runs."""
+        """True once the leader has reported that the engine runs with all its ranks."""
 
         self.over = asyncio.Event()
         """Set when the leader has drained, so that this rank may end."""
@@ -260,7 +260,7 @@ class GroupFollower:
                 self.over.set()
 
     async def beat(self) -> None:
-        """Send heartbeats for ever."""
+        """Send heartbeats to the leader until cancelled."""
         while True:
             _say(self._writer, RankAlive())
             await asyncio.sleep(_beat_seconds(self.group))
@@ -277,7 +277,8 @@ async def joined_group(group: GroupSettings, common: str, clock: Clock) -> Async
 
     Raises:
         ConfigurationRefused: The leader refuses this rank for good, because settings or the number of nodes differ.
-        EngineDied: The group did not form in time, or the connection to the leader was lost.
+        EngineDied: The group did not form in time. If the connection to the leader is lost later, the error is raised in an
+            exception group.
     """
     reader, writer, begin = await _joined(group, common, clock)
     follow = GroupFollower(engine_group(group, begin), reader, writer)
@@ -341,8 +342,8 @@ async def _begun(
     """Join the group, and wait until the leader reports that all ranks have joined.
 
     Raises:
-        _Gone: The caller should try again.
-        ConfigurationRefused: Another try cannot succeed.
+        _Gone: The connection was lost, or the leader refuses this rank for now; the caller should try again.
+        ConfigurationRefused: The leader refuses this rank for good.
     """
     _say(writer, Join(rank=group.rank, nodes=group.nodes, alike=common))
     while True:
@@ -394,9 +395,9 @@ async def _next(reader: asyncio.StreamReader, words: msgspec.json.Decoder[Word],
 
 
 def _say(writer: asyncio.StreamWriter, word: FromRank | FromLeader) -> None:
-    """Send a message without waiting until it is sent.
+    """Queue a message on the connection, without waiting until it is sent.
 
-    Messages are few and short, so they need little memory until a peer that does not read counts as lost.
+    Messages are few and short, so those for a peer that does not read take little memory until its silence ends the connection.
     """
     if not writer.is_closing():
         writer.write(msgspec.json.encode(word) + b"\n")

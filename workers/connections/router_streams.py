@@ -44,7 +44,7 @@ HELLO_BYTES = 64 << 10
 are read as a greater length, so the stream is closed at once."""
 
 HELLO_SECONDS = 10  # time limit for a router to send hello; a working router sends it in its first packet
-LINGER_SECONDS = 2  # time limit to send the last messages of a stream; a router that does not read loses them
+LINGER_SECONDS = 2  # time to send a stream's last messages; then the connection is cut, even if they were not sent
 
 UNSECURED = "hello: you want to prove a secret, and this worker has none: set credentials.secret_file of the worker"
 

@@ -15,7 +15,8 @@ from workers.settings import ModelTask
 GENERATING = ("ForCausalLM", "ForConditionalGeneration", "ChatModel", "LMHeadModel")
 CLASSIFYING = ("Classification", "ClassificationModel")
 EMBEDDING = ("ForTextEncoding", "EmbeddingModel", "Model")
-"""Endings by which vLLM recognises the architecture names of embedding models."""
+"""Endings by which vLLM recognises the architecture names of embedding models. They count only for names without an ending
+of `GENERATING` or `CLASSIFYING`, because "LMHeadModel" also ends with "Model"."""
 
 SENTENCE_TRANSFORMERS = "modules.json"
 """vLLM takes the model of a folder with this file as an embedding model, even if its architecture could generate tokens."""

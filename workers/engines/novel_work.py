@@ -10,7 +10,10 @@ Kind = tuple[bool, ...]
 
 
 class NovelWork:
-    """Remembers the requests of a new kind, each until the engine has produced the first tokens of the request."""
+    """Remembers the requests that are of a new kind or need a LoRA adapter loaded, each until its first tokens or its end.
+
+    A kind is new until the engine has produced tokens for a request of this kind.
+    """
 
     def __init__(self) -> None:
         self._done: set[Kind] = set()
@@ -29,7 +32,7 @@ class NovelWork:
             self._waiting[request_id] = kind
 
     def brought(self, request_id: RequestId) -> None:
-        """Record that the engine has produced tokens of a request."""
+        """Record that the engine has produced tokens of a request, so that the request's kind is no longer new."""
         if (kind := self._waiting.pop(request_id, None)) is not None:
             self._done.add(kind)
 
@@ -38,7 +41,7 @@ class NovelWork:
 
 
 def _kind_of(sampling: Sampling) -> Kind:
-    """Return the properties of a request that decide which kernels and libraries the engine uses."""
+    """Return the kind of a request: its properties that decide which kernels and libraries the engine uses."""
     return (
         sampling.temperature > 0,
         sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0,

@@ -1,4 +1,4 @@
-"""Parser names: finds out which of vLLM's parsers fit a model, by its settings or by its model folder.
+"""Parser names: finds out which of vLLM's parsers fit a worker's model, from the worker's settings or the model folder.
 
 Rules:
 
@@ -29,10 +29,10 @@ OWN_TEMPLATE = "hf"
 class ModelFamily(Struct, frozen=True):
     """Names the parsers for models that write calls and reasoning in the same form, and says how to recognise the models."""
 
-    tool_calls: str  # name of the parser of tool calls
-    marks: tuple[str, ...]  # texts that all occur in the chat template of such a model
+    tool_calls: str  # vLLM's name of the parser of tool calls; empty: there is none
+    marks: tuple[str, ...]  # texts that all occur in the chat template of such a model (rule 2)
     model_types: tuple[str, ...] = ()  # values of `model_type` in config.json; empty: any type
-    reasoning: str = ""  # name of the parser of reasoning; empty: these models do not reason
+    reasoning: str = ""  # vLLM's name of the parser of reasoning; empty: there is none
     reasoning_mark: str = "<think>"
 
 
@@ -109,7 +109,7 @@ def _family(model_dir: str) -> ModelFamily:
 
 
 def _template(folder: Path) -> str:
-    """Return the text of all chat templates of a model folder."""
+    """Return the text of chat_template.jinja, or without this file, of all chat templates in tokenizer_config.json."""
     try:
         return (folder / "chat_template.jinja").read_text(encoding="utf-8")
     except FileNotFoundError:

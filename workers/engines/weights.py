@@ -5,8 +5,8 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-# If the files have at most this many bytes together, the digest covers all bytes, at about 1.5 GB/s. Otherwise it covers
-# little more of each weight file than the header (`revision_of`).
+# If the files have at most this many bytes together, `revision_of` reads all of them, at about 1.5 GB/s. Otherwise it reads
+# only the header of each weight file.
 WHOLE_CONTENT_BYTES = 1 << 30
 CHUNK_BYTES = 1 << 20
 SHA256 = re.compile(r"[0-9a-f]{64}")

@@ -19,8 +19,8 @@ from workers.settings import WorkerSettings
 class SettingsWithStore(Struct, frozen=True):
     """A worker's settings together with its running store node."""
 
-    settings: WorkerSettings  # settings for the engine, which name the node's address
-    node: StoreEndpoints | None  # the node in this process; None: there is none
+    settings: WorkerSettings  # the worker's settings for the engine; with a node, `store` is the node's address
+    node: StoreEndpoints | None  # addresses of the node in this process; None: this process has no node
 
 
 @asynccontextmanager

@@ -37,28 +37,28 @@ from workers.store.evacuation_priority import by_evacuation_priority
 log = logging.getLogger(__name__)
 
 BLOCKS_PER_CALL = 1024
-"""Maximum number of blocks in one call. The node looks up all blocks of a call before other work, which takes a few
-milliseconds."""
+"""Maximum number of blocks in one call of `StoreClient.evacuate`. The node looks up all blocks of a call before it does
+other work, which takes a few milliseconds."""
 
 # Failures in a row that end the evacuation: several tries over some seconds mean that the tier or the node is lost.
 MOST_FAILURES = 5
 # Pause after a call that failed, or that the client's circuit breaker did not let through.
 TRY_AGAIN_SECONDS = 0.05
 
-BLOCKS_PER_SAVE = 64  # maximum number of blocks that the engine writes in one call
+BLOCKS_PER_SAVE = 64  # maximum number of blocks that the engine writes to the store in one call of `BlockSaver.save`
 SAVE_WITHIN = Nanos(2 * SECOND)
 
 
 class EvacuationSummary(Struct, frozen=True, kw_only=True):
-    """Result of an evacuation."""
+    """Result of one evacuation, for the log (rule 5)."""
 
-    warm: int = 0  # number of blocks that may have been in the engine's cache
+    warm: int = 0  # number of blocks to copy: blocks of recent prompts and blocks in the engine's cache, each once
     saved: int = 0  # number of blocks that were written from the engine's memory to the store
     moved: int = 0  # number of blocks that were copied from the store to `tier`
     moved_bytes: int = 0  # bytes of the blocks that `moved` counts, by their size in the store
-    there: int = 0  # number of blocks that the tier had already
+    there: int = 0  # number of blocks that `tier` had already
     left: int = 0  # number of blocks that were not copied, for lack of time or room, or because the tier failed
-    failed: int = 0  # number of failed calls and batches
+    failed: int = 0  # number of failures of calls and of the tier's transfers (rule 4)
     tier: str = ""  # name of the tier to which blocks are copied (rule 1); empty: there was none, or no copy was needed
 
 
@@ -163,7 +163,8 @@ async def open_evacuator(
         wait_seconds: Maximum wait for the node in this call; None: long enough for a node that is starting.
 
     Raises:
-        LayoutMismatch: The node has blocks of this model that differ from `kv`.
+        LayoutMismatch: The node answers, and has blocks of this model that differ from `kv`.
+        BadCredentials: A file of the credentials cannot be used.
     """
     async with open_store_thread(address, kv, credentials, "evacuation", wait_seconds=wait_seconds) as store:
         yield StoreEvacuator(store, engine, clock, leaving=leaving, most_bytes=most_bytes)

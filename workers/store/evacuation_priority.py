@@ -52,13 +52,13 @@ class _BlockUse(Struct):
 
     position: int  # position of the block in its chain
     count: int = 0
-    latest: int = 0  # position, among the recent prompts, of the newest one that contains the block
+    latest: int = 0  # position of the newest recent prompt that contains the block; the oldest prompt has position 0
 
 
 def by_evacuation_priority(
     prompts: Iterable[RecentPrompt], cached: Sequence[BlockHash], *, block_tokens: int, algorithm: HashAlgorithm
 ) -> list[BlockHash]:
-    """Return the names of blocks that may be warm, the most valuable first (rules 2 and 3).
+    """Return the names of the blocks of `prompts` and of `cached`, each once, the most valuable first (rules 2 and 3).
 
     Args:
         prompts: The recent prompts, the newest one last.

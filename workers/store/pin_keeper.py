@@ -35,10 +35,10 @@ class StorePinKeeper:
     """Pins the chains of paused sessions in a store node, from a thread; made by `open_pin_keeper`."""
 
     def __init__(self, store: StoreThread, tasks: asyncio.TaskGroup) -> None:
-        self.pinned = 0  # number of chains that were pinned, completely or in part
-        # Number of chains that the node pinned only in part or not at all, because of its limit for pins.
+        self.pinned = 0  # number of chains since the start that were pinned, completely or in part
+        # Number of chains since the start that the node pinned only in part or not at all, because of its limit for pins.
         self.refused = 0
-        # Number of pins and unpins that were dropped or failed, and of pins that the node did not answer.
+        # Number of pins and unpins since the start that were dropped or failed, and of pins that the node did not answer.
         self.dropped = 0
         self._store = store
         self._tasks = tasks
@@ -47,7 +47,7 @@ class StorePinKeeper:
         self.running: set[asyncio.Task[None]] = set()
 
     def keep(self, asked: Iterable[PinChain | UnpinChain]) -> None:
-        """Queue these pins and unpins; the thread makes the calls in this order."""
+        """Queue these pins and unpins for the thread, in this order; drop those for which the queue is full (rule 1)."""
         for each in asked:
             self._wanted.pop(each.session, None)
             if len(self.running) >= MAX_QUEUED_PINS:
@@ -72,7 +72,7 @@ class StorePinKeeper:
     async def _supervised(self, work: Callable[[], Awaitable[None]]) -> None:
         try:
             await work()
-        except Exception:  # supervisor: at worst, the blocks of an unpinned chain have to be computed again
+        except Exception:  # supervisor: any failure only means that blocks without a pin may have to be computed again
             log.exception("session pin failed")
             self.dropped += 1
 
@@ -111,12 +111,13 @@ async def open_pin_keeper(
 ) -> AsyncIterator[StorePinKeeper]:
     """Open a pin keeper that uses the node at `address`, for an engine whose blocks have the fingerprint `kv`.
 
-    The keeper works as soon as the node answers.
+    Until the node answers for the first time, pins are not made, and are counted as dropped.
 
     Leaving the context waits for the current call.
 
     Raises:
-        LayoutMismatch: The node has blocks of this model that differ from `kv`.
+        LayoutMismatch: The node answers, and has blocks of this model that differ from `kv`.
+        BadCredentials: A file of the credentials cannot be used.
     """
     async with (
         open_store_thread(address, kv, credentials, "store-holds", wait_seconds=wait_seconds) as store,

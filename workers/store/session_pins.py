@@ -34,7 +34,7 @@ MAX_SESSIONS = 16_384
 
 
 class _SessionAttempt:
-    """Records one running attempt that belongs to a session."""
+    """Records one attempt of a session from its start until the engine reports its end."""
 
     __slots__ = ("generated", "session", "start")
 
@@ -53,7 +53,7 @@ class _SessionPauses(Struct):
 
 
 class SessionPinPolicy:
-    """Decides which chains to pin, by the rules of this module. Attempts are named by their engine ids."""
+    """Decides which chains to pin and for how long, by the rules of this module. Attempts are named by their engine ids."""
 
     def __init__(self, longest: Nanos):
         assert longest > 0, longest
@@ -75,7 +75,7 @@ class SessionPinPolicy:
             pauses.ended, pauses.last = None, gap
 
     def stepped(self, outputs: Sequence[Progress | Rejected], now: Nanos) -> Iterator[PinChain | UnpinChain]:
-        """Yield the pins to set or end after an engine step with these outputs."""
+        """Yield the pins that the store has to set or to end after an engine step with these outputs (rules 1 and 3)."""
         if not self.works:
             return
         for output in outputs:

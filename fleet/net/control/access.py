@@ -88,11 +88,11 @@ class ControlAccess:
         return bind
 
     def channel(self, address: str) -> grpc.Channel:
-        """Return a channel for synchronous calls. Over TCP, they carry proofs of the secret if the credentials have one."""
+        """Return a channel for synchronous calls. If the credentials have a secret, calls over TCP carry proofs of it."""
         return self._access.channel(address, BLOCKING_CHANNEL_OPTIONS)
 
     def aio_channel(self, address: str, *, separate: bool = False) -> grpc.aio.Channel:
-        """Return a channel for asyncio calls. Over TCP, they carry proofs of the secret if the credentials have one.
+        """Return a channel for asyncio calls. If the credentials have a secret, calls over TCP carry proofs of it.
 
         With `separate`, the channel has a connection of its own (`SEPARATE_CHANNEL_OPTIONS`).
         """

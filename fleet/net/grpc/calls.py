@@ -18,8 +18,9 @@ from fleet.net.grpc.errors import encode_status
 
 log = logging.getLogger(__name__)
 
-MAX_REQUEST_BYTES = 8 << 20  # maximum size of a request message, as over HTTP
-# Maximum wait for a caller that does not read, as over HTTP; the library itself waits until the deadline.
+MAX_REQUEST_BYTES = 8 << 20  # maximum size of a request message, the same as that of an HTTP request's body
+# Maximum time for which `send_message` waits while the caller does not read; then the call ends. HTTP has the same limit. The
+# library itself waits until the call's deadline.
 WRITE_SECONDS = 30.0
 
 Context = Any
@@ -30,7 +31,7 @@ AnyMessage = TypeVar("AnyMessage", bound=Message)
 
 
 class CallerDisconnected(Exception):
-    """The caller has disconnected, so it can get no answer."""
+    """Raised if no answer can be sent: the caller has left, does not read for too long, or the port closes."""
 
 
 async def answer_call(call: Awaitable[Answer], context: Context) -> Answer:
@@ -38,7 +39,7 @@ async def answer_call(call: Awaitable[Answer], context: Context) -> Answer:
 
     Raises:
         AbortError: The call failed, and the caller gets the status of the failure.
-        CancelledError: The caller has disconnected.
+        CancelledError: No answer can be sent to the caller (`CallerDisconnected`).
     """
     try:
         return await call
@@ -49,7 +50,7 @@ async def answer_call(call: Awaitable[Answer], context: Context) -> Answer:
     except (CallerDisconnected, grpc.aio.BaseError):  # `BaseError` is raised if the library cannot write to the caller
         # No status is sent: the library will notice that the call has ended, and would log the status as an error.
         raise asyncio.CancelledError from None
-    except Exception:  # supervisor: an error in one call does not end the other calls
+    except Exception:  # supervisor: any error in a handler only ends this call, with the status INTERNAL
         log.exception("call failed")
         await abort_call(context, internal_error())
 
@@ -60,7 +61,7 @@ def unary_handler(method: Callable[[bytes], Awaitable[Message]]) -> Any:
 
 
 def unary_context_handler(method: Callable[[bytes, Context], Awaitable[Message]]) -> Any:
-    """Return a handler for a method that also reads its call context."""
+    """Return a handler for a method that takes bytes and the call's context, and gives one answer."""
 
     async def handle(content: bytes, context: Context) -> Message:
         return await answer_call(method(content, context), context)
@@ -126,7 +127,7 @@ class MessageWriter:
 
 @asynccontextmanager
 async def open_writer(context: Context, seconds: float) -> AsyncGenerator[MessageWriter]:
-    """Yield a writer for calls that send a message per token.
+    """Yield the writer of one call, for calls that send a message per token.
 
     The writer needs one timer per call. `send_message` needs one timer per message, which adds a fifth to the time that
     sending the message takes.

@@ -22,14 +22,16 @@ ALWAYS_ALLOWED_BYTES: Final = 256 << 10
 
 
 class DecompressedTooLarge(Exception):
-    """A message would expand beyond the limit."""
+    """Raised if a message would expand beyond the limit of `decompress_message`."""
 
 
 def decompress_message(content: bytes, encoding: bytes) -> bytes:
     """Return the decompressed message.
 
+    Its size may be at most `LONGEST_REQUEST_BYTES`, and above `ALWAYS_ALLOWED_BYTES` at most `MAX_RATIO` times that of `content`.
+
     Raises:
-        DecompressedTooLarge: The message exceeds the limit, which the error names. Nothing beyond the limit was
+        DecompressedTooLarge: The message exceeds this limit, which the error names. Nothing beyond the limit was
             decompressed.
         ValueError: The content is not a compressed message.
     """

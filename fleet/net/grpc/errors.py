@@ -11,13 +11,13 @@ from fleet.core.errors import Reason, RequestRejected
 from fleet.net.status_codes import REASON_STATUSES
 from fleet.v1 import inference_pb2 as pb
 
-# Maximum length of an error message: it is sent three times in metadata, and clients accept 8 KiB of metadata.
+# Error messages are cut at this length: the message is sent three times in metadata, and clients accept 8 KiB of metadata.
 MAX_MESSAGE_CHARACTERS = 500
 RETRY_AFTER_MS = 1000
 
 
 def long_message_rejection() -> RequestRejected:
-    """Return the rejection of a long message while the memory for messages is full."""
+    """Return the rejection of a message for which the limit of received bytes leaves no memory (`Http2Server.over_memory_limit`)."""
     message = "too many long requests are being taken in; retry later"
     return RequestRejected(Reason.QUEUE_FULL, message, retry_after_ms=RETRY_AFTER_MS)
 

@@ -49,12 +49,12 @@ from kvstore.net.listeners import stop_listening
 
 # Memory for messages of ordinary calls, besides `max_held_bytes`: 4,096 messages of `fleet.net.settings.ORDINARY_BODY_BYTES`.
 HELD_BYTES = 256 << 20
-MAX_CALLS = 32_768  # maximum number of calls that run at a time
-MAX_QUEUED_BYTES = 8 << 10  # unsent bytes of one call above which its writer waits
+MAX_CALLS = 32_768  # maximum number of calls that the server runs at a time; more are refused with UNAVAILABLE
+MAX_QUEUED_BYTES = 8 << 10  # number of unsent bytes of one call above which the call's `write` waits
 SILENCE_SECONDS = 5.0
 SWEEP_SECONDS = 1.0
 SHUTDOWN_NOTICE_SECONDS = 1.0  # time after the shutdown notice in which further calls of the client are still accepted
-FINAL_FLUSH_SECONDS = 1.0  # time limit for cancelled calls to end, and then again for the last bytes to be sent
+FINAL_FLUSH_SECONDS = 1.0  # time limit of `stop` for cancelled calls to end, and then again for sending the last bytes
 
 CONFIGURATION = ngh2.Configuration(
     auto_window_update=False,
@@ -196,7 +196,7 @@ class Http2Server:
         return next((found for each in self._handlers if (found := each.service(called)) is not None), None)
 
     def rejection(self) -> str:
-        """Return why the server accepts no call now; empty if it does."""
+        """Return why the server refuses new calls now; empty if it accepts them."""
         if self.closing:
             return "the server is going away"
         if self.calls > MAX_CALLS or self.over_memory_limit(long=False):
@@ -272,7 +272,7 @@ class Http2Connection(asyncio.Protocol):
         self._has_spoken = False
         self._gone = False
         self._shutdown_at: float | None = None
-        self._goaway_sent = False  # True if GOAWAY was sent, after which no more calls are accepted
+        self._goaway_sent = False  # True after the final GOAWAY, from which on the client's new calls are refused
         self._began_at = self._received_at = self.loop.time()
         self.pinged_at: float | None = None  # time at which the unanswered ping was sent; None if there is none
         seconds = server.connection_seconds
@@ -370,7 +370,7 @@ class Http2Connection(asyncio.Protocol):
     # Called by the server
 
     def check_limits(self, now: float) -> None:
-        """Enforce the time limits of the connection and its calls."""
+        """Enforce the time limits of the connection (rules 1 and 4) and of its calls."""
         waiting = self.transport.get_write_buffer_size() if self.paused else 0
         silent = not self._has_spoken and now - self._began_at > self.server.limits.first_byte_timeout_seconds
         unanswered = self.pinged_at is not None and now - self.pinged_at > SILENCE_SECONDS
@@ -437,7 +437,7 @@ class Http2Connection(asyncio.Protocol):
     # Internal
 
     def flush(self) -> None:
-        """Send pending bytes, and resume the calls that waited because too many of their bytes were unsent."""
+        """Write the bytes that are ready to the transport, and resume the calls that waited because too many of theirs were unsent."""
         self._flushing = False
         if self.paused or self._gone or self.transport.is_closing():
             return
@@ -530,7 +530,7 @@ def _bind_host(listen: str, *, shared: bool) -> list[socket.socket]:
                     each.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0 if len(found) == 1 else 1)
                 each.bind((address[0], bound[0].getsockname()[1] if bound else address[1], *address[2:]))
                 if not shared:
-                    # Begin to listen now: two servers can bind the same address, and one would fail only later.
+                    # Listen now: two servers can bind the same address, and the second one fails only when it begins to listen.
                     each.listen(BACKLOG)
             except OSError as error:
                 if each is not None:

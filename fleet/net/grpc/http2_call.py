@@ -37,15 +37,15 @@ from fleet.net.settings import ORDINARY_BODY_BYTES, GrpcSettings
 
 log = logging.getLogger(__name__)
 
-LONGEST_HEAD_BYTES = 16 << 10  # maximum total length of the names and values of a head
+LONGEST_HEAD_BYTES = 16 << 10  # maximum length of the names and values of a call's headers; more are refused
 
 REQUEST_SECONDS = 60.0
-"""Time limit for a message to arrive, counted from its first byte.
+"""Time limit for a message to arrive, counted from its first byte; then it is refused (rule 4).
 
 If a call has only one message, the time is counted from the start of the call.
 """
 
-UNREAD_STATUS_SECONDS = 30.0  # time limit for the caller to read the final messages and the status
+UNREAD_STATUS_SECONDS = 30.0  # time limit for the caller to read the final messages and the status (rule 2)
 UNREAD_MESSAGES = 4  # number of unread messages from which on the caller's window stays closed
 MESSAGE_BYTES = 64  # memory that an unread message takes besides its content
 
@@ -87,13 +87,13 @@ class Http2ConnectionApi(Protocol):
     def peer(self) -> str: ...
 
     def must_wait(self, stream: int) -> bool:
-        """Return whether a call must wait until its caller reads."""
+        """Return whether a call must wait until its caller reads, before it writes another message."""
 
     def wait_for_room(self, call: "CallContext") -> None:
-        """Call `resume_writer` of the call as soon as it need not wait any more."""
+        """Call `call.resume_writer` as soon as `must_wait` is False for this call."""
 
     def schedule_flush(self) -> None:
-        """Send pending bytes at the end of this iteration of the event loop."""
+        """Send the bytes that are ready in the next iteration of the event loop, all messages of this iteration together."""
 
     def acknowledge(self, call: "CallContext", amount: int) -> None:
         """Open the caller's window by `amount` bytes."""
@@ -133,7 +133,7 @@ class CallContext:
         self._incoming_since: float | None = None
         # The messages that were not read yet: compression flag and content.
         self.messages: deque[tuple[int, bytes]] = deque()
-        self._unacknowledged = 0  # number of received bytes for which the window was not opened again yet
+        self._unacknowledged = 0  # number of received bytes for which the caller's window was not opened again yet
         self._rejection: tuple[grpc.StatusCode, str, Sequence[tuple[str, str | bytes]]] | None = None
         self._reader: asyncio.Future[None] | None = None
         self._writer: asyncio.Future[None] | None = None
@@ -250,7 +250,7 @@ class CallContext:
         self._wake_reader()
 
     def check_limits(self, now: float) -> None:
-        """Enforce the time limits of the call."""
+        """Enforce the time limits of the call (rules 2 and 4); its deadline has a timer of its own."""
         if self._ended_at is not None:
             if now - self._ended_at > UNREAD_STATUS_SECONDS:
                 self._connection.reset(self, CANCEL)
@@ -408,7 +408,7 @@ class CallContext:
             if self._ended_at is None:  # `check_limits` has cancelled the task, because the caller does not read
                 self._ended_at = self._loop.time()
                 self._connection.reset(self, CANCEL)
-        except Exception:  # supervisor: an error in one call does not end the other calls
+        except Exception:  # supervisor: any error in a handler only ends this call, with the status UNKNOWN
             log.exception("call failed")
         finally:
             if self._ended_at is None:

@@ -49,8 +49,8 @@ none of 1,450 without them.
 LONGEST_REQUEST_BYTES: Final = 9 << 20
 """Maximum size of a message that a server reads.
 
-It exceeds `fleet.net.grpc.calls.MAX_REQUEST_BYTES`: up to here an oversized message gets a typed error, and beyond it
-the library rejects the message before it takes memory.
+It exceeds `fleet.net.grpc.calls.MAX_REQUEST_BYTES`: a message between the two sizes gets a typed error. The server rejects a
+larger message as soon as its length is known, before the message takes memory.
 """
 
 _SERVER: Final = (

@@ -28,7 +28,7 @@ LIVENESS = "liveness"
 
 # Seconds between two checks whether a service's health has changed; watchers are notified of a change.
 HEALTH_SECONDS = 0.25
-STOP_SECONDS = 2.0  # when the port closes, time limit for running calls to send their last messages
+STOP_SECONDS = 2.0  # when the port closes, time for running calls to send their last messages before they are cancelled
 
 
 class GrpcServerApi(Protocol):
@@ -91,7 +91,7 @@ async def open_port(
         finally:
             for watch in watches:
                 watch.cancel()
-            await healths.notify()  # sends watchers the last state
+            await healths.notify()  # sends the callers of `Watch` the last state
             await server.stop(STOP_SECONDS)
     if failure is not None:
         raise failure
@@ -128,7 +128,7 @@ def _reflections(names: Sequence[str]) -> list[grpc.GenericRpcHandler]:
     return [grpc.method_handlers_generic_handler(version, methods) for version in versions]
 
 
-class _HealthService(health.aio.HealthServicer):  # type: ignore[misc]  # ships no types
+class _HealthService(health.aio.HealthServicer):  # type: ignore[misc]  # the library ships no types
     """Serves gRPC's standard health service.
 
     It reports a service as SERVING while the service's function returns True.
@@ -162,13 +162,13 @@ class _HealthService(health.aio.HealthServicer):  # type: ignore[misc]  # ships 
         await answer_call(follow(), context)
 
     async def watch(self) -> None:
-        """Notify watchers forever."""
+        """Call `notify` every `HEALTH_SECONDS` until cancelled."""
         while True:
             await self.notify()
             await asyncio.sleep(HEALTH_SECONDS)
 
     async def notify(self) -> None:
-        """Notify watchers of changed states."""
+        """Send the callers of `Watch` the health of each service whose health has changed since the last call."""
         for service in self._services:
             if (status := self._status(service)) != self._notified.get(service):
                 self._notified[service] = status

@@ -193,7 +193,7 @@ class HttpConnection(asyncio.Protocol):
         """
         self._streams = streams
         self._is_stranger = is_stranger
-        # False until the client of the present request is known not to be a stranger.
+        # False until it is known that the server takes the body of the present request from its client (rule 10).
         self._takes_body = is_stranger is None
         # The body that is read while it arrives (rule 7); None: there is no such body.
         self._arriving: BodyStream | None = None
@@ -223,19 +223,22 @@ class HttpConnection(asyncio.Protocol):
         # Raw bytes under which the parsed head may be cached (`HeadCache`). They are usable only if the whole head was in
         # the first chunk.
         self._raw_head: bytes | None = None
-        self._known_head: tuple[HttpHead, int] | None = None  # head and content length of a body kept from the parser
+        # Head and content length of the present request if its body bypasses the parser, because the head was cached (rule 8) or
+        # an offer was declined (rule 6); None: the parser parses the body.
+        self._known_head: tuple[HttpHead, int] | None = None
         self.waiting: deque[HttpRequest | MalformedRequest] = deque()
         self.unparsed = b""  # received bytes that were not parsed yet; they follow the waiting requests
         self._served = 0  # approximate number of requests that were served in this iteration of the event loop
         self._turn_scheduled = False
-        self._declined_head: HttpHead | None = None  # the head of a request that offers another protocol
+        # Head of a request that offers another protocol, until the offer is taken (rule 7) or declined (rule 6).
+        self._declined_head: HttpHead | None = None
         self.exchange: Exchange | None = None  # the exchange that is being served; None: no request is being served
         self._serving: ExchangeTask | None = None
         self._starting = False
         self._source: RelaySource | None = None
         self._lost = False
         self._half_closed = False
-        self.paused: asyncio.Future[None] | None = None  # set while the client does not read; done when it reads again
+        self.paused: asyncio.Future[None] | None = None  # while the client does not read: done once it reads again
         self._slow_reader = SlowReader(settings.write_timeout_seconds * SECOND, settings.min_read_bytes)
         self._buffer = WriteBufferCounter()
         self._reading = True
@@ -319,7 +322,7 @@ class HttpConnection(asyncio.Protocol):
         self._note_waiting()
 
     def _handle_bytes(self, data: bytes, begin: int) -> None:
-        """Handle the received bytes from `begin` on."""
+        """Handle the received bytes from `begin` on: first those of a body that bypasses the parser, then parse the others."""
         if self._known_head is not None:
             data = self._take_known_body(data, begin)
             if not data or self._stage is _CLOSING:
@@ -471,7 +474,7 @@ class HttpConnection(asyncio.Protocol):
         return self._expires_at is not None and self._clock.now() >= self._expires_at
 
     def expire(self, now: Nanos) -> None:
-        """Enforce the deadlines and the slow reader limit."""
+        """Enforce the deadline of the present stage (rule 5) and the limit for slow readers (rule 4)."""
         waiting = 0
         # Bytes that wait during a request are normal, and count only if the client does not read.
         if self.paused is not None or self.exchange is None:

@@ -20,7 +20,7 @@ from fleet.net.status_codes import REASON_STATUSES
 
 
 class ErrorForm(Struct, frozen=True):
-    """The functions that write errors in the form of one API."""
+    """The functions that write errors in the form of one API: a whole body, and the last event of a started stream."""
 
     body: Callable[[RequestRejected], bytes]
     event: Callable[[RequestRejected, int | None], bytes]  # the number is the argument `events` of `send_rejection`

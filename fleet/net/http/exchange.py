@@ -43,7 +43,7 @@ class HttpHead(Struct, kw_only=True):
     query: bytes = b""  # query of the target, with its question mark; empty if there is none
     headers: Mapping[bytes, bytes]  # values by the header's name in lower case
     keep_alive: bool
-    chunked_answer: bool  # True if the client understands chunked answers, which HTTP/1.0 does not have
+    chunked_answer: bool  # True if the answer may have chunked coding, which HTTP/1.0 does not have
     forwarded_headers: bytes | None = None  # header lines that a relay forwards; None until the relay has computed them
     credentials: bytes = b""  # header lines with the client's credentials; computed together with `forwarded_headers`
 
@@ -157,7 +157,7 @@ class BodyBuffer:
 
 
 class HeldBodyBytes:
-    """Counts the bytes of the bodies of all connections."""
+    """Counts the bytes of request bodies that all connections of a port have in memory (`HttpSettings.max_held_bytes`)."""
 
     def __init__(self) -> None:
         self.bytes = 0
@@ -278,7 +278,7 @@ def answer_id(headers: Mapping[bytes, bytes]) -> str:
 
 
 class ClientDisconnected(Exception):
-    """The client closed the connection, or was disconnected because it does not read."""
+    """Raised if the connection is closed, so no answer can be sent: by the client, or because the client reads too slowly."""
 
 
 def response_head(
@@ -340,7 +340,7 @@ class ExchangeConnection(Protocol):
 
     @property
     def is_expired(self) -> bool:
-        """Return whether the client should use a new connection for its next request."""
+        """Return whether the connection is so old that its client should use a new one for the next request."""
         ...
 
     def relay(self, source: RelaySource) -> asyncio.Transport:
@@ -384,7 +384,7 @@ class Exchange:
 
     @property
     def keeps_alive(self) -> bool:
-        """Return whether the client may send another request after this one."""
+        """Return whether the connection stays open after a complete answer, so that the client may send another request."""
         return self._keep_alive
 
     @property

@@ -93,14 +93,17 @@ class HttpServer:
     """Serves the requests of all connections of a port, inside the context of `run_server`."""
 
     def __init__(self, settings: HttpSettings, clock: Clock, routes: Routes, connection_seconds: float = 0) -> None:
-        """Create a server that does not listen yet. `connection_seconds` limits the lifetime of a connection; 0 sets no limit."""
+        """Create a server that does not listen yet.
+
+        The first answer on a connection that is older than `connection_seconds` asks the client to reconnect; 0 sets no limit.
+        """
         self.address = ""  # the address at which the server listens, with its actual port
         self.stop_listening: Callable[[], None] = lambda: None
         self.tasks: asyncio.TaskGroup
         self.draining = False
         self.streams_body: StreamsBody | None = None  # None: every body is collected before its request is served
         self.is_stranger: IsStranger | None = None  # None: bodies are taken from every client
-        # Paths whose requests are served to strangers too. Their handlers need no body.
+        # Paths at which clients for whom `is_stranger` is true are served too. The handlers of these paths need no body.
         self.open_paths: Container[str] = ()
         self._settings = settings
         self._clock = clock
@@ -176,7 +179,7 @@ class HttpServer:
             await asyncio.sleep(SWEEP_SECONDS)
 
     def serve(self, exchange: Exchange) -> ExchangeTask:
-        """Start to serve a request."""
+        """Start to serve a request in a task of its own; `Exchange.finish` is called when the task has ended."""
         if b"origin" in exchange.request.head.headers:
             exchange.more_headers = cors_headers(exchange.request.head.headers[b"origin"], self._settings.cors_origins)
         task = self.tasks.create_task(self._supervise(exchange))
@@ -214,7 +217,7 @@ class HttpServer:
                 send_rejection(exchange, refused)
             except ClientDisconnected:
                 raise
-            except Exception:  # supervisor: an error in one request does not end the other requests
+            except Exception:  # supervisor: any error in a handler only ends this request, with status 500
                 log.exception("request failed", extra={"path": exchange.request.path})
                 send_rejection(exchange, internal_error())
             await exchange.drained()

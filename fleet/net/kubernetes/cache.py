@@ -15,7 +15,7 @@ from typing import Generic
 from fleet.net.kubernetes.views import View
 
 Place = tuple[str, str]
-"""Namespace and name."""
+"""Namespace and name of an object."""
 
 
 class Cache(Generic[View]):
@@ -27,7 +27,7 @@ class Cache(Generic[View]):
         self._deployment_of = deployment_of
         self._objects: dict[Place, View] = {}
         self._by_deployment: dict[Place, dict[str, View]] = {}
-        self._removed: dict[Place, str] = {}  # uids of the objects that were removed by rule 2
+        self._removed: dict[Place, str] = {}  # uids of objects that were removed by rule 2, until their deletion event
 
     def __len__(self) -> int:
         return len(self._objects)

@@ -58,7 +58,7 @@ GATES_SINCE = (1, 30)
 PAGE = 500
 MOST_CONNECTIONS = 64
 LONGEST_EVENT = 8 << 20
-"""Maximum length of a line of a watch in bytes; etcd stores objects of at most 1.5 MiB."""
+"""Maximum length of a line of a watch in bytes; a longer one ends the watch. etcd stores objects of at most 1.5 MiB."""
 
 NAMES_ONLY = "application/json;as=PartialObjectMetadata{list};g=meta.k8s.io;v=v1,application/json"
 NAMED_ONLY: tuple[type[NamedObject], ...] = (NamedObject, ChildObject)

@@ -41,7 +41,7 @@ class DiscoveryObjects:
         return listed["items"], listed["metadata"]["resourceVersion"]
 
     async def watch_leases(self, selector: str, version: str, silence_seconds: float) -> aiohttp.ClientResponse:
-        """Return a response that streams the changes after a version as JSON lines.
+        """Return a response that streams the changes of the Leases with these labels after a version, as JSON lines.
 
         The server ends the stream after `WATCH_SECONDS`. If it does not, reading fails `silence_seconds` later.
         """
@@ -86,7 +86,7 @@ class DiscoveryObjects:
         return replaced
 
     async def delete_lease(self, name: str, version: str) -> bool:
-        """Delete a Lease; return False if its version has changed. A missing Lease is no error."""
+        """Delete a Lease that still has this version. Return False if it has another version; True if it is deleted or missing."""
         return await self._delete(LEASES, "leases", name, version)
 
     async def apply_slice(self, slice_: Manifest) -> Manifest:
@@ -109,7 +109,7 @@ class DiscoveryObjects:
         return applied
 
     async def delete_slice(self, name: str, version: str) -> bool:
-        """Delete an EndpointSlice; return False if its version has changed. A missing EndpointSlice is no error."""
+        """Delete a slice that still has this version. Return False if it has another version; True if it is deleted or missing."""
         return await self._delete(SLICES, endpoint_slices.PLURAL, name, version)
 
     async def _delete(self, kind: tuple[str, str], plural: str, name: str, version: str) -> bool:

@@ -31,7 +31,7 @@ class ElectionStep(StrEnum):
 
 
 class ObservedLease(Struct, frozen=True, kw_only=True):
-    """State of the Lease when it was last read from the API server."""
+    """State of the Lease as one reading from the API server has found it."""
 
     holder: str
     """Identity of the holder; empty: the Lease was given back."""

@@ -35,9 +35,9 @@ def endpoint_slice(
         lease: Name, namespace and uid of the Lease that owns the slice. The slice gets the same name.
         service: The Service of the endpoint.
         port: The name of the port.
-        pod: The pod behind the endpoint, if there is one.
-        labels: Further labels.
-        annotations: Annotations.
+        pod: The pod in which the endpoint's process runs; None: it does not run in a pod.
+        labels: Labels of the slice besides those that name the Service and the manager.
+        annotations: Annotations of the slice.
 
     Raises:
         ValueError: The address is malformed.

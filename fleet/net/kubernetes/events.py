@@ -1,7 +1,7 @@
 """Kubernetes events, which `kubectl describe` and `kubectl get events` show: makes their manifests, without I/O.
 
-An event is recorded at most once an hour: its name is derived from the object's uid, the event's content and generation,
-and the hour. A process that was killed, and tries to record the same event again, therefore finds that it exists.
+The same event is recorded at most once in each hour: its name is derived from the object's uid, the event's content and
+generation, and the hour. A process that was killed, and tries to record the event again, therefore finds that it exists.
 """
 
 import hashlib
@@ -44,9 +44,9 @@ def event_manifest(
         kind: Kind of the changed object.
         about: The object's name, namespace and uid.
         now: The time of the change.
-        controller: Name of the reporting controller.
-        identity: Name of the reporting process.
-        action: The action that was taken.
+        controller: Name of the program that reports the change.
+        identity: Name of the process of this program, such as that of its pod.
+        action: One word for what the program was doing.
     """
     said = f"{about.uid} {happening.generation} {happening.reason} {happening.note}"
     # The name depends on the hour, so that the same change in a later hour is recorded as a second event.

@@ -67,7 +67,7 @@ class Informer(Generic[View]):
         self._convert = convert
         self._version = ""
         self._pause = SHORTEST_SECONDS
-        self._failures = 0  # number of failures since a list or a watch was last answered
+        self._failures = 0  # number of failed calls since the API server last answered a list or accepted a watch
 
     @property
     def lost(self) -> bool:
@@ -75,7 +75,7 @@ class Informer(Generic[View]):
         return not self.filled.is_set() or self._failures >= MOST_FAILURES
 
     async def run(self) -> Never:
-        """Follow the API server until cancelled."""
+        """Keep the cache equal to the API server until cancelled."""
         while True:
             pause = 0.0
             try:

@@ -75,7 +75,7 @@ class OptionalKinds(Struct, frozen=True, kw_only=True):
     pod_monitors: bool = False
     inference_pools: bool = False
     scheduling_gates: bool = False
-    """Pods may have `schedulingGates`, which are stable since Kubernetes 1.30."""
+    """True if pods may have `schedulingGates`, which are stable since Kubernetes 1.30."""
 
     def has(self, kind: ApiKind) -> bool:
         by_kind = {

@@ -100,7 +100,7 @@ class LeaseLeader:
         event clears it."""
 
         self.waits = False
-        """True if, when the Lease was last read, a different candidate held it and it had not ended."""
+        """True if, when the Lease was last read, a different candidate held the Lease and its time had not ended."""
 
         self._cluster = cluster
         self._settings = settings
@@ -112,7 +112,7 @@ class LeaseLeader:
         self._owner_uid: str | None = None
         self._controller = controller
         self._lease_uid = ""  # uid of the Lease that this candidate wrote last
-        self._transitions = 0  # the number of changes of the leader in that Lease
+        self._transitions = 0  # number of changes of the leader (`leaseTransitions`) in the Lease that was written last
         self._led = False
 
     def leads(self) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 DEEPEST = 100
-"""Number of levels that are kept."""
+"""Number of levels of nested objects and lists that are kept; everything deeper becomes null."""
 
 _CONTAINERS = (dict, list)
 _TOKEN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[{]|[\]}]', re.DOTALL)

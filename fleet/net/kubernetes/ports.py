@@ -44,7 +44,7 @@ class ObjectMissing(KubernetesError):
 
 
 class VersionExpired(KubernetesError):
-    """The server does not remember changes since that version (HTTP 410). List again."""
+    """The server does not remember the changes since the version from which a watch should continue (HTTP 410). List again."""
 
 
 class RequestDenied(KubernetesError):
@@ -64,7 +64,7 @@ class ObjectList(Struct, Generic[View], frozen=True):
 
 
 class WatchEvent(Struct, Generic[View], frozen=True):
-    """One event of a watch."""
+    """One event of a watch; `gone` is True if it reports the deletion of `item`."""
 
     version: str
     """The version from which the next watch continues after the stream has ended."""

@@ -63,9 +63,9 @@ BAD_QUANTITY = "a quantity must be a number with a suffix such as m, k, M, Gi"
 BAD_VALUE = "a field has a wrong name or type"
 """The message that is passed on if the server does not name the field."""
 
-# Matches a key with its value.
+# Matches one key and its value in a path that `MISFIT` has found; a path names an element of a list by such keys.
 KEY = re.compile(r'(\w+)=("(?:[^"\\]|\\.)*"|[^,\]]+)')
-# Matches a key whose value may be passed on, because it can only be a name, a number or a path.
+# Matches a `KEY` whose value may be passed on, because it can only be a name, a number or a path.
 PLAIN_KEY = re.compile(r'name="[A-Za-z_][-.\w]{0,252}"|mountPath="/[-./\w]*"|protocol="[A-Z]{1,8}"|\w+=-?\d+')
 
 

@@ -120,7 +120,7 @@ class NamedObject(_View, frozen=True):
     metadata: ObjectMetadata
 
     def essence(self) -> Self:
-        """Return the object without the fields whose changes are ignored."""
+        """Return the object without its resourceVersion, so that two versions are equal if no other stored field differs."""
         return msgspec.structs.replace(self, metadata=_unversioned(self.metadata))
 
 
@@ -131,7 +131,7 @@ class ChildObject(NamedObject, frozen=True):
 
 
 class SecretData(NamedObject, frozen=True):
-    """A Secret of the operator, with its content."""
+    """A Secret with its content; `data` has the values in base64."""
 
     data: Mapping[str, str] = {}
 

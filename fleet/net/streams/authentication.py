@@ -10,8 +10,8 @@ Rules:
 2. Only the handshake is read from unauthenticated connections, and its payloads have at most `MAX_HANDSHAKE_BYTES`.
 3. After the handshake the receiver gets the connection directly, so a proof costs nothing per message.
 4. A refused caller is logged, once a minute for each host and cause, and at most `MAX_LOGGED_CAUSES` of these pairs are
-   logged in a minute. Causes that differ only in numbers, which the caller may choose, count as one. The caller also
-   receives the cause, if it takes part in the handshake or knows the payload of rejections.
+   logged in a minute. Causes that differ only in numbers, which the caller may choose, count as one. The caller is also
+   sent the cause: as part of the handshake, or if it takes part in none, as a `RejectionPayload`.
 """
 
 import asyncio
@@ -251,7 +251,7 @@ async def dial(
     limit: int = FRAME_BYTES,
     send_limit: int = SEND_BYTES,
 ) -> FrameConnection:
-    """Open a connection on which both peers have proven their identity. It has no time limit, so callers set a deadline.
+    """Open a connection on which both peers have proven their identity. This function has no time limit of its own.
 
     There is no handshake on a Unix socket, or if the identity is open (`StreamIdentity.is_open`).
 

@@ -47,14 +47,14 @@ class StreamIdentity(Struct, frozen=True, kw_only=True):
     """The key from the shared secret; None if no secret is proven."""
 
     certified: bool = False
-    """True if both peers show certificates."""
+    """True if both peers have to show certificates, because `certificate` and `authority` are set."""
 
     insecure: bool = False
     """True if the settings accept unprotected streams, because only trusted programs can reach the network."""
 
     @property
     def tls(self) -> ssl.SSLContext | None:
-        """The context for the next handshake; None means no encryption."""
+        """The TLS context for the next handshake; None: the stream is not encrypted."""
         return None if self.context is None else self.context.current
 
     @property
@@ -71,7 +71,7 @@ class StreamIdentity(Struct, frozen=True, kw_only=True):
         """Refuse an unprotected address that other hosts can reach (rule 3).
 
         With `on_loopback`, a loopback address is refused too, because other users of this machine can reach it. Without
-        `on_loopback`, it only causes a warning.
+        `on_loopback`, a loopback address only causes a warning.
 
         Raises:
             ConfigurationRefused: The address is unprotected or malformed.
@@ -103,7 +103,7 @@ OPEN_IDENTITY = StreamIdentity(field="")
 
 
 def worker_identity(field: str, credentials: Credentials) -> StreamIdentity:
-    """Return the identity of a listener. With an authority, callers must show a certificate that it has signed.
+    """Return the identity of a listener, such as a worker. With `authority`, callers must show a certificate signed by it.
 
     Raises:
         ConfigurationRefused: A file cannot be used, or fields contradict each other.
@@ -114,7 +114,7 @@ def worker_identity(field: str, credentials: Credentials) -> StreamIdentity:
 
 
 def router_identity(field: str, credentials: Credentials) -> StreamIdentity:
-    """Return the identity of a caller. With an authority, a listener must show a certificate that it has signed.
+    """Return the identity of a caller, such as a router. With `authority`, listeners must show a certificate signed by it.
 
     Raises:
         ConfigurationRefused: A file cannot be used, or fields contradict each other.
@@ -155,7 +155,7 @@ def _identity(field: str, credentials: Credentials, prepare: Callable[[], ssl.SS
 
 
 def diagnosed(context: ssl.SSLContext) -> ssl.SSLContext:
-    """Prepare a context for `DiagnosedTls`, and return it."""
+    """Let the handshakes of a TLS context report their failures to `DiagnosedTls` (rule 4), and return the context."""
     context.sslobject_class = _DiagnosedHandshake
     return context
 

@@ -5,7 +5,7 @@ from workers.engines.simulated.model import SimulatedModel
 
 
 class AnswerOracle:
-    """Computes the answers that the simulated model has to give."""
+    """Computes the answers that an engine with this model has to give; tests compare them with the engine's answers."""
 
     def __init__(self, model: SimulatedModel, block_tokens: int):
         self._model = model

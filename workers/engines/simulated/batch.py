@@ -8,7 +8,7 @@ Rules:
    engine; `take_loads` returns such sequences.
 3. A sequence has the slot of its LoRA adapter from its first admission until it is removed, also while it is preempted or its
    blocks are published.
-4. A prefill keeps its blocks after its end, because they still have to be handed off. The caller then calls `remove`.
+4. A prefill keeps its blocks after its end, because they still have to be handed off. After that the caller calls `remove`.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -28,7 +28,7 @@ from workers.engines.simulated.sequence import Sequence, SequenceSample
 
 
 class StepOutcome(Struct, frozen=True, kw_only=True):
-    """Holds what a step has done for one request."""
+    """Holds what a step has done for one request: the blocks that became full, and the token that was sampled, if any."""
 
     sequence: Sequence
     filled: list[BlockHash]
@@ -36,7 +36,10 @@ class StepOutcome(Struct, frozen=True, kw_only=True):
 
 
 class Batch:
-    """Holds all requests of one engine, and computes their steps. It is also the `BlockSupply` of the scheduler."""
+    """Holds all requests of one engine, and computes their steps.
+
+    Implements `fleet.batching.scheduler.BlockSupply`, by which the scheduler lets admitted sequences wait for blocks.
+    """
 
     def __init__(
         self,
@@ -47,7 +50,7 @@ class Batch:
     ) -> None:
         """Start without requests.
 
-        `loads` returns True for a sequence that has to wait for blocks or an adapter once it is admitted.
+        `loads` returns True for a sequence that, once it is admitted, has to wait for blocks or a LoRA adapter (rule 2).
         """
         self._scheduler: BatchScheduler[BlockHash] = BatchScheduler(limits, self, self._has_slot)
         self._loads = loads
@@ -56,7 +59,7 @@ class Batch:
         self.blocks = self._scheduler.blocks
         self.memory = BlockMemory(self.blocks)
         self.sequences: dict[RequestId, Sequence] = {}
-        """Sequences that have not been removed yet, by engine id; other classes only read this dict."""
+        """Sequences that were added and not removed yet, by engine id; other classes only read this dict."""
 
     @property
     def load(self) -> LoadReport:
@@ -136,7 +139,7 @@ class Batch:
     # The methods that compute steps.
 
     def plan(self) -> StepPlan[BlockHash] | None:
-        """Return the next step, or None if there is nothing to compute."""
+        """Return the plan of the next step; None if no admitted sequence has anything to compute now."""
         return self._scheduler.plan()
 
     def perform(self, plan: StepPlan[BlockHash]) -> Iterator[StepOutcome]:
@@ -185,7 +188,7 @@ class Batch:
         self.memory.publish(attempt.held[known:], sequence.blocks)
 
     def _has_slot(self, job: Job[BlockHash]) -> bool:
-        """Return whether the attempt needs no LoRA slot, has one already, or could get one now."""
+        """Return whether the job's attempt needs no LoRA slot, has a slot already, or could get one now."""
         sequence = self.sequences[job.attempt_id]
         return not sequence.start.adapter or sequence.has_slot or self.adapters.takes(sequence.start.adapter)
 

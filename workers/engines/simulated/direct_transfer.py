@@ -49,7 +49,7 @@ class DirectParams(Struct, frozen=True, kw_only=True):
 class BlockRequest(Struct, frozen=True, kw_only=True):
     lease: str
     names: tuple[bytes, ...] = ()
-    done: bool = False  # True if the borrower needs the lease no longer
+    done: bool = False  # True if the request returns the lease and asks for no blocks (rule 3)
 
 
 class LentBlock(Struct, frozen=True, kw_only=True):
@@ -71,12 +71,12 @@ class BlockLoan(Struct, frozen=True, kw_only=True):
 class BlockLender:
     """Manages the leases of the blocks that a prefill engine lends. It does no I/O.
 
-    The caller calls `expire` when a lease may have ended.
+    The caller calls `expire` when the time of a lease may be over.
     """
 
     def __init__(self, blocks: KvBlocks[BlockHash], lease: Nanos) -> None:
         self.leases = HandoffLeases(blocks, lease)
-        """The open leases; other classes only read them."""
+        """The leases that have not ended; other classes only read them."""
         # The bytes and checksums of the lent blocks, by the name of the lease and the name of the block.
         self._lent: dict[str, dict[BlockHash, tuple[bytearray, int]]] = {}
 
@@ -147,19 +147,19 @@ class BlockBorrower:
         return BlockRequest(lease=self._lease, done=True)
 
     def fail(self) -> None:
-        """Record a lost connection, or an answer that is late or unreadable; do nothing if the loan has ended."""
+        """Record that the loan failed: the connection was lost, or the answer was late or unreadable. Do nothing if the loan has ended."""
         if self.state in (LoanState.OFFERED, LoanState.PULLING):
             self.state = advance_loan(self.state, LoanStep.FAIL)
 
 
 class BlockLending:
-    """Lends blocks to borrowers that connect, and ends leases in time."""
+    """Lends blocks to borrowers that connect, and ends each lease when its time is over."""
 
     def __init__(self, blocks: KvBlocks[BlockHash], lease: Nanos, *, on_end: Callable[[], None]) -> None:
         self.lender = BlockLender(blocks, lease)
         self.address = ""  # address at which borrowers connect; set by `listen`
         self.connections: set[asyncio.Transport] = set()
-        self._on_end = on_end  # function that is called when leases have ended, so that blocks may be free again
+        self._on_end = on_end  # called after leases have ended, because waiting requests may get the free blocks
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -169,7 +169,7 @@ class BlockLending:
 
     @property
     def expired(self) -> int:
-        """Number of leases that ended by themselves, because no borrower returned them."""
+        """Number of leases since the start that ended by themselves, because no borrower returned them in time."""
         return self.lender.leases.expired
 
     def lend(self, blocks: Mapping[BlockHash, bytearray]) -> str:
@@ -261,7 +261,7 @@ class LenderProtocol(asyncio.Protocol):
 
 @contextlib.asynccontextmanager
 async def listen(lending: BlockLending, address: str) -> AsyncIterator[None]:
-    """Accept borrowers at host:port (0: any port) or unix:path while the context is open.
+    """Accept borrowers at host:port (port 0: any free port) or unix:path while the context is open.
 
     Raises:
         ConfigurationRefused: The address is in use or does not belong to this machine.
@@ -290,9 +290,9 @@ async def listen(lending: BlockLending, address: str) -> AsyncIterator[None]:
 
 
 async def borrow(params: DirectParams, names: Sequence[BlockHash], *, block_bytes: int, deadline: Nanos) -> list[bytes]:
-    """Fetch the leading blocks of `names` that arrive correctly within the time `deadline`, and end the lease.
+    """Return the leading blocks of `names` that arrive correctly within the duration `deadline`, and return the lease.
 
-    Return no blocks if the lender cannot be reached or does not answer correctly in time.
+    If the lender cannot be reached or does not answer correctly in time, return no blocks. The lease then ends by itself.
     """
     borrower = BlockBorrower(params.lease, names, block_bytes)
     blocks: list[bytes] = []

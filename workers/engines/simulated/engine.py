@@ -42,9 +42,9 @@ from workers.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
 
-OUTPUTS = 64  # maximum number of outputs that are queued for the consumer; the engine waits when the queue is full
+OUTPUTS = 64  # maximum number of steps whose outputs wait for the server; with more, the engine's loop waits
 HANG_SECONDS = 0.05  # seconds between two checks whether the file `hang_file` still exists
-CATCH_UP_SECONDS = 0.02  # maximum delay of a step that later steps make up for; timers are inexact by 1 ms
+CATCH_UP_SECONDS = 0.02  # after steps that end late, later steps are shorter, to make up for at most this delay
 NO_WORKER = WorkerId("")  # placeholder, which the server replaces by the worker's id
 
 
@@ -85,8 +85,8 @@ class SimulatedEngine:
         self.memory = self.batch.memory
         lease = Nanos(simulated.direct_lease_ms * MILLISECOND)
         self.lending = BlockLending(self.batch.blocks, lease, on_end=self._wake.set)
-        # Each running request may load at the same time. So no load has to wait for another load and then exceeds its
-        # deadline.
+        # Allows as many loads at a time as there can be running requests, so that no load waits for another one until its own
+        # deadline is over.
         self._transfers = asyncio.Semaphore(facts.max_running)
         self._adapters_loading: dict[str, asyncio.Event] = {}
         # Outputs that the loop still has to put into `_outputs`: tokens of the latest step, and ends of requests.
@@ -94,8 +94,8 @@ class SimulatedEngine:
         self._outputs: asyncio.Queue[EngineOutput | EngineDied] = asyncio.Queue(OUTPUTS)
         self._cache_changed = asyncio.Event()
         self._due = 0.0  # time at which the latest step should end by the latency model
-        self._steps = 0  # number of steps that the engine has begun
-        self._step_tokens = 0  # number of tokens of the latest step
+        self._steps = 0  # number of steps that the engine has begun since its start
+        self._step_tokens = 0  # number of prompt and answer tokens that the latest step computes
         self._waits = True  # True while the loop waits for requests or for blocks
         self._unscheduled: set[RequestId] = set()  # traced attempts that wait for their first step
 
@@ -103,7 +103,7 @@ class SimulatedEngine:
 
     @property
     def facts(self) -> EngineFacts:
-        """Return the engine's description. It names the store once the store node has answered."""
+        """Return the engine's description. It has the store's id from the first answer of the store node on."""
         if self.store is not None and self.store.store_id != self._facts.store_id:
             self._facts = facts_with_store(self._facts, self._kv_paths, self.store.store_id)
         return self._facts
@@ -168,7 +168,7 @@ class SimulatedEngine:
         return self.lending.leases
 
     async def save(self, names: Sequence[BlockHash], within: Nanos) -> int:
-        """Write the given blocks that are in the cache; return how many of them the store did not have.
+        """Write those of the named blocks that are in the engine's cache; return how many of them the store did not have.
 
         Implements `workers.ports.BlockSaver.save`.
         """
@@ -178,7 +178,7 @@ class SimulatedEngine:
         return await self.store.publish(blocks, within)
 
     def check(self) -> None:
-        """Assert the invariants of the batch and the memory."""
+        """Assert the invariants of the batch and its memory; for tests."""
         self.batch.check()
 
     # The loop that runs the steps.
@@ -191,7 +191,7 @@ class SimulatedEngine:
                     deadline = Nanos(self._settings.publish_timeout_ms * MILLISECOND)
                     tasks.create_task(self.store.run(deadline), name="store writer")
                 await self._loop(tasks)
-        except Exception as error:  # supervisor: every failure has to reach the reader of `outputs`
+        except Exception as error:  # supervisor: any failure ends the engine, and `outputs` raises it as `EngineDied`
             log.exception("simulated engine failed")
             while self._outputs.full():
                 self._outputs.get_nowait()
@@ -249,7 +249,7 @@ class SimulatedEngine:
         await asyncio.sleep(max(0.0, self._due - clock.time()))
 
     def _conclude(self, advanced: StepOutcome, tasks: asyncio.TaskGroup) -> None:
-        """Report what a step has done for one request, and end the request if it has its last token."""
+        """Queue the output of a step for one request, and offer its new full blocks to the store. A prefill is handed off first."""
         sequence, sampled = advanced.sequence, advanced.sampled
         self._offer(advanced)
         if sampled is None:
@@ -293,14 +293,14 @@ class SimulatedEngine:
     # The loads and publications of blocks.
 
     def _loads(self, sequence: Running) -> bool:
-        """Return whether a sequence waits for a LoRA adapter, or may have blocks in the store or in another engine."""
+        """Return whether a sequence waits for `_fetch`: it has a LoRA adapter, or the store or a prefill engine may have its blocks."""
         start = sequence.start
         return bool(start.adapter) or self.store is not None or _is_direct(start.handoff)
 
     async def _fetch(self, sequence: Running) -> None:
         """Load the LoRA adapter, and fetch the prompt's blocks that the store or the prefill engine has.
 
-        The engine computes the other blocks.
+        The engine computes the blocks that neither of them has.
         """
         if sequence.start.adapter:
             await self._load_adapter(sequence.start.adapter, first=sequence.loads_adapter)

@@ -1,7 +1,7 @@
 """Start of the simulated engine, which runs no model, but has exact KV and the timing of a latency model.
 
 The engine has the parts of a real one: continuous batching, chunked prefill, a limited number of blocks, a prefix cache
-with KV events, and two KV paths. It needs no other software. Its tokens depend on every byte of KV
+with KV events, and two KV paths. It needs neither vLLM nor a GPU. Its tokens depend on every byte of KV
 (`workers.engines.simulated.model`), so each end-to-end test with this engine also proves that KV was moved correctly.
 """
 
@@ -48,8 +48,9 @@ async def open_engine(settings: WorkerSettings) -> AsyncIterator[SimulatedEngine
     """Run an engine while the context is open.
 
     Raises:
-        ConfigurationRefused: config.json of the model folder, or the address to lend blocks at, cannot be used.
+        ConfigurationRefused: A file of the model folder, or the address `simulated.direct_listen`, cannot be used.
         LayoutMismatch: The store has blocks of this model that differ from this engine's blocks.
+        BadCredentials: A file of the store's credentials cannot be used.
     """
     await asyncio.sleep(settings.simulated.start_ms / 1000)
     model = model_of(settings)
@@ -90,7 +91,7 @@ async def open_engine(settings: WorkerSettings) -> AsyncIterator[SimulatedEngine
 
 @contextlib.asynccontextmanager
 async def open_rank(settings: WorkerSettings) -> AsyncIterator[None]:
-    """Run a rank that does not lead. It computes nothing, because the first rank has all blocks.
+    """Take the place of a rank above 0 of a worker group. It computes nothing, because the first rank has all blocks.
 
     Raises:
         ConfigurationRefused: config.json of the model folder cannot be used.

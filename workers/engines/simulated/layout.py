@@ -18,9 +18,9 @@ class EngineLayout(Struct, frozen=True, kw_only=True):
     """Converts blocks between the model's order of bytes and the order in the memory of an engine with these sizes."""
 
     layers: int
-    kv_heads: int  # number of heads, a multiple of `tensor_parallel`
+    kv_heads: int  # number of KV heads of all ranks together, a multiple of `tensor_parallel`
     block_tokens: int
-    head_bytes: int  # number of bytes of one head for one token
+    head_bytes: int  # number of KV bytes of one head for one token in one layer
     tensor_parallel: int
     kv_layout: KvLayout
 

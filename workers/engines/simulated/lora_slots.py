@@ -18,7 +18,7 @@ class LoraSlots:
         self._slots = slots
         self._held: Counter[str] = Counter()
         self._idle: OrderedDict[str, None] = OrderedDict()  # idle adapters, the longest idle one first
-        self.loads = 0  # number of loads since the start
+        self.loads = 0  # number of times since the start that an adapter took a slot and had to be loaded
 
     @property
     def loaded(self) -> tuple[str, ...]:
@@ -44,7 +44,7 @@ class LoraSlots:
         return not there
 
     def release(self, name: str) -> None:
-        """Record that a request with this adapter has ended, so that the slot becomes idle after its last request."""
+        """Record that a request with this adapter has ended; after the adapter's last request, its slot is idle (rule 1)."""
         self._held[name] -= 1
         assert self._held[name] >= 0, name
         if not self._held[name]:

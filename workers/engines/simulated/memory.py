@@ -24,8 +24,8 @@ class BlockMemory:
         self._blocks = blocks
         self._contents: dict[BlockHash, bytearray] = {}
         self._events: list[KvStored | KvRemoved] = []
-        self._waiting = 0  # number of block names in the waiting events
-        self._dumps = False  # True if `take_events` has to clear the consumer's cache and list all blocks
+        self._waiting = 0  # number of block names in `_events`, which wait for `take_events`
+        self._dumps = False  # True if the next `take_events` clears the consumer's view and lists all blocks (rule 2)
 
     def find(self, names: Sequence[BlockHash]) -> list[bytearray]:
         """Return the bytes of the leading blocks of a chain that are cached."""

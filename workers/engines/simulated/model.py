@@ -53,13 +53,13 @@ class SimulatedModel(Struct, frozen=True, kw_only=True):
 
     @property
     def beginning(self) -> Digest:
-        """The digest from which the first block is computed."""
+        """The digest before the first block of a sequence without a LoRA adapter: D(-1) of rule 1."""
         return _BEGINNING
 
     def beginning_with(self, adapter: str) -> Digest:
-        """Return the digest from which the first block is computed with a LoRA adapter.
+        """Return the digest before the first block of a sequence with a LoRA adapter: D(-1) of rule 1.
 
-        The adapter changes all later digests.
+        All later digests depend on it, so they differ from those of other adapters.
         """
         return xxhash.xxh3_128_digest(_BEGINNING + adapter.encode())
 
@@ -164,14 +164,14 @@ class SimulatedModel(Struct, frozen=True, kw_only=True):
         return (numbers / np.linalg.norm(numbers)).astype("<f4").tobytes()
 
     def logprobs(self, token: int, alternatives: int) -> Logprobs:
-        """Return invented but well-formed log probabilities: each alternative is half as likely as the one before it."""
+        """Return invented log probabilities of a token and its alternatives: each alternative is half as likely as the one before."""
         ids = tuple((token + offset) % self.vocab_size for offset in range(min(alternatives, self.vocab_size)))
         values = tuple(-0.6931472 * (rank + 1) for rank in range(len(ids)))
         return Logprobs(chosen=-0.6931472, top_ids=ids, top=values)
 
 
 def _shape(sampling: Sampling) -> bytes:
-    """Return the sampling parameters that influence a token, as bytes; empty if sampling is greedy."""
+    """Return the sampling parameters that go into the digest of rule 2, as bytes; empty if sampling is greedy (temperature 0)."""
     if sampling.temperature == 0:
         return b""
     return _SHAPE.pack(

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 MAX_DEPTH = 32
-FULL_DEPTH = 8  # level from which on arrays are as short as allowed, and null is preferred to other alternatives
+FULL_DEPTH = 8  # level of nesting from which on arrays are as short as allowed, and null is preferred if it is allowed
 MAX_CHARACTERS = 65536  # approximate limit of the size of a value as JSON, far more than an answer of a simulated model
 _NULL = {"type": "null"}
 FORMATS = {
@@ -47,7 +47,7 @@ class _Document:
         self._left = MAX_CHARACTERS
 
     def grow(self, characters: int) -> None:
-        """Count characters that are about to be added to the value; raise ValueError if the value becomes too large."""
+        """Count characters that are about to be added to the value; raise ValueError if it then exceeds `MAX_CHARACTERS`."""
         self._left -= characters
         if self._left < 0:
             raise ValueError(f"the schema demands a value of more than {MAX_CHARACTERS} characters")

@@ -34,14 +34,14 @@ PROMPT_BYTES = 64 * TOKEN_BYTES
 
 
 class Script(Struct, frozen=True):
-    """Holds the tokens with which an answer begins."""
+    """Holds the tokens with which an answer begins, instead of the model's random tokens."""
 
     tokens: tuple[int, ...]
-    is_whole: bool  # True if the answer ends after these tokens
+    is_whole: bool  # True if the answer ends after these tokens; False: the model's random tokens follow
 
 
 class ScriptWriter:
-    """Writes the scripts for the requests of one engine."""
+    """Writes the scripts (`Script`) for the requests of one engine, by the rules of this module."""
 
     def __init__(self, tokenizer: Tokenizer, parsers: AnswerParsers | None) -> None:
         self.tokenizer = tokenizer
@@ -49,7 +49,7 @@ class ScriptWriter:
 
     @staticmethod
     def open(model_dir: str, vocab_size: int, parsers: AnswerParsers | None) -> "ScriptWriter | None":
-        """Return the writer for a model folder; None if it has no tokenizer, or one with a larger vocabulary than the engine."""
+        """Return the writer for a model folder; None if the folder has no tokenizer.json, or one with more than `vocab_size` tokens."""
         path = Path(model_dir) / "tokenizer.json"
         if not model_dir or not path.is_file():
             return None

@@ -34,8 +34,8 @@ class SequenceContext(Struct, frozen=True, kw_only=True):
     layout: EngineLayout
     block_tokens: int
     max_model_len: int
-    adapters: Mapping[str, str] = {}  # identities of the LoRA adapters, by name
-    writer: ScriptWriter | None = None  # writes scripted answers; None: all answers are random text
+    adapters: Mapping[str, str] = {}  # `LoraAdapter.identity` of each LoRA adapter, by the adapter's name
+    writer: ScriptWriter | None = None  # makes the scripts of answers (`scripts`); None: all answers are random text
 
     def beginning(self, adapter: str) -> Digest:
         return self.model.beginning_with(self.adapters[adapter]) if adapter else self.model.beginning
@@ -59,12 +59,12 @@ class Sequence:
         self.start = start
         self.prompt_tokens = len(start.tokens) // TOKEN_BYTES
         self.computed = 0
-        self.blocks: dict[BlockHash, bytearray] = {}  # full blocks that are computed or fetched, in order
-        self.fetched: tuple[KvOrigin, ...] = ()  # origins of the blocks that were fetched
-        self.generated = 0  # number of generated tokens
+        self.blocks: dict[BlockHash, bytearray] = {}  # full blocks of the first `computed` tokens, in the chain's order
+        self.fetched: tuple[KvOrigin, ...] = ()  # origins of the blocks that came from the store or another engine
+        self.generated = 0  # number of tokens that this attempt has generated, without `start.generated_tokens`
         self.has_slot = False  # True while a LoRA slot is reserved for the sequence
-        self.loads_adapter = False  # True if the LoRA adapter has to be loaded first
-        # The attempt's times for its trace; None: it is not traced, or the engine has not begun with it.
+        self.loads_adapter = False  # True if this sequence has to load its LoRA adapter into the slot
+        # The attempt's times for its trace; None: the attempt is not traced, or the engine has not begun with it.
         self.times: AttemptTimes | None = None
         self._hits: int | None = None
         self._tokens = bytearray(start.tokens)
@@ -100,7 +100,7 @@ class Sequence:
 
     @property
     def has_ended(self) -> bool:
-        """True if the earlier tokens of a continued answer are a whole script, so that there is no token left."""
+        """True if the tokens that another worker has generated are already the whole scripted answer, so that no token is left."""
         script, earlier = self._script, self.start.generated_tokens
         if script is None or not script.is_whole or self.start.sampling.ignore_eos:
             return False
@@ -131,7 +131,7 @@ class Sequence:
         self.computed = len(cached) * self._shape.block_tokens
 
     def reset(self) -> None:
-        """Drop all blocks after a preemption; the tokens stay."""
+        """Drop all blocks after a preemption, so that their KV is computed again; the tokens stay."""
         self.blocks, self.computed, self._digest = {}, 0, self._shape.beginning(self.start.adapter)
 
     def accept(self, contents: Many[bytes], source: Source, origin: str, tiers: Mapping[str, int]) -> None:
@@ -139,10 +139,9 @@ class Sequence:
 
         Args:
             contents: The bytes of the blocks.
-            source: Whether they came from the store or directly from another engine.
-            origin: The worker or store node that gave them.
-            tiers: The number of blocks by the store's tier that they came from; empty if they did not come from the
-                store.
+            source: The store, or another engine (direct transfer).
+            origin: Id of the worker or store node that sent the blocks.
+            tiers: The number of blocks by the store's tier that they came from; empty if they came from another engine.
         """
         for content in contents:
             self._complete(self.reusable_names[len(self.blocks)], bytearray(content))
@@ -216,7 +215,7 @@ class Sequence:
         return SampledToken(script.tokens[position], ends=False), ends
 
     def report(self) -> KvReport:
-        """Return the KV report: where the prompt's blocks came from."""
+        """Return the KV report: how many of the prompt's blocks came from the engine's cache, from elsewhere, or were computed."""
         total = block.blocks_for(self.prompt_tokens, self._shape.block_tokens)
         hits, fetched = self._hits or 0, sum(origin.blocks for origin in self.fetched)
         origins = [

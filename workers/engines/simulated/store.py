@@ -6,8 +6,8 @@ Rules:
    therefore occupies a buffer, and never a block that another request needs.
 2. Every wait has a deadline. After a failure, blocks that were to be loaded are computed, and blocks that were to be
    written are not kept.
-3. If the node does not answer at the start, the client joins it later, in its own thread. Until then the store provides
-   no blocks and takes none.
+3. If the node does not answer at the start, the client joins it later, in a thread of the client. Until then no blocks
+   are loaded or written.
 4. At most `MAX_WAITING` blocks wait for a background write. Further blocks are dropped and counted, because they can be
    computed again.
 5. The engine passes and gets blocks in its own layout. The threads convert loaded blocks after their verification, and
@@ -35,8 +35,8 @@ from kvstore.security.credentials import Credentials
 
 log = logging.getLogger(__name__)
 
-MAX_WAITING = 1024  # maximum number of blocks that wait for a background write
-BATCH = 64  # maximum number of blocks of one background write
+MAX_WAITING = 1024  # maximum number of blocks that wait for a background write; more are dropped (rule 4)
+BATCH = 64  # maximum number of blocks in one background write, which is one call of the store client
 LEASE_SECONDS = 10.0  # duration of a read lease; by default, a load ends after 2 s (`simulated.load_timeout_ms`)
 # Maximum wait at the start of the engine for a node that is starting too. If the node answers later, the client joins
 # it in the background.
@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 
 class Loaded(Struct, frozen=True):
-    """Holds the blocks that a load has brought."""
+    """Holds the result of one load: the leading blocks that arrived correctly, in the engine's layout."""
 
     blocks: list[bytes] = []
     tiers: dict[str, int] = {}  # number of loaded blocks, by the node's tier that they came from
@@ -57,7 +57,7 @@ class SimulatedStore:
     """Loads blocks from a store node and writes blocks to it; `run` writes the blocks that `offer` has queued."""
 
     def __init__(self, client: StoreClient, conversion: Conversion, threads: ThreadPoolExecutor) -> None:
-        self.dropped = 0  # number of blocks that `offer` has dropped (rule 4)
+        self.dropped = 0  # number of blocks since the start that `offer` has dropped (rule 4)
         self._client = client
         self._conversion = conversion
         self._threads = threads
@@ -66,7 +66,7 @@ class SimulatedStore:
 
     @property
     def store_id(self) -> StoreId | None:
-        """Id of the store node; None until it has answered once."""
+        """Id of the store node; None until the node has answered once."""
         return StoreId(self._client.store_id) if self._client.joined else None
 
     @classmethod
@@ -75,6 +75,7 @@ class SimulatedStore:
 
         Raises:
             LayoutMismatch: The node has blocks of this model that differ from `kv`; the error names the field.
+            BadCredentials: A file of the credentials cannot be used.
         """
         conversion = Conversion(kv)
         threads = ThreadPoolExecutor(THREADS, thread_name_prefix="simulated-store")
@@ -101,7 +102,7 @@ class SimulatedStore:
         return await self._in_thread(lambda: self._load(names, max_wait_seconds, trace), deadline, otherwise=Loaded())
 
     async def publish(self, blocks: Mapping[BlockHash, bytes], deadline: Nanos, trace: bytes = b"") -> int:
-        """Write blocks now; return the number of blocks that the store did not have before; 0 if this takes longer than `deadline`."""
+        """Write blocks now, and return how many of them the store did not have; return 0 if this takes longer than `deadline`."""
         if not blocks:
             return 0
         held = list(blocks.values())
@@ -112,7 +113,7 @@ class SimulatedStore:
         )
 
     def offer(self, name: BlockHash, content: bytes) -> None:
-        """Queue a block that `run` writes in the background."""
+        """Queue a block that `run` writes in the background; drop the block if too many wait (rule 4)."""
         if len(self._waiting) >= MAX_WAITING:
             self.dropped += 1
             return
@@ -129,7 +130,7 @@ class SimulatedStore:
             await self.publish(batch, deadline)
 
     def close(self) -> None:
-        """Close the client without waiting for calls that hang; they use no memory of the engine, so they can do no harm."""
+        """Close the client without waiting for calls that hang. Such calls use no memory of the engine, so they can do no harm."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._client.close()
 

@@ -7,11 +7,12 @@ two ways.
 Rules:
 
 1. A parser gets one token at a time, even if a step of the engine has brought several. The parsed parts of an answer
-   therefore depend neither on the steps nor on the worker. A worker that continues an answer gives the tokens of its
-   beginning to the parser again, and sends the parts of the whole answer (`ParsedDelta.from_start`).
+   therefore depend neither on the steps nor on the worker. A worker that continues an answer first gives the answer's
+   earlier tokens to its own parser, and sends the parts of the whole answer (`ParsedDelta.from_start`).
 2. vLLM's own `adjust_request` decides which structured output enforces the demanded calls. Depending on the parser, it
    is a structural tag or a JSON schema.
-3. If a parser fails on malformed output, it is not used any more: all text after its last result is sent as it is.
+3. If a parser fails on malformed output, it is not used any more for this answer: all text after the parser's last result
+   is sent as it is.
 4. Some of vLLM's older parsers find other arguments in a stream of tokens than in the whole answer. Tool calls are
    therefore streamed only if the parser is declarative (`engine_based_streaming`) or listed in `STREAMED`. With any
    other parser, the whole text of the answer is parsed at its end, and the calls are sent then.
@@ -79,7 +80,7 @@ def check_names(settings: WorkerSettings) -> None:
 
 
 class VllmAnswerParsers:
-    """Makes the parsers of one engine's answers."""
+    """Makes a parser for each answer of one engine; all of them have the same class of vLLM."""
 
     def __init__(
         self, names: AnswerParsers, tokenizer: "TokenizerLike", model_config: "ModelConfig", *, model_type: str
@@ -147,7 +148,7 @@ class VllmAnswerParsers:
                 continue
             if set(named) <= set(used):
                 return parsers
-        if named:  # both are named; each of them fits, but not together
+        if named:  # the settings name both parsers, and each fits the model alone, but not both together
             raise ConfigurationRefused(f"{named[0]}: {unfit}") from unfit
         return None
 
@@ -187,7 +188,7 @@ class VllmAnswerParsers:
 
 
 class VllmAnswerParser:
-    """Parses the answer of one attempt."""
+    """Parses the answer of one attempt with a parser of vLLM, token by token (rule 1)."""
 
     def __init__(
         self,
@@ -230,10 +231,10 @@ class VllmAnswerParser:
         )
         self._calls = _CallParts()
         self._whole = whole
-        self._answer: list[str] = []  # the pieces of the answer's text; used only if calls are sent at the end
-        self._sent: list[str] = []  # the pieces of the text that were sent to the client
+        self._answer: list[str] = []  # all pieces of the answer's text; used only if calls are sent at the end (rule 4)
+        self._sent: list[str] = []  # the pieces of content that were sent to the client; used only with `_answer`
         self._token_ids: list[int] = []
-        self._unparsed = ""  # text of the answer since the last result of the parser
+        self._unparsed = ""  # text since the parser's last result; sent as it is if the parser fails (rule 3)
         self._failed = False
         self._begun = False
         self._parts: list[tuple[str, str, list[CallDelta]]] = []
@@ -250,7 +251,7 @@ class VllmAnswerParser:
 
     @property
     def stopped(self) -> bool:
-        """True if the text has reached a stop string."""
+        """True if the answer's text has reached one of the request's stop strings, which ends the answer."""
         return self._text.stopped
 
     def add(
@@ -290,7 +291,7 @@ class VllmAnswerParser:
         if not self._failed:
             try:
                 message = self._parser.parse_delta(text, token_ids, self._request, self._prompt, finished=is_last)
-            except Exception as error:  # noqa: BLE001 - supervisor: any of vLLM's parsers may fail on malformed output
+            except Exception as error:  # noqa: BLE001 - supervisor: a parser may raise any exception; the text is then sent unparsed
                 # Messages of parsers may contain parts of the answer, which must not be logged.
                 log.warning("parser failed, passing the rest as text", extra={"cause": type(error).__name__})
                 self._failed = True
@@ -311,7 +312,7 @@ class VllmAnswerParser:
             _, content, calls = parser.parse(
                 "".join(self._answer), self._request, enable_auto_tools=True, model_output_token_ids=self._token_ids
             )
-        except Exception as error:  # noqa: BLE001 - supervisor: see `_parse`
+        except Exception as error:  # noqa: BLE001 - supervisor: a parser may raise any exception; the text is then sent unparsed
             log.warning("parser failed, passing the rest as text", extra={"cause": type(error).__name__})
             content, calls = "".join(self._answer), []
         for index, call in enumerate(calls or ()):
@@ -365,7 +366,7 @@ def _constrained(parser: "Parser", request: "ChatCompletionRequest", task: Parsi
 
 
 def _is_supported(outputs: "StructuredOutputsParams | None") -> bool:
-    """Return whether the grammar library can enforce a structured output."""
+    """Return whether xgrammar, the library by which vLLM enforces grammars, can enforce a structured output."""
     from vllm.exceptions import VLLMValidationError  # noqa: PLC0415 - vLLM is loaded already
     from vllm.sampling_params import SamplingParams  # noqa: PLC0415
     from vllm.v1.structured_output.backend_xgrammar import validate_xgrammar_grammar  # noqa: PLC0415

@@ -71,7 +71,7 @@ CALL_SECONDS = {
     KVConnectorRole.SCHEDULER: 0.25,
     KVConnectorRole.WORKER: 1.0,
 }
-# Maximum wait at the start for the store node; if it does not answer, it is joined later in the background.
+# Maximum wait for the store node when vLLM starts. If the node answers later, the client joins it in the background.
 STORE_SECONDS = 2.0
 ORPHAN_GRACE_SECONDS = 5.0  # time between SIGTERM and SIGKILL for a vLLM process whose worker process has ended
 # The planner remembers the names of this many offered blocks for each block that fits into the engine's memory. A block
@@ -86,7 +86,7 @@ class KvConnectorSettings(msgspec.Struct, frozen=True, kw_only=True):
     revision: str
     store: str  # address of the store node; empty: there is no store, and the connector only counts blocks and steps
     store_credentials: Credentials
-    scratch: str  # folder of the engine's sockets; the connector removes it if the worker process was killed
+    scratch: str  # folder of the engine's sockets; `_end_with_parent` removes it after the worker process has ended
 
     def namespace(self, config: "VllmConfig") -> KvNamespace:
         return namespace_of(config, model=self.model, revision=self.revision)
@@ -98,8 +98,8 @@ class StepOrders(KVConnectorMetadata):  # type: ignore[misc]  # vLLM's types are
 
 
 @dataclass
-class StepResults(KVConnectorWorkerMetadata):  # type: ignore[misc]  # see above
-    loaded: dict[str, int]  # number of leading blocks that were loaded correctly, by request
+class StepResults(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM's types are not read
+    loaded: dict[str, int]  # by request whose load has ended: number of its leading blocks that arrived correctly
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "StepResults":
         assert isinstance(other, StepResults)
@@ -113,7 +113,7 @@ class _AllRanks:
         self._good: dict[str, int] = {}
 
     def add(self, good: Mapping[str, int]) -> None:
-        """Add the report of one rank, or of several ranks together."""
+        """Add the report of one rank, or the report that vLLM has merged from several ranks."""
         self._good = _worst(self._good, good)
 
     def ended(self, request_ids: Collection[str]) -> dict[str, int]:
@@ -139,7 +139,7 @@ class _ClientStore:
         self.client.match(names, lease_seconds=0, max_wait_seconds=max_wait_seconds, tenant=tenant)
 
 
-class FleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # see above
+class FleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM's types are not read
     def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig"):
         super().__init__(vllm_config, role, kv_cache_config)
         if multiprocessing.parent_process() is not None:
@@ -290,7 +290,10 @@ class FleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         self._starts_early = on_host
 
     def _join_ranks(self, client: StoreClient, seat: RankPosition) -> LeaderRank | FollowerRank | None:
-        """Return this rank's end of the channels between the ranks; None if there is only one rank. vLLM calls this on all ranks at once."""
+        """Return this rank's end of the channels between the ranks; None if there is only one rank.
+
+        This call waits for the other ranks, on which vLLM calls `register_kv_caches` at the same time.
+        """
         if seat.ranks == 1:
             return None
         if not seat.leads:
@@ -325,7 +328,7 @@ class FleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
             self.mover.save(self._orders())
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Return the requests whose loads have ended. The next two hooks report how many blocks these loads brought."""
+        """Return the requests whose loads have ended. The next two hooks report which blocks of these loads did not arrive."""
         if self.mover is None:
             return None, None
         ended = self.mover.collect(idle=self._orders().idle)

@@ -3,7 +3,8 @@
 Rules:
 
 1. As the prompt, vLLM gets only the client's prompt. The earlier tokens of the answer are in the sampling parameters
-   (`workers.engines.vllm.requests.GENERATED`). Limits in them, such as `max_tokens`, apply to the whole answer.
+   (`workers.engines.vllm.requests.GENERATED`). The limits in the sampling parameters, such as `max_tokens`, apply to the
+   whole answer.
    Requests without earlier tokens are not changed.
 2. In the scheduler's process, the earlier tokens become output of the request before vLLM schedules the request for the
    first time, as after a preemption (`replay`). The limits then count these tokens. A grammar accepts the tokens one by
@@ -55,7 +56,7 @@ def replay(request: "Request") -> None:
 
 
 def replay_with_grammar(scheduler: Any, request: "Request") -> bool:
-    """Add the earlier tokens of the answer, unless already done, to a request whose grammar has been compiled.
+    """Add those earlier tokens of the answer that the request does not have yet, once its grammar has been compiled.
 
     Returns:
         True if the request may go on. If the grammar refuses the tokens, the scheduler ends the request with an error.
@@ -151,9 +152,9 @@ def draw(generator: torch.Generator, times: int, *, vocab_size: int, noise: torc
 
     Args:
         generator: The generator of a seeded request.
-        times: The number of tokens.
-        vocab_size: The length of a row.
-        noise: The type of the noise.
+        times: The number of tokens that were sampled.
+        vocab_size: The number of tokens in the vocabulary, which is the length of a row.
+        noise: The data type of the random numbers by which vLLM samples (`use_fp64_gumbel`).
     """
     if generator.device.type == "cpu" and noise is torch.float32:
         torch.randint(0, 2**31, (times,), generator=generator, dtype=torch.long)

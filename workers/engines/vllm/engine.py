@@ -68,13 +68,14 @@ __all__ = ["available", "open_engine", "open_rank"]
 
 log = logging.getLogger(__name__)
 
-STORE_SECONDS = 10.0  # maximum wait at the start for the KV store node, which may be starting too
+STORE_SECONDS = 10.0  # maximum wait for the KV store node at the worker's start; then the worker starts without it
 # If the tools of a request have more characters than this, its answer parser is opened in a thread, otherwise in the
 # event loop. Each token of the answer that another worker has generated counts as 32 characters.
 INLINE_CHARACTERS = 4096
-# Seconds between two checks of an idle engine; if an engine with requests dies, this is noticed at once.
+# Seconds between two checks whether vLLM has died, for an idle engine; if an engine with requests dies, this is noticed at once.
+# The same pause lies between two tries to kill a vLLM whose start was cancelled.
 HEALTH_SECONDS = 0.5
-LOADED_CHECK_SECONDS = 0.05  # pause between two checks whether the warm-up, which may be short, has begun
+LOADED_CHECK_SECONDS = 0.05  # pause between two checks whether the weights are loaded, so that the warm-up begins
 
 
 @asynccontextmanager
@@ -207,7 +208,7 @@ def _start_blocking(settings: WorkerSettings, scratch: Path) -> "Started":
 
 
 def _sampling_fields(llm: "AsyncLLM", config: "VllmConfig") -> tuple[str, ...]:
-    """Return the request fields that the engine supports, for `EngineFacts.sampling_fields`.
+    """Return the names of the request fields that the engine supports, for `EngineFacts.sampling_fields`.
 
     vLLM can limit the length of the reasoning only if it has a reasoning parser, because the parser names the tokens at
     which the reasoning begins and ends.
@@ -336,7 +337,7 @@ class VllmEngine:
         self._vocab_size = llm.model_config.get_vocab_size()
         self._has_token_types = vllm_pooling.has_token_types(llm.model_config, llm.tokenizer)
         self._requests: dict[RequestId, _InFlight] = {}
-        self._step: list[Progress | Rejected] = []  # outputs that have arrived in this iteration of the event loop
+        self._step: list[Progress | Rejected] = []  # outputs that have arrived since the last `_end_step` (see `_tell`)
         # Outputs for the server. Their number is limited by the tokens that the running requests may generate.
         self._steps: deque[EngineOutput] = deque()
         self._arrived = asyncio.Event()
@@ -351,7 +352,7 @@ class VllmEngine:
 
     @property
     def facts(self) -> EngineFacts:
-        """Return the engine's description. It names the store once the store node has answered."""
+        """Return the engine's description. It has the store's id from the first answer of the store node on."""
         if self._awaited is not None and self._awaited.joined:
             client, self._awaited = self._awaited, None
             if _can_share(client, self._settings):
@@ -461,7 +462,7 @@ class VllmEngine:
                 self._die()
 
     def stop(self) -> None:
-        """Cancel the running requests; their tasks then end by themselves."""
+        """Cancel all requests that have not ended; their tasks then end by themselves (`_abort`)."""
         for request_id in list(self._requests):
             self.cancel(request_id)
 
@@ -609,7 +610,8 @@ class VllmEngine:
     def _progress(self, request: _InFlight, output: "RequestOutput") -> Progress | Rejected:
         start = request.start
         (completion,) = output.outputs
-        stats = self._prefilled.pop(start.request_id, None)  # vLLM has the statistics when the first tokens arrive
+        # The first output has the statistics (`_keep_prefill_stats`); for later outputs there are none.
+        stats = self._prefilled.pop(start.request_id, None)
         if self._novel:
             self._novel.brought(start.request_id)
         request.generated += len(completion.token_ids)
@@ -693,7 +695,7 @@ def _parsed(progress: Progress, parser: VllmAnswerParser, start: Start) -> Progr
 
 
 def _step_readers(scratch: Path, engines: int) -> dict[int, StepReader]:
-    """Return the step counters by engine number.
+    """Return the readers of the step counters of this node's engines, by engine number.
 
     Engines on other nodes are left out, because their counters are files on those nodes.
     """
@@ -707,7 +709,7 @@ def _step_readers(scratch: Path, engines: int) -> dict[int, StepReader]:
 
 
 def _pull_readers(scratch: Path, engines: int) -> list[PullReader]:
-    """Return the readers of the pull counts; there are none if the engine does not check the blocks that it pulls."""
+    """Return the readers of the pull counts of this node's engines; none if the engine does not check the blocks that it pulls."""
     readers = []
     for engine in range(engines):
         with suppress(OSError):

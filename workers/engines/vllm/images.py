@@ -38,15 +38,15 @@ PREPARED_AT_ONCE = 2
 
 
 class ImageRefused(ValueError):
-    """The images of a request cannot be used; the message says why. Nothing was started."""
+    """Raised if the images of a request cannot be used; the message says why. vLLM has not got the request."""
 
 
 class PreparationCancelled(Exception):
-    """The request was cancelled before its prompt was complete. Nothing was started."""
+    """Raised if a request was cancelled before its prompt was complete. vLLM has not got the request."""
 
 
 def takes_images(llm: "AsyncLLM") -> bool:
-    """Return whether the model takes images. vLLM's image processors need the model's tokenizer."""
+    """Return whether the engine takes images: the model takes them, and vLLM has the tokenizer that its image processors need."""
     if not llm.model_config.supports_multimodal_inputs or llm.tokenizer is None:
         return False
     return _most_images(llm) > 0
@@ -139,7 +139,7 @@ def _identities(salt: bytes, contents: Sequence[bytes]) -> list[str]:
 
 
 def _decode(contents: Sequence[bytes], is_cancelled: Callable[[], bool]) -> "list[MediaWithBytes[Image]]":
-    """Decode images as vLLM's own server does."""
+    """Decode images as vLLM's own server does, and refuse more than `MAX_REQUEST_PIXELS` pixels together."""
     from vllm.multimodal.media import ImageMediaIO  # noqa: PLC0415 - vLLM is loaded already
 
     reader = ImageMediaIO()
@@ -152,7 +152,7 @@ def _decode(contents: Sequence[bytes], is_cancelled: Callable[[], bool]) -> "lis
             image = reader.load_bytes(content)
         except MemoryError:
             raise
-        except Exception as error:  # supervisor: Pillow raises anything for damaged files
+        except Exception as error:  # supervisor: Pillow may raise any exception; only this request is refused
             raise ImageRefused(f"image {number} of the prompt cannot be decoded: {error}") from error
         # An image may have more pixels than its header states, and the router has read only the header.
         pixels += image.media.width * image.media.height

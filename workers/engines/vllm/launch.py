@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 GIB = 1 << 30
 # Memory that an engine needs besides weights and KV cache; measured with three processes that load torch.
 ENGINE_OVERHEAD_BYTES = 2 * GIB
-RANK_OVERHEAD_BYTES = GIB  # memory that each rank after the first one needs in addition
+RANK_OVERHEAD_BYTES = GIB  # memory that each rank of an engine after the first one adds to `ENGINE_OVERHEAD_BYTES`
 
 CPU_BLOCK_TOKENS = 32  # the block size of vLLM's attention kernels for CPUs has to be a multiple of this
 
@@ -69,8 +69,8 @@ UNSHARED = (
     "decode_context_parallel_size",
     "data_parallel_size",
 )
-"""Settings that must be 1 if the worker has a store. With a larger value, no process has all layers of its heads, or the
-engine has several schedulers."""
+"""Arguments of vLLM that must be 1 if the worker has a store. With a larger value, no process has the KV of all layers and
+tokens for its heads, or the engine has several schedulers."""
 
 STORED_DTYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")
 """Data types of KV caches that the store can keep: they contain only values, and no other data such as a scale for each
@@ -155,7 +155,7 @@ def _check_for_store(settings: WorkerSettings) -> None:
 
 
 def ranks_of(settings: WorkerSettings) -> int:
-    """Return the number of ranks of one engine: its tensor-parallel size."""
+    """Return the number of ranks that share the heads of a block: the tensor-parallel size."""
     return vllm_spread.degree(settings, "tensor_parallel_size")
 
 
@@ -194,7 +194,7 @@ def check_model(config: "VllmConfig") -> None:
 
 
 def continued_fields(settings: WorkerSettings, config: "VllmConfig") -> tuple[str, ...]:
-    """Return the sampling fields whose state the engine can rebuild (`workers.engines.vllm.continuation`).
+    """Return the fields of `STATE_FIELDS` whose state the engine can rebuild (`workers.engines.vllm.continuation`).
 
     With speculative decoding, `seed` is not one of them, because the random numbers also depend on which drafts were
     accepted.
@@ -279,7 +279,7 @@ def prepare_environment(settings: WorkerSettings, scratch: Path) -> None:
         wanted |= _for_cpu(settings)
     for name, value in wanted.items():
         environment.setdefault(name, value)
-    # Folder of vLLM's Unix sockets; it is removed later, because vLLM leaves the sockets behind.
+    # Folder of vLLM's Unix sockets. The callers remove it after vLLM has ended, because vLLM leaves the sockets behind.
     environment["VLLM_RPC_BASE_PATH"] = str(scratch)
     host = settings.engine_host
     if settings.group is not None and host not in EVERYWHERE:
@@ -398,7 +398,7 @@ def _for_cpu(settings: WorkerSettings) -> dict[str, str]:
         "OMP_NUM_THREADS": str(settings.vllm.omp_threads),
     }
     if settings.vllm.enforce_eager:
-        # Without this, eager mode still compiles small functions: the first request for logprobs stopped the engine for 14 s.
+        # Otherwise vLLM compiles small functions even in eager mode: the first request for logprobs stopped the engine for 14 s.
         wanted["TORCHDYNAMO_DISABLE"] = "1"
     return wanted
 
@@ -409,7 +409,7 @@ def engine_args(
     """Return vLLM's engine arguments.
 
     Args:
-        settings: Checked settings.
+        settings: Settings that `check` has accepted.
         reasoning_parser: Name of the parser of reasoning, or empty. vLLM needs it because structured output does not
             restrict the reasoning.
         revision: Digest of the weights.
@@ -480,7 +480,7 @@ def step_tokens(settings: WorkerSettings, config: "VllmConfig") -> int | None:
     for an encoder's input, for the state of a hybrid model, and for the drafts of speculative decoding.
 
     Args:
-        settings: Checked settings with the model's task.
+        settings: Settings that `check` has accepted, with the model's task.
         config: The configuration that vLLM made with its own limit.
     """
     model, scheduler = config.model_config, config.scheduler_config

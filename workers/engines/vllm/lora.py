@@ -39,7 +39,7 @@ class LoadedAdapters:
 
 
 class AdapterFiles:
-    """Detects adapters whose files have changed since the worker started; the engine rejects requests for them.
+    """Detects adapters whose files have changed since the worker started; the engine then rejects requests for these adapters.
 
     At its start, the worker sends routers a digest of each adapter's weights, and block hashes depend on this digest.
     vLLM reads the files only when a request needs the adapter, perhaps days later and more than once. With changed
@@ -68,7 +68,7 @@ def adapters_of(settings: WorkerSettings) -> tuple[LoraAdapter, ...]:
     """Return the adapters, each with a digest of its configuration and weights.
 
     Raises:
-        ConfigurationRefused: A folder has no adapter; the message names the folder.
+        ConfigurationRefused: A folder has no adapter; the message names the adapter and the missing or unusable file.
     """
     return tuple(LoraAdapter(ModelName(name), _revision(name, folder)) for name, folder in settings.adapters.items())
 
@@ -77,7 +77,7 @@ def engine_arguments(settings: WorkerSettings) -> dict[str, Any]:
     """Return vLLM's arguments for the adapters.
 
     Raises:
-        ConfigurationRefused: A folder has no adapter, or an adapter's rank is too large; the message names the folder.
+        ConfigurationRefused: A folder has no adapter, or the largest LoRA rank is more than vLLM takes.
     """
     if not settings.adapters:
         return {}
@@ -111,7 +111,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _stamps(folder: Path) -> list[tuple[str, int, int, int]]:
-    """Return inode, size and modification time of each file, by which changes are noticed.
+    """Return name, inode, size and modification time of each file of an adapter, by which changes are noticed.
 
     The result is empty if a file is missing.
     """

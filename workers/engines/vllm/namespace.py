@@ -26,7 +26,7 @@ def namespace_of(config: "VllmConfig", *, model: str, revision: str) -> KvNamesp
 
     Args:
         config: vLLM's configuration, made from its arguments.
-        model: Served name.
+        model: Name of the model in clients' requests.
         revision: Result of `weights_revision`.
     """
     import torch  # noqa: PLC0415 - slow to import, and only processes with an engine need it

@@ -37,12 +37,12 @@ def degree(settings: WorkerSettings, name: str) -> int:
 
 
 def engines(settings: WorkerSettings) -> int:
-    """Return the number of engines that run side by side and share the requests (data parallelism)."""
+    """Return the number of vLLM's engines that run side by side and divide the requests among them (data parallelism)."""
     return degree(settings, "data_parallel_size")
 
 
 def ranks(settings: WorkerSettings) -> int:
-    """Return the number of ranks, each a process, in one engine."""
+    """Return the number of ranks, each a process, in each of vLLM's engines."""
     names = ("tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size")
     size = 1
     for name in names:
@@ -96,7 +96,7 @@ def arguments(settings: WorkerSettings) -> dict[str, Any]:
     """Return vLLM's arguments for this node's part of the engine; empty if there is no group.
 
     Args:
-        settings: Checked settings; if they have a group, it has formed.
+        settings: Settings that `check` has accepted. If they have a group, it has formed (`rank_rendezvous.engine_group`).
     """
     group = settings.group
     if group is None:

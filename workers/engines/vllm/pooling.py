@@ -65,7 +65,7 @@ def pooling_model(settings: WorkerSettings, config: "ModelConfig") -> PoolingMod
 def has_token_types(config: "ModelConfig", tokenizer: object | None) -> bool:
     """Return whether the model takes token types, which tell it to which text of a pair each token belongs.
 
-    As in vLLM's own server, this is read from the tokenizer. A model that takes no token types would fail on them.
+    As in vLLM's own server, the model's configuration and the tokenizer decide. A model without token types would fail on them.
     """
     types = getattr(config.hf_text_config, "type_vocab_size", 0)
     inputs = getattr(tokenizer, "model_input_names", ("token_type_ids",))
@@ -73,7 +73,7 @@ def has_token_types(config: "ModelConfig", tokenizer: object | None) -> bool:
 
 
 def pooling_params(start: Start, *, token_types: bool) -> "PoolingParams":
-    """Return vLLM's parameters for a request for a vector."""
+    """Return vLLM's parameters for a request for a vector; `token_types` is the result of `has_token_types` for the model."""
     from vllm import PoolingParams  # noqa: PLC0415 - slow to import
 
     pooling = start.pooling
@@ -104,7 +104,7 @@ def vector_of(output: "PoolingRequestOutput") -> Vector:
 
 
 def _chosen(settings: WorkerSettings) -> bool:
-    """Return whether the user's own arguments for vLLM decide about the task."""
+    """Return whether `vllm.extra_args` has an argument that may decide the task, so that vLLM has to be asked."""
     return not settings.vllm.extra_args.keys().isdisjoint(("runner", "convert", "hf_overrides"))
 
 

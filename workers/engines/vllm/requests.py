@@ -308,7 +308,7 @@ def report_of(
 
 
 def handoff_of(start: Start, output: "RequestOutput", facts: EngineFacts) -> Handoff:
-    """Return the handoff for a decode worker; the worker's server adds the id of this worker."""
+    """Return the handoff for a decode worker, still without the id of this prefill worker, which `workers.server` adds."""
     assert start.kv_path is not None
     params = {key: value for key, value in (output.kv_transfer_params or {}).items() if key != COUNTS}
     return Handoff(

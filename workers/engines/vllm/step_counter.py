@@ -15,12 +15,12 @@ from pathlib import Path
 from fleet.core.clock import Nanos
 from workers.ports import Pulse
 
-WORD_BYTES = 8  # size of a number in the memory; it is written in one operation, so no reader gets half of it
+WORD_BYTES = 8  # bytes of one number in the memory; a number is written in one operation, so no reader gets half of it
 WORDS = 2  # the memory has two numbers: the count of steps, and the tokens of the latest step
 
 
 def step_file(scratch: Path | str, engine: int) -> Path:
-    """Return the path of the counter of one of a worker's engines (data parallelism); engines are numbered from 0."""
+    """Return the path of the counter file of vLLM's engine number `engine`; without data parallelism the number is 0."""
     return Path(scratch, f"steps-{engine}")
 
 

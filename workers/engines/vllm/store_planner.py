@@ -39,9 +39,9 @@ from kvstore.messages import LeaseId, Match, blocks_by_tier, merge_promoted
 from kvstore.recent_map import RecentMap
 
 LEASE_SECONDS = 30.0  # duration of a read lease; vLLM's NIXL connector keeps the blocks of a handoff for the same time
-MAX_WAIT_SECONDS = 10.0  # maximum wait for blocks of slower tiers, shorter than the lease
-LEAST_TOKENS = 64  # a step with fewer tokens does not count for `PrefillSpeed`, because such steps only decode
-SAMPLES = 16  # number of step durations that `PrefillSpeed` remembers
+MAX_WAIT_SECONDS = 10.0  # maximum wait of a request for promotions (rule 5), shorter than `LEASE_SECONDS`
+LEAST_TOKENS = 64  # a step with fewer tokens does not count for `PrefillSpeed`, because it may only decode
+SAMPLES = 16  # number of the latest step durations from which `PrefillSpeed` makes its estimate
 UNKNOWN_SECONDS_A_TOKEN = 0.0005  # assumed prefill time of a token before the first measurement
 LOOK_AGAIN_SECONDS = 0.002  # pause between two calls that check whether the store's promotions have ended
 # If a request waits longer than this for room in the engine, the planner queries the store again. Otherwise the lease
@@ -80,11 +80,11 @@ class PlannerStore(Protocol):
         ...
 
     def coming(self, names: Sequence[BlockHash]) -> bool:
-        """Return whether the node is promoting the blocks that follow the prefix of `names` in its memory."""
+        """Return whether the node is promoting blocks of `names` that follow the prefix in the node's memory."""
         ...
 
     def fetch(self, names: Sequence[BlockHash], *, max_wait_seconds: float, tenant: bytes) -> None:
-        """Let the node promote the blocks that follow the prefix of `names` in its memory, without a lease."""
+        """Let the node promote the blocks of `names` that follow the prefix in the node's memory; take no lease."""
         ...
 
 
@@ -107,7 +107,7 @@ class PromptBlockCounts(Struct, frozen=True, array_like=True):
     engine: int = 0
     store: int = 0
     direct: int = 0
-    tiers: dict[str, int] = {}  # number of the blocks from the store, by the node's tier in which they were
+    tiers: dict[str, int] = {}  # the blocks of `store`, counted by the node's tier in which they were
 
 
 class BlockLoad(Struct, frozen=True):
@@ -132,11 +132,11 @@ class StoreWork(Struct):
     """The orders of one step from the scheduler side of the connector to its worker side."""
 
     loads: list[BlockLoad]
-    urgent: list[BlockSave]  # blocks that must be saved before the step ends; each entry has the whole chain
-    deferred: list[BlockSave]  # blocks that the worker side may save later, when it has time
+    urgent: list[BlockSave]  # chains for handoffs, to be saved before the step ends (rule 4)
+    deferred: list[BlockSave]  # new full blocks, which the worker side may save after this step
     releases: list[LeaseId]  # leases that have to be returned to the store
-    idle: bool  # True if the step computes nothing
-    step: int = 0  # number of the step, by which all ranks identify its saves
+    idle: bool  # True if the step computes no tokens
+    step: int = 0  # number of the step, by which the ranks know which of their saves belong together
 
 
 class _Tracked:
@@ -147,7 +147,7 @@ class _Tracked:
         self.salt = salt
         self.root = root
         self.hashes: list[BlockHash] = []
-        self.match: Match | None = None  # the match whose blocks are not claimed yet; None if there is none
+        self.match: Match | None = None  # match whose blocks are not claimed yet (rule 1); None: there is no such match
         self.matched_at = 0.0
         # Until this time the request waits for blocks that are being promoted; None if it does not wait.
         self.waits_until: float | None = None
@@ -156,8 +156,8 @@ class _Tracked:
         self.offered = 0  # number of leading blocks that were found in the store or offered to it
         self.local = 0  # number of leading blocks that were found in the engine's own cache
         self.claimed: list[int] = []  # numbers of the engine's blocks that are being loaded from the store
-        self.will_pull = False  # True if another connector fills the request's blocks directly
-        self.pulling: list[int] = []  # numbers of the engine's blocks that another connector is filling
+        self.will_pull = False  # True if NIXL's connector will pull the request's blocks from another engine
+        self.pulling: list[int] = []  # numbers of the engine's blocks into which NIXL's connector pulls
         self.may_load = True
         self.promoted: dict[str, int] = {}  # number of blocks that were promoted for the request's matches, by tier
         self.counts = PromptBlockCounts()
@@ -193,9 +193,9 @@ class StorePlanner:
             block_tokens: Tokens in a block.
             algorithm: Hash algorithm of the chain.
             store: The store; None: there is none.
-            remember: The number of offered blocks whose names are remembered.
+            remember: The number of offered blocks whose names are remembered (rule 4).
             now: Function that returns monotonic seconds.
-            ranks: The number of ranks, each of which reads its shard of a claim's blocks.
+            ranks: The number of ranks, each of which reads its shard of every claimed block.
         """
         self._block_tokens = block_tokens
         self._algorithm = algorithm
@@ -293,7 +293,8 @@ class StorePlanner:
             if tracked is None:
                 continue
             request = tracked.request
-            # The list of tokens may be shorter: drafts may be rejected, and a running step's tokens are not known yet.
+            # The list of tokens may be shorter than this sum: drafts may be rejected, and the tokens that a running step generates
+            # are not known yet.
             known = min(request.num_computed_tokens + num_tokens, len(request.all_token_ids))
             full = known // self._block_tokens
             if full > tracked.offered:
@@ -442,7 +443,7 @@ class PrefillSpeed:
     """
 
     def __init__(self) -> None:
-        # The time in seconds and the number of tokens of each of the last planned steps.
+        # For each of the last three planned steps: the time of its plan in seconds, and its number of tokens.
         self._plans: deque[tuple[float, int]] = deque(maxlen=3)
         self._samples: deque[float] = deque(maxlen=SAMPLES)
 

@@ -20,14 +20,14 @@ GATHER_BYTES = 32 << 20
 
 Source: TypeAlias = Callable[[int], ByteArray | list[ByteArray]]
 """A function that returns the block at an index, in one piece or in several. The returned block stays valid until the
-function was called for `kvstore.client.store_client.batch_blocks` other blocks."""
+function was called for as many other blocks as `kvstore.client.store_client.batch_blocks` returns."""
 
 
 class BlockReader(Protocol):
-    """Protocol of reading blocks from the store; a store client implements it."""
+    """Reads blocks, or one rank's shards of them, from the store: a `StoreClient`, or a `ShareReader`."""
 
     def read(self, match: Match, indices: Sequence[int], destinations: Sequence[MutableBlock]) -> list[bool]:
-        """Read blocks of a match into the destinations, as `kvstore.client.StoreClient.read` does."""
+        """Read the blocks at `indices` of a match into the destinations; return for each block whether it arrived correctly."""
         ...
 
 
@@ -75,7 +75,7 @@ class EngineBlocks(Protocol):
     def host_rows(self, count: int) -> ByteArray:
         """Return host memory for this number of blocks, of shape [count, block_bytes].
 
-        Copies to and from it are fast.
+        Copies between the engine's blocks and this memory are fast.
         """
         ...
 
@@ -97,7 +97,7 @@ class HostBlocks:
     """KV memory that the CPU can address. Blocks are read and written in place, without a copy in between."""
 
     def __init__(self, layers: "Sequence[torch.Tensor]"):
-        """Use the engine's own tensors.
+        """Keep the engine's own tensors, so that blocks are read and written in place.
 
         Args:
             layers: One contiguous tensor for each layer, of shape [blocks, heads, tokens, elements].

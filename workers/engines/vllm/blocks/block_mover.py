@@ -69,11 +69,14 @@ class BlockMover:
             self.loader.submit(self._release, work.releases)
 
     def save(self, work: StoreWork) -> None:
-        """Save the blocks that have become full in a step."""
+        """Save the blocks that have become full in the step of these orders; the engine's thread calls this after the step."""
         self.saver.keep(work)
 
     def collect(self, *, idle: bool) -> list[tuple[BlockLoad, list[bool]]]:
-        """Return the loads that have ended since the last call, each with a flag per block: True if the block is correct."""
+        """Return the loads that have ended since the last call, each with a flag per block: True if the block arrived correctly.
+
+        `idle` is True if the step computes nothing; then wait a moment for the first load to end (`IDLE_WAIT_SECONDS`).
+        """
         with self._ended:
             if idle and self._loading and not self._results:
                 self._ended.wait(IDLE_WAIT_SECONDS)
@@ -81,7 +84,7 @@ class BlockMover:
         return results
 
     def close(self) -> None:
-        """End all threads, after the blocks of the staging area were written."""
+        """End all threads, after the blocks of the staging area were written or `saves.CLOSE_SECONDS` have passed."""
         self.saver.close()
         self.loader.shutdown(cancel_futures=True)
         if isinstance(self.ranks, LeaderRank):

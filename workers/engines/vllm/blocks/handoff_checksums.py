@@ -95,7 +95,7 @@ class HandedChecksums:
         self._block_tokens = block_tokens
         self._ranks = ranks
         self._requests: dict[str, PrefillRequest] = {}
-        self._unfilled: dict[str, list[str]] = {}  # the lists in the handoffs of this step that `computed` has to fill
+        self._unfilled: dict[str, list[str]] = {}  # by request: the empty list in its handoff, which `computed` fills
 
     def arrived(self, request: PrefillRequest) -> None:
         if (request.kv_transfer_params or {}).get("do_remote_decode"):
@@ -173,12 +173,12 @@ class PulledChecks:
                 self._check(request_id, pull)
 
     def take_corrupt(self) -> set[int]:
-        """Return the numbers of the blocks that were found corrupt since the last call."""
+        """Return the numbers by which the engine knows the blocks that were found corrupt since the last call."""
         corrupt, self._corrupt = self._corrupt, set()
         return corrupt
 
     def take_counts(self) -> PulledBlocks:
-        """Return the counts of the blocks that were pulled since the last call."""
+        """Return the numbers of the blocks whose pulls have ended since the last call, by the result of their check."""
         counts, self._counts = self._counts, PulledBlocks()
         return counts
 

@@ -50,16 +50,17 @@ class ChecksumOrders(NixlConnectorMetadata):  # type: ignore[misc]  # vLLM's typ
 
     def __init__(self, orders: NixlConnectorMetadata, handed: dict[str, list[int]]):
         self.__dict__.update(vars(orders))
-        self.handed = handed  # numbers of the blocks that are handed over, by request
+        self.handed = handed  # by request: numbers of the blocks that are handed over after this step
         # The checksums in the handoffs of the requests whose pulls begin in this step (vLLM's `reqs_to_recv`), by request.
         self.pulled: dict[str, HandoffChecksums | None] = {}
 
 
 @dataclass
-class RankChecksums(KVConnectorWorkerMetadata):  # type: ignore[misc]  # see above
+class RankChecksums(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM's types are not read
     """Report about a step by one rank, or by several ranks together."""
 
-    handed: dict[str, dict[int, str]] = field(default_factory=dict)  # checksums by request and rank
+    # Checksums of the blocks that are handed over, by request and rank, in the form that `encoded` returns.
+    handed: dict[str, dict[int, str]] = field(default_factory=dict)
     pulled: PulledBlocks = field(default_factory=PulledBlocks)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "RankChecksums":
@@ -69,7 +70,7 @@ class RankChecksums(KVConnectorWorkerMetadata):  # type: ignore[misc]  # see abo
         return RankChecksums(handed, self.pulled + other.pulled)
 
 
-class NixlConnector(NixlPullConnector):  # type: ignore[misc]  # see above
+class NixlConnector(NixlPullConnector):  # type: ignore[misc]  # vLLM's types are not read
     def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig"):
         super().__init__(vllm_config, role, kv_cache_config)
         parallel = vllm_config.parallel_config
@@ -77,7 +78,7 @@ class NixlConnector(NixlPullConnector):  # type: ignore[misc]  # see above
         self._block_tokens = vllm_config.cache_config.block_size
         self._is_checkable = is_checkable(vllm_config, kv_cache_config)
         self._handed = HandedChecksums(block_tokens=self._block_tokens, ranks=self._ranks)
-        # Checksums in the handoffs of requests that have not begun to pull.
+        # By request that has not begun to pull: the checksums in its handoff; None if the handoff has none.
         self._arrived: dict[str, HandoffChecksums | None] = {}
         self._counter: PullCounter | None = None
         if role is KVConnectorRole.SCHEDULER:
@@ -175,7 +176,7 @@ class NixlConnector(NixlPullConnector):  # type: ignore[misc]  # see above
 
 
 def checksums_of(blocks: EngineBlocks, block_ids: Sequence[int]) -> list[int]:
-    """Return the CRC-32C of each of these blocks; the result does not depend on where the engine's memory is."""
+    """Return the CRC-32C of each of these blocks; it is the same for equal blocks in host memory and on a device."""
     source = blocks.source(block_ids)
     return [crc32c(pieces(source(index))) for index in range(len(block_ids))]
 

@@ -9,11 +9,11 @@ from pathlib import Path
 from fleet.core.work import PulledBlocks
 from workers.engines.vllm.step_counter import WORD_BYTES, mapped_words
 
-WORDS = 3  # the numbers of verified, corrupt and unverified blocks
+WORDS = 3  # numbers in the file: how many verified, corrupt and unverified blocks were pulled since the engine's start
 
 
 def pull_file(scratch: Path | str, engine: int) -> Path:
-    """Return the path of the counts of one of a worker's engines (data parallelism); engines are numbered from 0."""
+    """Return the path of the count file of vLLM's engine number `engine`; without data parallelism the number is 0."""
     return Path(scratch, f"pulls-{engine}")
 
 

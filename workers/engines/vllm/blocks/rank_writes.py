@@ -7,8 +7,8 @@ Rules:
 1. Blocks in the store are whole (`kvstore.layouts.rank_shards`). The first rank leads: it reserves places, orders the other ranks
    to write their shards there, and writes its own shard meanwhile. Then it publishes, in one call, the blocks that
    every rank has written.
-2. The leader does not publish a block that a rank did not write in time. Its place in the pool becomes free at once, or
-   if the leader has died, when the reservation ends. The late rank may still write to the place when the place already
+2. The leader does not publish a block that a rank did not write in time. The block's place in the pool becomes free at once,
+   or if the leader has died, when the reservation ends. The late rank may still write to the place when the place already
    belongs to another block. This damages the other block but not its published checksum, so readers detect the damage.
 3. An order identifies a block by its step and save, which are the same on all ranks, because the scheduler gives all
    ranks the same orders. A rank that has missed a save therefore notices this, and answers that it does not have the
@@ -47,13 +47,13 @@ from kvstore.namespace import KvNamespace
 log = logging.getLogger(__name__)
 
 JOIN = Nanos(60 * SECOND)  # maximum wait for the other ranks at the start; a machine with few cores starts them slowly
-LEAD = Nanos(2 * SECOND)  # maximum time for which the leader waits for the answers to an order
+LEAD = Nanos(2 * SECOND)  # maximum time for which the leader waits for the answers to an order (rule 4)
 # Maximum wait of a follower for the next order of a save. It exceeds `LEAD`, because meanwhile the leader may wait for
 # the store node and for another rank.
 FOLLOW = Nanos(4 * SECOND)
 
 ORDER_BLOCKS = 256  # maximum number of blocks in one order, which then has 10 KB
-ENDED_SAVES = 1024  # maximum number of saves in one message that are reported as ended
+ENDED_SAVES = 1024  # maximum number of ended saves that the leader reports in one message (`WriteOrder.ended`)
 # Maximum number of bytes of the blocks in one order, unless a single block is larger. It is so small that every machine
 # writes the blocks within `LEAD`.
 ORDER_BYTES = 256 << 20
@@ -69,7 +69,7 @@ class RankChannel(IntEnum):
 
 
 class SavedBlock(Struct, frozen=True, array_like=True):
-    """Identifies one block of a save in the same way on all ranks."""
+    """Identifies one block, in the same way on all ranks: by its save, and by its position (`index`) in the save."""
 
     save: SaveKey
     index: int
@@ -80,7 +80,7 @@ class RankPosition(Struct, frozen=True):
 
     rank: int
     ranks: int
-    replicas: int  # number of ranks that hold the same head
+    replicas: int  # number of ranks that hold the same heads; above 1 if there are more ranks than heads
     share: RankShard
 
     @classmethod
@@ -98,7 +98,7 @@ class RankPosition(Struct, frozen=True):
         return self.rank == 0
 
     def writes(self, turn: int) -> bool:
-        """Return True if this rank, and not another one with the same heads, writes block number `turn` (rule 5)."""
+        """Return True if this rank, and no other rank with the same heads, writes the block at position `turn` of a write (rule 5)."""
         return turn % self.replicas == self.rank % self.replicas
 
 
@@ -117,7 +117,7 @@ class WriteOrder(Struct, frozen=True, array_like=True):
     grant: WriteGrant | None = None
     first: int = 0  # position of the order's first place among all places that were reserved for the write
     blocks: tuple[SavedBlock, ...] = ()  # one block for each place
-    ended: tuple[SaveKey, ...] = ()  # saves for which no more orders will come
+    ended: tuple[SaveKey, ...] = ()  # saves for which no more orders will come after this one
 
     @property
     def save(self) -> SaveKey:
@@ -138,7 +138,7 @@ class LeaderLost(Exception):
 
 Source: TypeAlias = "Callable[[SavedBlock], Block | None]"
 """A function that returns a rank's shard of a block; None: the rank does not have the block. The shard stays valid
-until the function was called for `kvstore.client.store_client.batch_blocks` other blocks."""
+until the function was called for as many other blocks as `kvstore.client.store_client.batch_blocks` returns."""
 
 
 class LeaderRank:
@@ -157,7 +157,7 @@ class LeaderRank:
         self._numbers = [0 for _ in RankChannel]
         # For each channel: the sockets of the other ranks, by rank.
         self._followers: list[dict[int, socket.socket]] = [{} for _ in RankChannel]
-        # For each channel: a circuit breaker that opens when a rank has not answered.
+        # For each channel: a circuit breaker that opens when a rank has left an order unanswered (rule 4).
         self.answering = [CircuitBreaker() for _ in RankChannel]
         self.lost = False
         self.at_once = min(max(ORDER_BYTES // seat.share.block_bytes, 1), ORDER_BLOCKS)
@@ -197,7 +197,7 @@ class LeaderRank:
             blocks: The identity of each block, one for each hash.
             source: Function that returns this rank's shard of a block.
             tenant: Salt of the chain; the blocks count towards the quota of its tenant.
-            ended: Saves for which no more orders will come.
+            ended: Saves that are reported to the followers as ended, after the orders of this call.
         """
         with self._turns[lane]:
             grant: WriteGrant | None = None
@@ -379,7 +379,7 @@ class FollowerRank:
 
 
 def _put(client: StoreClient, seat: RankPosition, order: WriteOrder, source: Source) -> Mapping[int, int]:
-    """Write this rank's shards of the blocks of an order; return its part of each block's checksum."""
+    """Write this rank's shards of the blocks of an order; return the rank's part of each block's checksum, by position in the order."""
     assert order.grant is not None
     sums = {at: 0 for at in range(len(order.blocks)) if not seat.writes(order.first + at)}
     mine = [at for at in range(len(order.blocks)) if at not in sums]

@@ -41,13 +41,14 @@ from workers.engines.vllm.store_planner import BlockSave, StoreWork
 
 log = logging.getLogger(__name__)
 
-STAGING_BYTES = 64 << 20  # bytes of the staging area, enough for 500 blocks of a tiny model or 6 of a large one
+STAGING_BYTES = 64 << 20  # bytes of a rank's staging area, enough for 500 blocks of a tiny model or 6 of a large one
 # Minimum number of blocks in the staging area; a decode step of 16 requests may complete that many.
 MIN_STAGED_BLOCKS = 16
 # The engine counts as pausing if for this time no step has begun or ended. A write then hardly slows it down.
 PAUSE_SECONDS = 0.02
 LONGEST_WAIT_SECONDS = (
-    # Maximum time that a computed block waits for its save; until it is saved, other engines have to compute it again.
+    # Maximum time for which the writer waits for a pause of the engine (rule 3). Until a block is saved, other engines have to
+    # compute it again.
     0.25
 )
 # The first rank may order a block before another rank has staged its shard. That rank waits for the shard at most this
@@ -73,7 +74,7 @@ class BlockSaverThread(Protocol):
 
 
 class Staged(Struct, frozen=True):
-    """Some blocks of one request in the staging area, in the order of their chain. The lists are empty if the area was full."""
+    """Some blocks of one request in the staging area, in the order of their chain; no blocks if the area was full."""
 
     request_id: str
     tenant: bytes = b""
@@ -217,7 +218,7 @@ class LeadingSaver:
         self._store = store
         self.engine_blocks = blocks
         self.area = StagingArea(blocks)
-        self._turns = 0  # number of times that a step has begun or ended
+        self._turns = 0  # number of begins and ends of steps since the start; while it does not grow, the engine pauses
         self.closing = threading.Event()
         # Staged blocks for the writer thread; None ends the thread.
         self.staged: queue.SimpleQueue[Staged | None] = queue.SimpleQueue()
@@ -256,7 +257,7 @@ class LeadingSaver:
                 self._write(staged)
 
     def _await_pause(self) -> None:
-        """Wait until the engine pauses, but not too long (rule 3)."""
+        """Wait until the engine pauses, at most `LONGEST_WAIT_SECONDS`, or until half of the area is taken (rule 3)."""
         for _ in range(round(LONGEST_WAIT_SECONDS / PAUSE_SECONDS)):
             turns = self._turns
             closing = self.closing.wait(PAUSE_SECONDS)
@@ -280,8 +281,8 @@ class FollowingSaver:
         self.area = StagingArea(blocks)
         self._changed = threading.Condition()  # protects `staged` and `finished`; notified when a save is staged
         self.staged: dict[SaveKey, list[int]] = {}
-        # Saves whose shards need not be staged any more: an order has waited for them too long, or the save ended before they
-        # were staged.
+        # Saves whose shards need not be staged any more: an order has waited for the shards too long (`LAG_SECONDS`), or the save
+        # ended before the shards were staged.
         self.finished: set[SaveKey] = set()
         self.lost = False
         self._loss_logged = False  # True if the log already says that this rank saves no more blocks
@@ -297,7 +298,7 @@ class FollowingSaver:
             return
         for at, save in enumerate(work.urgent):
             if not self._write((work.step, at), save):
-                break  # later orders for the remaining saves of this step are answered in a later step
+                break  # if orders for this step's other saves still come, a later step answers that the blocks are missing
         for at, save in enumerate(work.deferred):
             self._stage((work.step, at), save)
         self._forget(work.step)

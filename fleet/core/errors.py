@@ -65,7 +65,8 @@ class RequestRejected(Exception):
         retry_after_ms: Milliseconds after which a retry may succeed, or 0 if this is unknown or a retry cannot succeed.
         cause: Detailed code: the router's `RejectionCause` if no worker can serve the request, or `CONTEXT_LENGTH_EXCEEDED`; empty for
             other rejections.
-        allowance: What is left of the tenant's rate limits, or None if they were not checked or the tenant has none.
+        allowance: What is left of the tenant's rate limits; None if the limits were not checked, or the tenant has no
+            limits.
     """
 
     def __init__(

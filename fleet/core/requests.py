@@ -51,8 +51,8 @@ class Pooling(Struct, frozen=True, kw_only=True):
 
     task: PoolingTask
     dimensions: int = 0  # number of dimensions of the embedding to return; 0 means all
-    # True: embeddings are normalised, and the activation function is applied to the numbers of classes. False: neither is done, so classes
-    # are logits. None: the model's default is used.
+    # True: embeddings are normalised, and the activation function is applied to the numbers of classes. False: neither is done, so the
+    # numbers of classes are logits. None: the model's default is used.
     activation: bool | None = None
     # Number of tokens of the first text of a pair, if the model has token types; 0 if all tokens have one type.
     first_tokens: int = 0
@@ -97,7 +97,7 @@ class StructuralTag(Struct, frozen=True, tag=True):
 
 
 class ToolCallForm(Struct, frozen=True, tag=True):
-    """Structured output: tool calls in the model's own format. Only the router sets it, with a `ParsingTask`."""
+    """Structured output: tool calls in the model's own format. Only the router sets it, for an attempt that also has a `ParsingTask`."""
 
 
 StructuredOutput = AnyObject | JsonSchema | Pattern | Grammar | Choice | StructuralTag | ToolCallForm
@@ -259,7 +259,7 @@ class Resume(Struct, frozen=True, kw_only=True):
     position: int = 0  # number of tokens of the answer that the client has
     # True if the router has to return the known tokens again. The frontend then leaves out what the client has already.
     from_start: bool = False
-    is_whole: bool = False  # True if the client has the whole answer: it ends again, without any parts
+    is_whole: bool = False  # True if the client has the whole answer: the router then sends only the end again
     # The following fields contain what the client has of a parsed answer.
     text: str = ""
     reasoning: str = ""
@@ -283,7 +283,8 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     sampling: Sampling = Sampling()
     # True: the answer may fill the rest of the model's context, and `sampling.max_tokens` is ignored.
     fill_context: bool = False
-    # True: an answer of `sampling.max_tokens` that does not fit into the context ends with the context. False: the request is refused.
+    # True: if `sampling.max_tokens` do not fit into the model's context, the answer may be only as long as the context allows. False: such
+    # a request is refused.
     ends_with_context: bool = False
     stop: tuple[str, ...] = ()
     include_stop_string: bool = False  # True: the answer includes the stop string that ends it
@@ -294,12 +295,12 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     # Number of the prompt's last tokens that are used. -1 means as many as fit, and None means all.
     truncate_prompt: int | None = None
     priority: int = 0
-    deadline: Nanos | None = None  # instant of the server's clock; None if there is no deadline
+    deadline: Nanos | None = None  # instant of the router's clock (`Clock`); None if there is no deadline
     session: str = ""
     tenant: str = ""
     placement: Placement = Placement.AUTO
     kv_path: KvPath | None = None
-    expected_tokens: int = 0  # expected length of the answer in tokens; 0 if unknown
+    expected_tokens: int = 0  # length of the answer that the client expects, in tokens; 0 if the client states none
     pin: str = ""  # id of the only worker that may answer; empty if any may
     labels: tuple[str, ...] = ()  # labels that the worker must have
     whole: bool = False  # True: the answer is not streamed, so there is at most one `Delta`
@@ -491,7 +492,8 @@ class Delta(Struct, frozen=True, kw_only=True):
     calls: tuple[CallDelta, ...] = ()
     resume_token: str = ""  # new resume token; empty if the earlier one stays valid
     vector: Vector = b""  # the answer to a request with `pooling`
-    is_last: bool = False  # True for the `Delta` with what a parser held back until the last token had come
+    # True: no tokens follow. This `Delta` has the parts of the answer that a parser held back until the last token had come.
+    is_last: bool = False
 
 
 class Finished(Struct, frozen=True, kw_only=True):
@@ -524,5 +526,5 @@ class ModelCard(Struct, frozen=True, kw_only=True):
     revision: str = ""  # revision of a LoRA adapter; empty for a base model
     parsers: AnswerParsers | None = None  # parsers that the workers report; None if no worker reports any
     pooling: PoolingModel | None = None  # None if the model generates tokens
-    takes_images: bool = False  # True if a worker takes images in prompts
+    takes_images: bool = False  # True if at least one worker of the model takes images in prompts
     limits_reasoning: bool = False  # True if every worker can end the reasoning after a number of tokens

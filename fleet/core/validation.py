@@ -124,7 +124,7 @@ def validate(
     Args:
         request: The request from a frontend.
         card: The model that will serve it.
-        prompt_tokens: Length of the prompt in tokens, or None if it is not known yet; `validate_length` is then not called.
+        prompt_tokens: Length of the prompt in tokens. None: it is not known yet, and the caller calls `validate_length` later.
         vocab_size: Number of token ids of the model; all valid ids are smaller. None if it is unknown; ids are then not
             checked.
 
@@ -413,7 +413,7 @@ class ToolFunction(Struct, frozen=True):
 
 
 class OfferedTool(Struct, frozen=True):
-    """Reads a tool in the form of the OpenAI API; only chat templates and engines use its parameters."""
+    """Reads a tool in the form of the OpenAI API. Its parameters are only checked here; chat templates and engines use them."""
 
     type: Literal["function"]
     function: ToolFunction

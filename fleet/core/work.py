@@ -38,7 +38,7 @@ class LoraAdapter(Struct, frozen=True):
 
 
 class TokenizerDigests(Struct, frozen=True, kw_only=True):
-    """Holds digests for the tokenizer check (`fleet.frontend.text.tokenizer_check`); empty if not computed."""
+    """Holds digests for the tokenizer check (`fleet.frontend.text.tokenizer_check`). A digest that was not computed is empty."""
 
     tokens: str = ""
     template: str = ""
@@ -64,14 +64,15 @@ class WorkerDescription(Struct, frozen=True, kw_only=True, rename={"tokenizer_di
     fingerprint: str
     kv_paths: tuple[KvPath, ...] = ()
     store_id: StoreId | None = None
-    engine: str  # name and version of the engine
+    engine: str  # name and version of the engine, such as the version of vLLM
     kv: Fingerprint | None = None  # meaning and memory layout of the worker's blocks; None if unknown
-    prefill_speed: float = 1.0  # speed of the worker's hardware, relative to the other workers of the model
+    # Speeds of the worker's hardware, relative to the other workers of the model: 2 means twice as fast.
+    prefill_speed: float = 1.0
     decode_speed: float = 1.0
     labels: tuple[str, ...] = ()  # labels that a request can demand
     # LoRA adapters that the worker has loaded, or loads when a request needs them.
     adapters: tuple[LoraAdapter, ...] = ()
-    adapter_slots: int = 0  # number of LoRA adapters that can be loaded at the same time; 0 means all
+    adapter_slots: int = 0  # number of `adapters` that can be loaded at the same time; 0 means all of them
     tokenizer_digests: TokenizerDigests | None = None
     keeps_forms: bool = False  # True if the engine can enforce structured output
     # The `ENGINE_FIELDS` that the engine supports, and `IMAGES` if its model takes images (`fleet.core.requests`).
@@ -92,9 +93,9 @@ class Handoff(Struct, frozen=True, kw_only=True):
     kv_path: KvPath
     prefill_worker: WorkerId
     fingerprint: str
-    num_tokens: int  # number of prompt tokens whose KV can be fetched
+    num_tokens: int  # number of tokens, from the start of the prompt, whose KV the decode worker can fetch
     params: bytes = b"{}"  # data of the engine as JSON, which the router does not read
-    kv: Fingerprint | None = None  # KV layout of the prefill worker's blocks
+    kv: Fingerprint | None = None  # meaning and memory layout of the prefill worker's blocks; None if unknown
 
 
 class ParsingTask(Struct, frozen=True, kw_only=True):
@@ -122,13 +123,15 @@ class Start(Struct, frozen=True, kw_only=True):
     kv_path: KvPath | None = None  # only for Phase.PREFILL: the path by which the decode worker will fetch the blocks
     priority: int = 0
     timeout_ms: int = 0  # milliseconds from sending this message to the deadline; 0 if there is none
-    session: str = ""  # session of the request; the worker keeps the blocks of a session for a limited time
+    # Session of the request. When the attempt ends, the worker asks the store to pin the session's blocks for a limited time.
+    session: str = ""
     adapter: str = ""  # name of the LoRA adapter to use, which the worker loads if necessary; empty for none
     parsing: ParsingTask | None = None  # None if the answer is not parsed
     # Number of tokens at the end of `tokens` that another worker has generated, as the beginning of the answer.
     # The engine counts these tokens as its own; the limits in `sampling` are for the rest of the answer.
     generated_tokens: int = 0
-    trace: TraceContext | None = None  # trace of the attempt, below the span of the router; None if it is not traced
+    # Trace context, by which the span of the attempt becomes a child of the router's span; None: the attempt is not traced.
+    trace: TraceContext | None = None
     pooling: Pooling | None = None  # vector to compute instead of tokens; `sampling` then has no effect
     # Content of the image files of the prompt. `tokens` has a placeholder for each of them, which the engine replaces.
     images: tuple[bytes, ...] = ()
@@ -256,12 +259,13 @@ class KeepTrace(Struct, frozen=True, kw_only=True):
     # Ids of the spans that the router made for the attempts of this request. Empty: the router has an earlier version,
     # and all attempts of the trace are meant.
     parent_ids: tuple[bytes, ...] = ()
-    # True: these spans may fill only a part of the queue for the collector, so that room is left for the spans of failed requests.
+    # True: these spans are dropped if a given part of the export queue is in use, so that room is left for the spans of failed requests.
     leave_room: bool = False
 
 
 MAX_WANTED_ANSWERS = 1000
-"""Maximum number of answers in one `AnswersWanted`. A message with this number of answers takes 20 kB."""
+"""Maximum number of answers in one `AnswersWanted`; a router asks for more answers in several messages. A message with this
+number of answers takes 20 kB."""
 
 
 class WantedAnswer(Struct, frozen=True):
@@ -278,7 +282,7 @@ class AnswersWanted(Struct, frozen=True, kw_only=True):
 class KeptAnswer(Struct, frozen=True):
     key: int
     tokens: TokenBytes  # the first tokens of the answer; empty if the worker does not know the answer
-    wanted: int = 0  # number of tokens that the router asked for (`WantedAnswer.tokens`)
+    wanted: int = 0  # number of tokens that the router asked for (`WantedAnswer.tokens`); `tokens` may have fewer
 
 
 class KeptAnswers(Struct, frozen=True, kw_only=True):

@@ -73,7 +73,7 @@ def encode_members(members: Sequence[Registration]) -> Iterable[pb.ReplicaMessag
 
 
 def decode_member(message: pb.ReplicaMember) -> Registration:
-    """Decode a worker and the remaining time of the lease that another router gave it.
+    """Decode a worker's registration, with the remaining time of the lease that another router gave the worker.
 
     Raises:
         ConnectionError: The message is no valid registration.

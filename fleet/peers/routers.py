@@ -13,7 +13,7 @@ Rules:
    of no use.
 4. A router that was silent for `SILENCE_SECONDS`, or whose connection broke, counts as gone, and its reservations are
    dropped. It is dialled again after `FIRST_PAUSE_SECONDS` if the connection had lasted longer than `DIAL_SECONDS`.
-   Otherwise the pause is up to `DIAL_SECONDS`, but it ends early when that router dials this one.
+   Otherwise the pause is up to `DIAL_SECONDS`, but it ends early when any peer router dials this one.
 5. A worker registers with one router, and that router forwards each registration to the others. A router that is
    reached later gets all registrations with the rest of their leases, so a lease ends at the same time on all routers.
 6. A router forwards two queries of its administrators to the other routers: the explanation of a request, which only
@@ -206,10 +206,11 @@ class PeerRouters:
         self._tuned: PeerThresholds | None = None
         self.links: dict[str, _PeerConnection] = {}  # the open connections that this router has dialled, by address
         self._prompts, self._sessions = router.prompts, router.sessions
-        self._timer: asyncio.TimerHandle | None = None  # sends the changes; None: nothing has changed
+        self._timer: asyncio.TimerHandle | None = None  # sends the changes (rule 3); None: no changes wait to be sent
         self._is_urgent = False  # True if the timer was set to `SEND_SECONDS`
         self._few_changes = 0  # the highest number of changes that count as few (`FEW_CHANGES`)
-        self._usage_changes = 0  # how often tenants have used their limits since the last message
+        # Number of times that something was taken from a tenant's limits since the usage was last sent.
+        self._usage_changes = 0
         self._sent_bookings: Mapping[WorkerId, ReservationTotals] = {}
         self._caught_up_with: set[str] = set()
         self._caught_up = asyncio.Event()
@@ -419,13 +420,13 @@ class PeerRouters:
     async def _settle(self) -> bool:
         """Send the usage of tenants, and wait until the other routers have received it.
 
-        Return False if a router did not answer within `SETTLE_SECONDS`. If an exchange is running already, only wait
-        until it has ended, and return True: the caller then checks whether it needs another exchange.
+        Return False if a router did not answer within `SETTLE_SECONDS`. If another call is already waiting for answers, only
+        wait until that call has ended, and return True: the caller then checks whether it has to call this method again.
         """
         assert self._limits is not None
         if self._settling is not None:
             await self._settling.wait()
-            return True  # usage that is newer than this exchange is sent in the next one
+            return True  # usage that came after the other call had sent its message is sent by the next call
         self._settling = settling = asyncio.Event()
         tenants = self._limits.tenants
         try:

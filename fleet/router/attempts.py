@@ -16,9 +16,10 @@ Rules:
    for ever.
 5. The tokens of a sent prompt count against the window until the prompt is computed, or until its attempt ends for another reason. A prompt
    that is longer than the window is also sent as soon as the worker has fewer tokens to compute than the window.
-6. The predicted wait is computed from the worker's prefill rate: the computed prompt tokens, divided by the seconds in which the worker had
-   tokens to compute. Recent tokens count more. The router does not know how many tokens of the current prompts are computed. But it knows
-   when the worker began to compute these prompts, and subtracts the time since then from their predicted time.
+6. The predicted wait of a prompt in a prefill queue is computed from the worker's prefill rate: the computed prompt tokens, divided by the
+   seconds in which the worker had tokens to compute. Recent tokens count more. The router does not know how many tokens of the prompts that
+   were sent are computed already. But it knows when the worker began to compute these prompts, and subtracts the time since then from their
+   predicted time.
 7. What follows the loss of a worker, such as another attempt elsewhere, is decided in `fleet.router.machine` (its rule 4).
 """
 
@@ -40,10 +41,11 @@ from fleet.router.state.live_requests import Attempt, LiveRequest, attempt_id
 # Seconds of computing after which the weight of a measurement has fallen to 1/e. A worker computes about 100,000 prompt tokens in
 # this time.
 MEMORY_SECONDS = 20.0
-# Number of prompts that are measured before the rate is used, because the first measurement may include a compilation in the engine.
+# Number of a worker's prompts that are measured before its prefill rate is used. The first measurement may include a compilation in the
+# engine.
 EVIDENCE = 3
 
-# Reading a module variable is ten times as fast as reading an enum attribute.
+# These names exist because reading a module variable is ten times as fast as reading an enum attribute.
 _PREFILL, _DECODE = Phase.PREFILL, Phase.DECODE
 
 
@@ -54,7 +56,7 @@ class Attempts:
         self.settings = settings
         self._queues = PrefillQueues(settings.prefill_window_tokens)
         self._attempts: dict[RequestId, Attempt] = {}
-        self._rates: dict[WorkerId, PrefillRate] = {}  # rates of the workers that were sent a prompt
+        self._rates: dict[WorkerId, PrefillRate] = {}  # prefill rates of the workers that were sent a prompt to compute
         self._begun = 0
         # Workers whose prefill queues may send a prompt now. If there are any at the end of an event, the router machine calls `move`.
         self.opened = self._queues.opened
@@ -115,7 +117,7 @@ class Attempts:
         return self._queues.full_workers()
 
     def forget(self, worker_id: WorkerId) -> None:
-        """Forget the prefill rate of a worker that has left."""
+        """Forget the measured prefill rate of a worker that has left the cluster."""
         self._rates.pop(worker_id, None)
 
     def stop(self, live: LiveRequest, out: list[Command]) -> None:
@@ -208,8 +210,9 @@ class Attempts:
 
 class _QueuedPrompt(Struct):
     worker_id: WorkerId
-    tokens: int  # tokens that the worker has to compute
-    rank: int = 0  # `rank`, `seq` and `priority` are set only for prompts that wait, or have waited, in a prefill queue
+    tokens: int  # prompt tokens that the worker has to compute, so without cached ones
+    # Queue position (rule 4). `rank`, `seq` and `priority` are set only for prompts that wait, or have waited, in a prefill queue.
+    rank: int = 0
     seq: int = 0
     priority: int = 0
     sent: bool = True

@@ -93,7 +93,10 @@ class LatencyDriftAlarm(Struct, frozen=True, kw_only=True):
 
 
 class PredictionAccuracy(Struct, frozen=True, kw_only=True):
-    """The accuracy of one kind of prediction for one worker. Errors are relative, over the last thousand predictions."""
+    """The accuracy of one kind of prediction for one worker.
+
+    Errors are relative to the measured times. They are those of the last thousand predictions.
+    """
 
     worker_id: WorkerId
     model: ModelName
@@ -150,7 +153,7 @@ class LatencyPredictions:
                     pass
 
     def expected(self, *, departed: bool = False) -> list[PredictionAccuracy]:
-        """Return the accuracy for all present workers with measurements. If `departed` is set, add the workers that have left."""
+        """Return the accuracy for each present worker with measurements; if `departed` is true, also for the workers that have left."""
         found = [each for worker in self._workers.values() for each in worker.expected()]
         if departed:
             found += [each for left, known in self._left.items() if left not in self._workers for each in known]
@@ -218,14 +221,15 @@ class _PredictedWorker:
 
     def __init__(self, profile: WorkerProfile, description: WorkerDescription):
         self.errors = {kind: _PredictionErrors() for kind in PredictionKind}
-        self.fetching: dict[RequestId, int] = {}  # prompt tokens of each decode attempt without a first token
+        # Number of prompt tokens of each decode attempt that has no token yet, by the attempt's id.
+        self.fetching: dict[RequestId, int] = {}
         self._profile = profile
         self._description = description
         self._most_running = description.max_running
         self._most_tokens = description.kv_blocks * description.block_tokens
         self._prompts: dict[RequestId, _PredictedPrompt] = {}  # prompts in the order in which they were sent
         self._streams: dict[RequestId, _PredictedStream] = {}
-        self._since = Nanos(0)  # instant from which the worker could compute the first prompt in `_prompts`
+        self._since = Nanos(0)  # instant since which the worker can have computed the first prompt in `_prompts`
         self._computed = Nanos(-1)  # instant at which a prompt was last computed or dropped
 
     def send(self, now: Nanos, work_id: RequestId, tokens: int, to_compute: int) -> None:
@@ -259,7 +263,8 @@ class _PredictedWorker:
             if next(iter(self._prompts)) == work_id:
                 self._since = now
             del self._prompts[work_id]
-            # Until now, the worker may have computed a part of this prompt, which delayed all answers.
+            # Until now, the worker may have computed a part of this prompt, which delayed all answers. So gaps that have begun are not
+            # compared with predictions (rule 3).
             self._computed = now
 
     def expected(self) -> list[PredictionAccuracy]:

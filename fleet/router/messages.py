@@ -61,7 +61,7 @@ class LoadReported(Struct, frozen=True, kw_only=True):
 
 
 class KvChanged(Struct, frozen=True, kw_only=True):
-    """Event: one worker has stored and removed blocks in its prefix cache. All changes since the worker joined arrive, none is missing."""
+    """Event: the prefix cache of one worker has changed. The events since the worker joined contain all changes; none is missing."""
 
     worker_id: WorkerId
     events: tuple[KvEvent, ...]
@@ -180,7 +180,7 @@ WorkerEvent = (
 
 
 @final
-# `rename` is needed because recordings keep the old name of the field
+# `rename` is needed because recordings keep the old name of the field `external`
 class Arrived(Struct, frozen=True, kw_only=True, rename={"external": "second_hand"}):
     """Event: a request has arrived. It is validated and tokenized."""
 
@@ -195,7 +195,7 @@ class Arrived(Struct, frozen=True, kw_only=True, rename={"external": "second_han
     session: str = ""
     placement: Placement = Placement.AUTO
     kv_path: KvPath | None = None
-    pin: WorkerId | None = None  # the only worker that may answer
+    pin: WorkerId | None = None  # the only worker that the client lets answer; None: any worker may answer
     labels: tuple[str, ...] = ()  # labels that the worker must have
     among: tuple[WorkerId, ...] | None = None  # the only workers that may be chosen; None: all
     # The LoRA adapter to use; `salt` then separates its blocks from those of the base model.
@@ -222,7 +222,7 @@ class Arrived(Struct, frozen=True, kw_only=True, rename={"external": "second_han
 
 
 class RequestCancelled(Struct, frozen=True, kw_only=True):
-    """Event: the client has gone, or its answer contains a stop string."""
+    """Event: the client has gone, or the frontend needs no more of the answer, because a stop string has ended it."""
 
     request_id: RequestId
 
@@ -301,7 +301,7 @@ class CacheDriftChanged(Struct, frozen=True, kw_only=True):
     worker_id: WorkerId
     knowledge: Knowledge
     drifting: bool
-    precision: float  # precision over the latest comparisons
+    precision: float  # precision over the worker's latest comparisons (rules 6 and 7 there)
     recall: float
 
 

@@ -28,7 +28,7 @@ from fleet.router.policy import Candidates, Floats, PlacementRequest
 Amount = Annotated[float, Meta(gt=0, le=1e12)]
 
 REMEMBERED = 10_000
-"""The number of workers whose prices are cached."""
+"""Maximum number of workers whose prices are cached, so that they are not looked up by the worker's name for each request."""
 
 
 class PriceScorer(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

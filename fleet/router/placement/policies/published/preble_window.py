@@ -56,12 +56,12 @@ class WindowRequest(Struct, frozen=True, kw_only=True):
     key: int  # block key of the prompt's first block; 0: there is none
     prefill: float  # seconds of prefill
     decode: float  # seconds of decoding
-    waited: float  # tokens to compute before the first token of this request
+    waited: float  # prompt tokens that the worker had to compute before the first token of this request
     tokens: WindowTokens  # the object whose sums include `waited`
 
 
 class WorkerWindow:
-    """Keeps the requests of one worker in the window, and what its cache should hold of their prompts."""
+    """Sums up the requests of one worker in the window, and keeps what its cache should hold of their prompts."""
 
     __slots__ = ("decode", "held", "nodes", "prefill", "prefixes", "requests")
 
@@ -87,7 +87,7 @@ class WorkerWindow:
         return True
 
     def keep(self, node: int, tokens: float, capacity: float) -> None:
-        """Add a computed node, and evict the oldest nodes that no longer fit."""
+        """Add a computed node, or give it a new size, and evict the least recently used nodes that no longer fit into `capacity` tokens."""
         self.held += tokens - self.nodes.pop(node, 0.0)
         self.nodes[node] = tokens
         while self.held > capacity and len(self.nodes) > 1:
@@ -102,7 +102,7 @@ class RequestWindow:
         self._earlier: deque[WindowRequest] = deque()
         self._later: deque[WindowRequest] = deque()
         self.recent: dict[WorkerId, WorkerWindow] = {}
-        self.given = 0  # number of requests since the start
+        self.given = 0  # number of requests that all workers got since the start
 
     def prefix(self, worker_id: WorkerId, key: int) -> CachedPrefix | None:
         recent = self.recent.get(worker_id)

@@ -52,13 +52,13 @@ class TenantSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """SHA-256 of each API key of the tenant, in hex (``printf %s KEY | sha256sum``), so that the file holds no secret."""
 
     weight: Annotated[float, Meta(ge=1e-6, le=1e6)] = 1.0
-    """The tenant's share of the prompt tokens that are computed while requests wait, relative to the weights of the other tenants."""
+    """While requests wait in the router, each tenant gets a share of the computed prompt tokens in proportion to its weight."""
 
     requests_per_minute: PerMinute = 0.0
-    """The most requests to admit in a minute, 1 or more; 0: no limit."""
+    """Number of requests per minute that are admitted on average, 1 or more. After a pause, as many are admitted at once. 0: no limit."""
 
     tokens_per_minute: PerMinute = 0.0
-    """The most tokens of prompts and answers in a minute, 1 or more; 0: no limit."""
+    """Number of tokens of prompts and answers per minute on average, 1 or more. After a pause, as many may be used at once. 0: no limit."""
 
     @property
     def is_limited(self) -> bool:
@@ -94,7 +94,7 @@ class TokenBucket:
 
 
 class TenantUsageDelta(Struct, frozen=True, kw_only=True):
-    """The requests and tokens that were taken from a tenant's buckets on this router, since the last report or since the start."""
+    """The requests and tokens that were taken from a tenant's buckets at one router: since its last report, or since its start."""
 
     requests: float
     tokens: float
@@ -123,7 +123,7 @@ class _TenantLimits:
     def __init__(self, settings: TenantSettings, now: Nanos) -> None:
         self.requests = TokenBucket(settings.requests_per_minute, now) if settings.requests_per_minute else None
         self.tokens = TokenBucket(settings.tokens_per_minute, now) if settings.tokens_per_minute else None
-        # The number of requests that have asked for admission, and are being prepared for it (rule 5).
+        # Number of requests that are being prepared for their admission, such as by fetching images (rule 5).
         self.expected = 0
         self.taken_requests = 0.0
         self.taken_tokens = 0.0
@@ -162,7 +162,7 @@ class Tenants:
         """A function that is called after something was taken from a bucket at this router. It must not block. None: there are no peers."""
 
         self.others = 0
-        """The number of peer routers to which the usage at this router is sent."""
+        """The number of peer routers to which the usage at this router is sent, without those that do not answer."""
 
         self._usage = {name: TenantUsage() for name in settings}
         self._limited = {name: _TenantLimits(tenant, now) for name, tenant in settings.items() if tenant.is_limited}
@@ -402,7 +402,7 @@ async def admit_with_peers(tenants: Tenants, tenant: str, prompt_tokens: int, cl
 
 
 async def await_settle(settle: SettleWithPeers) -> bool:
-    """Await `settle` in a coroutine, because a task can be made of a coroutine, but not of every awaitable."""
+    """Await the result of `settle` in a coroutine, because callers make a task of it, and not every awaitable can become a task."""
     return await settle()
 
 

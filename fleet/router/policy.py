@@ -39,7 +39,7 @@ LIMIT = 3  # the maximum number of requests that may be reserved on the worker
 MAX_RUNNING = 4  # the maximum number of requests in one batch of the engine
 KV_BLOCKS = 5  # number of blocks that the engine's cache holds
 BLOCK_TOKENS = 6
-PREFILL_SPEED = 7  # speed of prefill on the worker's hardware, relative to other workers of the model: 2 is twice as fast
+PREFILL_SPEED = 7  # speed of prefill on the worker's hardware, relative to other workers of the model; 2: twice as fast
 DECODE_SPEED = 8
 TOKEN_SECONDS = 9  # recent seconds per prompt token, including the wait for other prompts; 0: not measured yet
 # Rows of the candidate table that are computed anew for each request.

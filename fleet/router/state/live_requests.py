@@ -76,7 +76,7 @@ def advance(stage: RequestStage, turn: RequestTransition) -> RequestStage:
     return following
 
 
-# Reading a module variable is ten times as fast as reading an enum attribute.
+# These names exist because reading a module variable is ten times as fast as reading an enum attribute.
 _AUTO, _AGGREGATED = Placement.AUTO, Placement.AGGREGATED
 
 
@@ -103,7 +103,7 @@ class LiveRequest(Struct):
     """The state of one request in the router, from its arrival until the request ends."""
 
     arrived: Arrived
-    seq: int  # number of the request in the order of arrival
+    seq: int  # number of the request in the order of arrival at this router
     since: Nanos
     hasher: PromptHasher = hash_prompt
     handed_over_at: Nanos = Nanos(0)
@@ -119,11 +119,11 @@ class LiveRequest(Struct):
     # Tokens of the answer so far: passed to the client by this or another router, kept for a client that gets the answer in one piece, or
     # only counted (`Arrived.only_end`).
     sent: list[int] = []
-    fingerprint: str = ""  # fingerprint of the worker that sent the first token in `sent`
+    fingerprint: str = ""  # fingerprint of the worker that sent the first token in `sent`; empty: no token, or unknown
     kv: tuple[KvPhase, ...] = ()  # KV reports of all attempts so far
     cached_tokens: int = 0  # number of the prompt's tokens that were cached; also 0 while no worker has reported
-    kv_reports: dict[RequestId, KvPhase] = {}  # the KV report of each attempt, by the attempt's id
-    chains: dict[int, tuple[int, ...]] = {}  # block keys of the prompt, by block size
+    kv_reports: dict[RequestId, KvPhase] = {}  # the latest KV report of each attempt, by the attempt's id
+    chains: dict[int, tuple[int, ...]] = {}  # block keys of `prompt`, by block size; computed when `keys` is called
     id: RequestId = RequestId("")  # `id` and `own_tokens` repeat fields of `arrived`, because they are read often
     own_tokens: int = 0  # number of tokens of the client's prompt
 
@@ -209,7 +209,7 @@ class LiveRequest(Struct):
         return state_fields(self.arrived.sampling) if self.sent else ()
 
     def start_over(self) -> None:
-        """Forget the answer so far. This is allowed only if the client has seen nothing of it."""
+        """Forget the answer so far; the next attempt generates it anew. This is allowed only if the client has seen nothing of it."""
         assert self.arrived.whole, self.id
         self.sent.clear()
         self.fingerprint = ""
@@ -241,7 +241,7 @@ class LiveRequest(Struct):
 
     @property
     def first_key(self) -> int:
-        """Block key of the first full block of the prompt; 0 if there is none, or if it was not computed yet."""
+        """The block key of the first full block of the prompt; 0 if there is no full block, or if no block keys were computed yet."""
         for keys in self.chains.values():
             if keys:
                 return keys[0]
@@ -302,7 +302,7 @@ class LiveRequest(Struct):
         return self.emits_prefill_token(kv_path) or sampling.temperature == 0 or sampling.seed is not None
 
     def note_kv_report(self, attempt: Attempt, report: KvReport) -> None:
-        """Store the KV report of an attempt. It replaces an earlier report of the same attempt.
+        """Store the KV report of an attempt in place of an earlier report of the same attempt.
 
         A prompt token counts as cached if it was computed in no attempt. The report of a worker that was lost later still counts, because
         this worker did compute its part of the prompt.

@@ -66,13 +66,13 @@ class WorkerSnapshot(Struct, frozen=True, kw_only=True):
     state: str  # "serving" or "draining"
     engine: str
     address: str
-    running: int  # requests that the worker reports as running
+    running: int  # number of requests that the worker reports as running in its engine, from all routers
     waiting: int
     kv_blocks_used: int
     kv_blocks: int
-    cached_blocks: int  # blocks of the worker's prefix cache that the router knows or assumes
+    cached_blocks: int  # number of blocks that the router knows or assumes to be in the worker's prefix cache
     booked_requests: int
-    booked_elsewhere: int  # requests that peer routers have reserved on this worker
+    booked_elsewhere: int  # number of requests that peer routers have reserved on this worker
     booked_blocks: int
     booked_prefill_tokens: int
     protocol: int = 0  # protocol version between this worker and the router; 0: the worker is not one of Fleet's
@@ -99,8 +99,8 @@ class KnowledgeSnapshot(Struct, frozen=True, kw_only=True):
     model: ModelName
     knowledge: Knowledge
     workers: int
-    drifting: int  # number of workers whose caches drift
-    prompts: int  # prompts that were compared since the start
+    drifting: int  # number of workers whose caches drift (`fleet.router.kv_index.prefix_index`, rule 7)
+    prompts: int  # number of prompts since the start whose predicted and reported cached tokens were compared
     total: CacheComparison  # sums over all comparisons since the start
     recent: CacheComparison  # sums over the latest comparisons of the present workers
 
@@ -118,12 +118,15 @@ class RouterSnapshot(Struct, frozen=True, kw_only=True):
 
 
 class BreakEvenSnapshot(Struct, frozen=True, kw_only=True):
-    """The number of uncached tokens from which a prefill worker should compute the prompt, for one answering worker."""
+    """The number of uncached tokens from which on a prefill worker should compute the prompt for one answering worker.
+
+    The other fields are the measurements from which the number follows.
+    """
 
     worker_id: WorkerId
     requests: int  # requests on the answering worker now
     token_seconds: float  # seconds per prompt token on the answering worker; 0: unknown
-    min_tokens: int | None  # None if too little was measured
+    min_tokens: int | None  # the number of uncached tokens that was learned; None if too little was measured
 
 
 class RemotePrefillSnapshot(Struct, frozen=True, kw_only=True):

@@ -111,13 +111,14 @@ class Reservation(Struct, kw_only=True):
 
     chain: Chain  # block keys of the prompt's full blocks
     prompt_tokens: int
-    prefill_tokens: int  # prompt tokens that are not computed yet
+    prefill_tokens: int  # number of prompt tokens that this worker has to compute; 0 when it has computed them
     own_blocks: int  # blocks of the request in addition to the full blocks of the prompt (rule 2)
     counted_blocks: int  # the part of `own_blocks` that counts for placement (rule 3)
     answer_tokens: int = 0
     expected_tokens: int = 0  # expected number of tokens of the answer; 0: unknown
     since: Nanos
-    tokens_ahead: int  # prefill tokens on the worker when the reservation began, including those of this request
+    # Sum of `prefill_tokens` on the worker when the reservation began, including those of this request.
+    tokens_ahead: int
 
 
 class WorkerReservations:
@@ -159,7 +160,7 @@ class WorkerReservations:
         return self._token_seconds
 
     def keep_in(self, column: Floats) -> None:
-        """Write the sums to this column of the table, now and after each change."""
+        """Write the sums to this column of the worker table, now and after each change of the reservations."""
         self._column = column
         column[TOKEN_SECONDS] = self._token_seconds
         self._note()
@@ -318,7 +319,7 @@ class FirstTokenRate:
         self._kv_blocks = description.kv_blocks
         self._rate = DepartureRate()
         self._full = False
-        self._full_until = Nanos(0)  # instant at which the worker was full for the last time
+        self._full_until = Nanos(0)  # instant at which the worker stopped being full for the last time
         self._unanswered: dict[RequestId, None] = {}
 
     def reserved(self, request_id: RequestId, requests: int, blocks: int, now: Nanos) -> None:
@@ -395,7 +396,7 @@ class RegisteredWorker:
         self.bit = pool.take_bit()
         self.reservations = self._reservations(pool, assumed_for)
         self.first_tokens = FirstTokenRate(description)
-        self.elsewhere = 0  # requests that peer routers have reserved; only `WorkerTable` changes this value
+        self.elsewhere = 0  # number of requests that peer routers have reserved here; only `WorkerTable` changes it
         self.assumed = AssumedCache(pool.assumed, self.bit, description.kv_blocks)
         self.peer_prompts = PeerPrompts(pool.peer_prompts, self.bit)
         self._assumed_for = assumed_for
@@ -419,7 +420,7 @@ class RegisteredWorker:
         """Estimate how many seconds a new request would wait on this worker for its first token.
 
         Args:
-            new_blocks: The blocks of its prompt that no request holds on this worker yet.
+            new_blocks: Number of blocks of the new request's prompt that no request holds on this worker yet.
             now: The present instant.
 
         Returns:
@@ -502,7 +503,7 @@ class BlockSizeGroup(Struct, frozen=True, kw_only=True):
     rows: Rows | None  # rows of these workers in the table; None: all rows
     # For each bit position in the prefix index, the row of the worker; -1: the bit belongs to another holder.
     engines: Rows
-    live: Rows  # the same for each bit position in the radix trees of the table
+    live: Rows  # for each bit position in the radix trees of the table, the row of the worker; -1: the bit is free or of another group
 
 
 class WorkerTable:
@@ -524,7 +525,7 @@ class WorkerTable:
         self.assumed = RadixTree()  # prompts that workers are assumed to have cached
         # Marks of the prompts that peer routers have announced and that are not finished.
         self.peer_prompts = RadixTree()
-        self._bits = 0  # bits that belong to a worker, in all three radix trees
+        self._bits = 0  # mask of the bits that are taken; a worker has the same bit in all three radix trees
         # The reservations of each peer router, by worker.
         self._peer_reservations: Sequence[Mapping[WorkerId, ReservationTotals]] = ()
         self._arrange()
@@ -548,7 +549,7 @@ class WorkerTable:
         self._arrange()
 
     def set_peer_reservations(self, booked: Sequence[Mapping[WorkerId, ReservationTotals]]) -> None:
-        """Replace the reservations of peer routers."""
+        """Replace the reservations of all peer routers by `booked`, which has a mapping for each peer."""
         self._peer_reservations = booked
         self._peer_sums = self._sum_peer_reservations()
 
@@ -583,7 +584,7 @@ class WorkerTable:
         self._arrange()
 
     def describe(self) -> None:
-        """Rebuild the table after a worker's description has changed."""
+        """Rebuild the table, because the description of a worker has changed."""
         self._arrange()
 
     def drain(self, worker_id: WorkerId) -> None:

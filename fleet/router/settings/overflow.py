@@ -22,7 +22,7 @@ class OverflowSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """``https://host`` or ``http://host:port``, with the path before ``/v1`` if there is one."""
 
     hosted_model: str = ""
-    """Name of the model at the endpoint; empty: the name that it has in this cluster."""
+    """Name of the model at the endpoint; empty: the same name as in this cluster."""
 
     api_key_file: str = ""
     """File with the bearer token of the endpoint. It is read for each request, so that a key can be replaced; empty: no token is sent.
@@ -43,7 +43,7 @@ class OverflowSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Price of the endpoint for answers."""
 
     routers: Annotated[int, Meta(ge=1, le=1024)] = 1
-    """Number of routers that do not share a `ledger`. Each of them may spend the limit divided by this number."""
+    """Number of routers that do not share a `ledger`. Each of them may spend `dollars_per_hour` divided by this number."""
 
     ledger: str = ""
     """File in which the router processes of one machine count their spending together. It is kept when they end. Empty: the processes of
@@ -69,10 +69,11 @@ class OverflowSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Tenants whose prompts must not leave the cluster."""
 
     first_byte_seconds: WaitSeconds = 30.0
-    """Maximum wait in seconds for the beginning of an answer. Models that reason take tens of seconds."""
+    """Maximum wait in seconds for the beginning of the endpoint's answer; after it, the request counts as failed at the endpoint. Models that
+    reason take tens of seconds."""
 
     silence_seconds: WaitSeconds = 30.0
-    """Maximum pause in seconds within an answer."""
+    """Maximum time in seconds without a byte within the endpoint's answer; after it, the answer is broken off."""
 
     def __post_init__(self) -> None:
         refuse_credentials("url", self.url, "api_key_file")

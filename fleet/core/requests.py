@@ -275,7 +275,7 @@ class RemoteImage(Struct, frozen=True):
 
 
 class GenerateRequest(Struct, frozen=True, kw_only=True):
-    """Holds one request in the form that a frontend passes on; it was not yet compared with the model's limits."""
+    """Holds one request in the form that a frontend passes on; it is checked against the limits of the model later."""
 
     id: RequestId
     model: ModelName  # name of the model or LoRA adapter; empty for the only served model
@@ -303,7 +303,7 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     expected_tokens: int = 0  # length of the answer that the client expects, in tokens; 0 if the client states none
     pin: str = ""  # id of the only worker that may answer; empty if any may
     labels: tuple[str, ...] = ()  # labels that the worker must have
-    whole: bool = False  # True: the answer is not streamed, so there is at most one `Delta`
+    whole: bool = False  # True: the answer is not streamed, so at most one `Delta` has content
     # True: another branch of the client's request has the same prompt, and the prompt's tokens are charged to that branch alone.
     sibling: bool = False
     tokens: TokenBytes = b""  # tokens of the prompt, if another branch has already computed them; otherwise empty
@@ -527,4 +527,4 @@ class ModelCard(Struct, frozen=True, kw_only=True):
     parsers: AnswerParsers | None = None  # parsers that the workers report; None if no worker reports any
     pooling: PoolingModel | None = None  # None if the model generates tokens
     takes_images: bool = False  # True if at least one worker of the model takes images in prompts
-    limits_reasoning: bool = False  # True if every worker can end the reasoning after a number of tokens
+    limits_reasoning: bool = False  # True if every worker of the model supports `Sampling.thinking_tokens`

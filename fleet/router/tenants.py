@@ -219,7 +219,9 @@ class Tenants:
             )
 
     def admit(self, tenant: str, prompt_tokens: int, now: Nanos) -> RateLimitStatus | None:
-        """Admit a request and take its prompt from the tenant's buckets. Return what is left; None for a tenant without limits.
+        """Admit a request, and take one request and the tokens of its prompt from the tenant's buckets.
+
+        Return what is left in the buckets; None for a tenant without limits.
 
         Raises:
             RequestRejected: RATE_LIMITED, with what is left and the time after which a request can be admitted.

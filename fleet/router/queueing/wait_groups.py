@@ -67,7 +67,7 @@ class WaitGroups:
         self._by_session: dict[SessionKey, set[WaitGroup]] = {}
         self.open = 0  # number of groups that are not blocked
         self.turn = 1  # number of the present turn of `QueueSearch`
-        self.had_turn = 0  # number of groups that were tried in the present turn
+        self.had_turn = 0  # number of groups that were tried in the present turn (`WaitGroup.turn`)
         self.searches = 1
         self.untried = 0  # number of untried groups (rule 3)
 

@@ -36,10 +36,10 @@ def hash_prompt(tokens: TokenBytes, block_tokens: int, salt: bytes) -> tuple[int
 
 # This is an IntEnum, because `advance` looks up stages in a dict at every event, and integers hash fast.
 class RequestStage(IntEnum):
-    QUEUED = auto()  # the request is not on a worker
-    PREFILLING = auto()  # the prompt is placed on a prefill worker or an aggregated worker, and is not computed yet
-    HANDED_OVER = auto()  # the decode worker has been sent the handoff
-    DECODING = auto()  # the answering worker generates tokens
+    QUEUED = auto()  # the request has no attempt: it was not placed yet, or its last attempt has failed
+    PREFILLING = auto()  # the worker that has to compute the prompt was chosen, and has not reported the prompt as computed
+    HANDED_OVER = auto()  # the decode worker was sent the handoff, and has sent no token yet
+    DECODING = auto()  # the worker that answers has sent its first token
 
 
 class RequestTransition(IntEnum):

@@ -205,7 +205,7 @@ class WorkerReservations:
         self._column[BACKLOG_TOKENS] = self.prefill_tokens
 
     def grown(self, request_id: RequestId, tokens: int) -> None:
-        """Add generated tokens to the answer of a request."""
+        """Count further generated tokens of a request, which may need further blocks (rules 2 and 3)."""
         reservation = self._reservations[request_id]
         reservation.answer_tokens = answer = reservation.answer_tokens + tokens
         own = blocks_for(reservation.prompt_tokens + answer, self._block_tokens) - len(reservation.chain.keys)
@@ -577,7 +577,7 @@ class WorkerTable:
         return not usable
 
     def tune(self, settings: RouterSettings) -> None:
-        """Apply changed settings."""
+        """Apply changed settings to the limit of requests of each worker and to the topology."""
         self._settings = settings
         for worker in self.workers.values():
             worker.request_limit = max_requests(worker.description, settings)

@@ -201,8 +201,8 @@ class ChatMessage(Struct, frozen=True, kw_only=True):
     # The texts of a message with images, with None in the place of each image; empty if the message has no images.
     parts: tuple[str | None, ...] = ()
     tool_calls: str = ""  # tool calls of the assistant, a JSON list as in the OpenAI API, or empty
-    tool_call_id: str = ""  # id of the tool call that this message answers
-    name: str = ""  # the name of the speaker or of the tool
+    tool_call_id: str = ""  # id of the tool call whose result this message is; empty for other messages
+    name: str = ""  # the name of the speaker, or of the tool that was called; empty: none was given
 
 
 class ToolChoice(StrEnum):
@@ -353,7 +353,7 @@ class KvOrigin(Struct, frozen=True, kw_only=True):
     source: Source
     origin: str = ""  # id of the store node or worker that gave the blocks; empty for ENGINE and COMPUTED
     blocks: int
-    bytes: int = 0  # number of transferred bytes
+    bytes: int = 0  # number of bytes that were transferred to the worker for these blocks
     tier: str = ""  # tier of the store node in which the blocks were; empty if unknown, or if `source` is not STORE
 
 
@@ -432,7 +432,7 @@ def without_surrogates(text: str) -> str:
 class CallDelta(Struct, frozen=True, kw_only=True):
     """Holds the next part of a tool call; the first part of a call has its id and the name of the function."""
 
-    index: int  # number of the call in the answer, from 0
+    index: int  # number of the tool call in the answer, from 0
     id: str = ""
     name: str = ""
     arguments: str = ""  # next part of the arguments; all parts together are a JSON text
@@ -519,12 +519,12 @@ class AnswerParsers(Struct, frozen=True, kw_only=True):
 
 class ModelCard(Struct, frozen=True, kw_only=True):
     name: ModelName
-    max_model_len: int  # maximum number of tokens of prompt and answer together
+    max_model_len: int  # maximum number of tokens of prompt and answer together, on the worker that allows most
     block_tokens: int
     workers: int
     parent: ModelName = ModelName("")  # base model of a LoRA adapter; empty for a base model itself
     revision: str = ""  # revision of a LoRA adapter; empty for a base model
     parsers: AnswerParsers | None = None  # parsers that the workers report; None if no worker reports any
-    pooling: PoolingModel | None = None  # None if the model generates tokens
+    pooling: PoolingModel | None = None  # what the pooling model computes; None if the model generates tokens
     takes_images: bool = False  # True if at least one worker of the model takes images in prompts
     limits_reasoning: bool = False  # True if every worker of the model supports `Sampling.thinking_tokens`

@@ -199,7 +199,7 @@ class ModelRequests:
         self.model = model
         self.operation = operation
         self.resumed = 0  # number of requests that continued the answer of a broken stream
-        self.outcomes: dict[Labels, int] = {}  # number of ended requests by outcome and placement
+        self.outcomes: dict[Labels, int] = {}  # number of ended requests, by outcome (finish or reason) and placement
         self.first_token = Durations()
         self.token_gaps = Durations(_TOKEN_BOUNDS)
         self.longest_gaps = Durations()

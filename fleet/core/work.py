@@ -59,7 +59,7 @@ class WorkerDescription(Struct, frozen=True, kw_only=True, rename={"tokenizer_di
     block_tokens: int
     max_model_len: int
     kv_blocks: int  # capacity of the engine's KV cache in blocks
-    max_running: int  # maximum number of requests in one batch
+    max_running: int  # maximum number of requests in one batch of the engine
     # Hex digest of the KV namespace (`kvstore.namespace`); workers with equal digests can use each other's blocks.
     fingerprint: str
     kv_paths: tuple[KvPath, ...] = ()
@@ -106,7 +106,7 @@ class ParsingTask(Struct, frozen=True, kw_only=True):
     function: str = ""  # name of the tool for ToolChoice.NAMED
     parallel_calls: bool = True
     template_args: str = ""  # variables of the chat template, as in `ChatPrompt.template_args`
-    stop: tuple[str, ...] = ()  # the answer ends before the first of these strings
+    stop: tuple[str, ...] = ()  # stop strings: the answer ends before the first of these strings that occurs in it
     # Number of tool calls in the conversation before this answer, because some models number their calls.
     earlier_calls: int = 0
 
@@ -126,7 +126,7 @@ class Start(Struct, frozen=True, kw_only=True):
     # Session of the request. When the attempt ends, the worker asks the store to pin the session's blocks for a limited time.
     session: str = ""
     adapter: str = ""  # name of the LoRA adapter to use, which the worker loads if necessary; empty for none
-    parsing: ParsingTask | None = None  # None if the answer is not parsed
+    parsing: ParsingTask | None = None  # None if the worker does not parse the answer
     # Number of tokens at the end of `tokens` that another worker has generated, as the beginning of the answer.
     # The engine counts these tokens as its own; the limits in `sampling` are for the rest of the answer.
     generated_tokens: int = 0
@@ -171,7 +171,7 @@ class Progress(Struct, frozen=True, kw_only=True):
     finish: Finish | None = None
     # KV report, sent with the first tokens, and again with `finish`; the later report replaces the first one.
     kv: KvReport | None = None
-    handoff: Handoff | None = None  # sent with `finish` by a prefill attempt
+    handoff: Handoff | None = None  # only for Phase.PREFILL, sent with `finish`: the data for the decode worker
     # Log probabilities of each prompt token except the first one, sent with the first tokens.
     prompt_logprobs: tuple[Logprobs, ...] = ()
     parsed: ParsedDelta | None = None  # None if the tokens cannot be parsed yet, or if the attempt has no `parsing`
@@ -198,9 +198,9 @@ class PulledBlocks(Struct, frozen=True, kw_only=True):
     If the engine has several ranks, the part of a block that one rank pulls counts as a block.
     """
 
-    verified: int = 0  # blocks whose checksums were right
-    corrupt: int = 0  # blocks whose checksums were wrong; the engine computed these blocks itself
-    unverified: int = 0  # blocks for which the other engine sent no comparable checksums
+    verified: int = 0  # number of blocks whose checksums were right
+    corrupt: int = 0  # number of blocks whose checksums were wrong; the engine computed these blocks itself
+    unverified: int = 0  # number of blocks that were used without a check, because their checksums were not known
 
     def __add__(self, other: "PulledBlocks") -> "PulledBlocks":
         return PulledBlocks(
@@ -216,15 +216,15 @@ NOTHING_PULLED = PulledBlocks()
 class LoadReport(Struct, frozen=True, kw_only=True):
     running: int
     waiting: int
-    kv_blocks_used: int  # number of blocks that running requests use
-    adapters: tuple[str, ...] = ()  # names of the loaded adapters
-    pulled: PulledBlocks = NOTHING_PULLED  # blocks that the engine has pulled since its start
+    kv_blocks_used: int  # number of blocks of the engine's KV cache that running requests use now
+    adapters: tuple[str, ...] = ()  # names of the LoRA adapters that are loaded now
+    pulled: PulledBlocks = NOTHING_PULLED  # blocks that the engine has pulled from other engines since its start
 
 
 class KvStored(Struct, frozen=True, tag=True):
     """KV event: these blocks were stored in the engine's prefix cache."""
 
-    hashes: tuple[bytes, ...]  # block hashes of 16 bytes each
+    hashes: tuple[bytes, ...]  # block hashes of the stored blocks, of 16 bytes each
 
 
 class KvRemoved(Struct, frozen=True, tag=True):
@@ -270,7 +270,7 @@ number of answers takes 20 kB."""
 
 class WantedAnswer(Struct, frozen=True):
     key: int  # `Start.answer_key` of the latest attempt whose tokens the client has
-    tokens: int  # number of the answer's first tokens that are wanted
+    tokens: int  # number of tokens that are wanted, from the first token of the answer on
 
 
 class AnswersWanted(Struct, frozen=True, kw_only=True):

@@ -207,7 +207,7 @@ class PeerRouters:
         self.links: dict[str, _PeerConnection] = {}  # the open connections that this router has dialled, by address
         self._prompts, self._sessions = router.prompts, router.sessions
         self._timer: asyncio.TimerHandle | None = None  # sends the changes (rule 3); None: no changes wait to be sent
-        self._is_urgent = False  # True if the timer was set to `SEND_SECONDS`
+        self._is_urgent = False  # True if the timer was set to `SEND_SECONDS`, so that no change can bring it forward
         self._few_changes = 0  # the highest number of changes that count as few (`FEW_CHANGES`)
         # Number of times that something was taken from a tenant's limits since the usage was last sent.
         self._usage_changes = 0
@@ -335,7 +335,7 @@ class PeerRouters:
             case "settled":
                 answer.settled.SetInParent()
             case None:
-                """Ignore questions of later versions."""
+                """Ignore kinds of queries that only later versions know; the answer then has no content."""
         return answer
 
     async def _ask(self, links: "list[_PeerConnection]", question: pb.ReplicaQuestion) -> list[pb.ReplicaAnswer]:
@@ -547,7 +547,7 @@ class PeerRouters:
         return [encode_left(left)] if left else []
 
     def took_elsewhere(self, taken: Mapping[str, TenantUsageDelta]) -> None:
-        """Count the usage that tenants had at another router."""
+        """Subtract the usage that tenants had at another router from their limits here."""
         if self._limits is not None:
             now = self._limits.clock.now()
             for name, each in taken.items():

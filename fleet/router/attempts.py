@@ -65,7 +65,7 @@ class Attempts:
 
     @property
     def waiting(self) -> int:
-        """The number of prompts in prefill queues."""
+        """The number of prompts in the prefill queues of all workers."""
         return len(self._queues)
 
     def is_waiting(self, live: LiveRequest) -> bool:
@@ -334,7 +334,7 @@ class PrefillQueues:
         return None
 
     def _no_longer(self, prompt: _QueuedPrompt, request_id: RequestId) -> None:
-        """Remove a prompt from its queue."""
+        """Remove a prompt from the prefill queue in which it waits."""
         held = self._held[prompt.worker_id]
         held.discard(prompt.rank, prompt.seq, request_id)
         if not len(held):

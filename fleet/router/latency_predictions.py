@@ -81,7 +81,7 @@ class PredictionKind(StrEnum):
     """The quantity that is predicted. All predictions are in seconds."""
 
     TTFT = "ttft"  # from sending a prompt until its first token comes
-    ITL = "itl"  # from one token to the next
+    ITL = "itl"  # from one token of an answer to the next one
 
 
 class LatencyDriftAlarm(Struct, frozen=True, kw_only=True):
@@ -104,7 +104,7 @@ class PredictionAccuracy(Struct, frozen=True, kw_only=True):
     kind: PredictionKind
     predictions: int
     close: float  # share of predictions that are close (`CLOSE`)
-    error: float  # median of the relative errors
+    error: float  # median of the absolute relative errors
     profile_close: float  # as `close`, but for predictions by the profile alone
     profile_error: float
     factor: float  # learned correction: seconds = added_ms / 1000 + factor x seconds by the profile
@@ -204,7 +204,7 @@ class _PredictedPrompt(Struct):
     sent: Nanos
     queued: bool  # True if the worker had other prompts to compute when this one was sent
     finds_room: bool
-    profile: float  # seconds for this prompt alone, predicted by the profile
+    profile: float  # predicted seconds of this prompt's prefill steps, by the profile alone
     expected: float  # predicted seconds from sending this prompt to its first token, with the correction
     expected_by_profile: float
 

@@ -50,7 +50,7 @@ class KvPathsChanged(Struct, frozen=True, kw_only=True):
 
 
 class WorkerResumed(Struct, frozen=True, kw_only=True):
-    """Event: a draining worker takes requests again."""
+    """Event: a worker that was draining does not drain any more, and takes requests again."""
 
     worker_id: WorkerId
 
@@ -151,7 +151,7 @@ class SessionsBound(Struct, frozen=True, kw_only=True):
     """
 
     bindings: tuple[SessionBinding, ...] = ()
-    clock: int = 0  # Unix time in nanoseconds; 0: not reported
+    clock: int = 0  # Unix time of a router in nanoseconds; 0: none was stated
 
 
 PeerEvent = PeerReserved | PeerPlaced | PeerLeft | SessionsBound
@@ -196,8 +196,8 @@ class Arrived(Struct, frozen=True, kw_only=True, rename={"external": "second_han
     placement: Placement = Placement.AUTO
     kv_path: KvPath | None = None
     pin: WorkerId | None = None  # the only worker that the client lets answer; None: any worker may answer
-    labels: tuple[str, ...] = ()  # labels that the worker must have
-    among: tuple[WorkerId, ...] | None = None  # the only workers that may be chosen; None: all
+    labels: tuple[str, ...] = ()  # labels that the worker that answers must have
+    among: tuple[WorkerId, ...] | None = None  # the only workers that may answer; None: all may
     # The LoRA adapter to use; `salt` then separates its blocks from those of the base model.
     adapter: LoraAdapter | None = None
     expected_tokens: int = 0  # length of the answer that the client expects; 0: unknown

@@ -33,7 +33,7 @@ Rows = NDArray[np.intp]
 # Rows of the candidate table that are kept between requests.
 BACKLOG_TOKENS = 0  # number of prompt tokens that are reserved on the worker and not computed yet
 ACTIVE_BLOCKS = 1  # unique blocks of live requests on the worker; an answer near its expected end counts less
-REQUESTS = 2  # requests that are reserved on the worker
+REQUESTS = 2  # number of requests that are reserved on the worker
 BOOKED = 3  # number of the rows above; every reservation changes them, and peer routers report their own sums for them
 LIMIT = 3  # the maximum number of requests that may be reserved on the worker
 MAX_RUNNING = 4  # the maximum number of requests in one batch of the engine
@@ -45,10 +45,10 @@ TOKEN_SECONDS = 9  # recent seconds per prompt token, including the wait for oth
 # Rows of the candidate table that are computed anew for each request.
 LIVE_BLOCKS = 10  # number of leading blocks of the prompt that live requests on the worker hold or will soon compute
 NEW_BLOCKS = 11  # number of blocks of the prompt that no live request on the worker holds or will soon compute
-ENGINE_BLOCKS = 12  # leading blocks of the prompt in the engine's cache
-COMING_BLOCKS = 13  # leading blocks after ENGINE_BLOCKS that live requests on the worker hold or will soon compute
-STORE_BLOCKS = 14  # leading blocks after ENGINE_BLOCKS and COMING_BLOCKS that are in the memory of the worker's store
-# Leading blocks after ENGINE_BLOCKS, COMING_BLOCKS and STORE_BLOCKS that are in a slower tier of the store.
+ENGINE_BLOCKS = 12  # number of leading blocks of the prompt in the engine's prefix cache
+COMING_BLOCKS = 13  # number of the next blocks, after these, that live requests on the worker hold or will soon compute
+STORE_BLOCKS = 14  # number of the next blocks, after those of the two rows above, in the memory of the worker's store
+# Number of the next blocks, after those of the three rows above, that are in a slower tier of the worker's store.
 BELOW_BLOCKS = 15
 CONVERSION = 16  # cost of converting all blocks that come from the store, in blocks of prefill; 0: nothing to convert
 QUANTITIES = 17
@@ -61,7 +61,7 @@ class RandomSource(Protocol):
 
 
 class PlacementRequest(Struct, frozen=True, kw_only=True, gc=False):
-    """The properties of one request that placement uses."""
+    """The properties of one request that placement uses; the values are those at the instant `now`."""
 
     prompt_tokens: int
     answer_tokens: int = 1  # the maximum number of tokens that the answer may have
@@ -108,7 +108,7 @@ class Candidates(Struct, frozen=True, eq=False):
     )
     # False if it is certain that no worker and no store holds the beginning of the prompt, or will soon hold it.
     warm: bool = True
-    even: bool = False  # True if the speeds of all workers are 1
+    even: bool = False  # True if the speeds of prefill and decoding are 1 for all workers of the model
 
     def __len__(self) -> int:
         count: int = self.columns.shape[1]

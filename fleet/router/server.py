@@ -76,7 +76,7 @@ class RequestStream:
     def __init__(self, arrived: Arrived, server: "RouterServer"):
         self._arrived = arrived
         self._server = server
-        self.kv: tuple[KvPhase, ...] = ()  # KV reports of all attempts so far
+        self.kv: tuple[KvPhase, ...] = ()  # the latest KV report of each attempt of the request so far
         self.cached_tokens = 0  # number of prompt tokens that no attempt so far has computed
         self._answer_key = arrived.answer_key
         self._waiting: deque[Progress | StartedOver | AnswerKeyChanged | Complete | RequestRejected] = deque()

@@ -103,7 +103,7 @@ class TenantUsageDelta(Struct, frozen=True, kw_only=True):
 class TenantUsage(Struct, kw_only=True):
     """The usage of a tenant on this router since the start of the router, for accounting."""
 
-    requests: int = 0  # number of admitted requests
+    requests: int = 0  # number of requests that were admitted
     prompt_tokens: int = 0
     answer_tokens: int = 0
 
@@ -414,7 +414,7 @@ def _exceeds_share(bucket: TokenBucket | None, unconfirmed: float, more: float, 
     Return False if the peers have confirmed everything, or if the request is rejected in any case.
     """
     if bucket is None or not unconfirmed or (level := bucket.level(now)) < 1:
-        return False  # with less than one left, the request is rejected
+        return False  # nothing is unconfirmed, there is no such limit, or the request is rejected, because less than one is left
     return unconfirmed + more > max(1.0, (level + unconfirmed) / routers)
 
 

@@ -43,7 +43,7 @@ class ChainHolder:
 
 
 class Chain(Struct, eq=False):
-    """One chain of a holder; `RadixTree.add` makes it."""
+    """One prompt of a holder as a sequence of block keys (rule 1); `RadixTree.add` makes it."""
 
     holder: ChainHolder
     keys: Keys
@@ -55,9 +55,9 @@ class RadixNode(Struct, eq=False):
     """Consecutive blocks that belong to the same chains (rule 2)."""
 
     parent: "RadixNode | None"  # the node before this one; None: this node begins with the first block
-    start: int  # number of blocks before this node
-    keys: Keys  # block keys of this node
-    mask: int  # bits of the holders of these blocks
+    start: int  # number of blocks before this node on its path
+    keys: Keys  # block keys of the node's own blocks, in order
+    mask: int  # bits of the holders whose chains contain these blocks
     chain: Chain | None  # the chain for which the node was made; None: that chain does not end here, or was removed
     # For each holder, the number of its chains that end here, plus the number of child nodes with chains of this holder; None: only `chain`
     # ends here.

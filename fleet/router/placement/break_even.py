@@ -33,7 +33,7 @@ class PrefillBreakEven:
 
     @property
     def measured(self) -> bool:
-        """True if enough handoffs were measured."""
+        """True if at least `MIN_SAMPLES` handoffs were measured, so that a number can be learned (rule 3)."""
         return self.samples >= MIN_SAMPLES
 
     def handed_over(self, taken: Nanos) -> None:

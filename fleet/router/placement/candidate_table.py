@@ -53,8 +53,8 @@ class PrefillPartners(Struct, frozen=True):
 class WorkerSizes(Struct, frozen=True):
     """The different sizes of a group of workers, in tokens and in ascending order."""
 
-    lengths: tuple[int, ...] = ()  # the different maximum context lengths
-    capacities: tuple[int, ...] = ()  # the different capacities of the KV caches
+    lengths: tuple[int, ...] = ()  # the different maximum lengths of prompt and answer together
+    capacities: tuple[int, ...] = ()  # the different capacities of the engines' KV caches
 
     def reach(self, prompt_tokens: int, whole_tokens: int) -> tuple[int, int, int]:
         """Return a value that is equal for requests that fit on the same workers.
@@ -200,7 +200,7 @@ class ServingWorkers(Struct, frozen=True):
     draining: Flags
     able: Flags  # workers that do not drain, whatever their role
     answering: Flags  # the workers in `able` that decode
-    rows: Rows  # rows of the workers in `answering`
+    rows: Rows  # rows of the workers whose flag in `answering` is True
 
     @classmethod
     def of(cls, topology: PoolTopology, draining: Flags) -> "ServingWorkers":

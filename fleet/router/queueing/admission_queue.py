@@ -386,7 +386,7 @@ class QueueSearch:
         self._number = groups.searches
         self._has_room = has_room
         self._most = inf if most is None else most
-        self._tries = 0  # number of tries that have failed
+        self._tries = 0  # number of tries in this search that have failed, without the first tries of untried groups
         # How many more untried groups may be tried in addition to the tries that may fail.
         self._first = MAX_FIRST_TRIES if most is not None else 0
         # Number of groups that were rejected in this search and are not blocked, because the workers that they wait for are not known.
@@ -478,7 +478,7 @@ class AdmissionQueue:
         return queue
 
     def changed(self, model: ModelName, worker_id: WorkerId) -> None:
-        """Record that a worker may have room again."""
+        """Record that a worker may have room again, so that the wait groups that wait for it are tried."""
         if (queue := self.queues.get(model)) is not None and queue.groups.blockages:
             queue.groups.changed(worker_id)
 

@@ -37,10 +37,10 @@ class OverflowSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     endpoint reports no usage, nothing is credited."""
 
     dollars_per_million_prompt_tokens: Dollars
-    """Price of the endpoint for prompts. Cached tokens count in full, so the endpoint's bill may be lower."""
+    """Price of the endpoint for prompts, in dollars per million tokens. Cached tokens count in full, so the real bill may be lower."""
 
     dollars_per_million_answer_tokens: Dollars
-    """Price of the endpoint for answers."""
+    """Price of the endpoint for answers, in dollars per million tokens."""
 
     routers: Annotated[int, Meta(ge=1, le=1024)] = 1
     """Number of routers that do not share a `ledger`. Each of them may spend `dollars_per_hour` divided by this number."""

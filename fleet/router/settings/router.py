@@ -45,7 +45,7 @@ class ProfileSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """The hardware, model and engine of one kind of worker."""
 
     model: Annotated[str, Meta(min_length=1)]
-    """Folder with a Hugging Face config.json, or that file."""
+    """Folder of the model with its Hugging Face config.json, or the path of that file."""
 
     gpu: Annotated[str, Meta(min_length=1)]
     """Short name of the GPU, as listed by `fleet hardware list`."""
@@ -54,16 +54,16 @@ class ProfileSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """The engine of the workers. The predicted step times use the efficiencies that were measured with this engine."""
 
     tp: Degree = 1
-    """Tensor parallelism, in GPUs."""
+    """Tensor parallelism: number of GPUs that split the attention heads and the dense layers among them."""
 
     pp: Degree = 1
-    """Pipeline parallelism, in GPUs."""
+    """Pipeline parallelism: number of stages into which the layers are divided."""
 
     dp: Degree = 1
-    """Data parallelism of the attention, in GPUs."""
+    """Data parallelism of the attention: number of groups of `tp` GPUs that compute the attention of different requests."""
 
     ep: Degree = 1
-    """Expert parallelism, in GPUs."""
+    """Expert parallelism: 1 (each GPU has a slice of every expert), or `tp` times `dp` (each GPU has whole experts)."""
 
     step_tokens: Annotated[int, Meta(ge=1, le=1 << 31)] = 8192
     """Maximum number of prompt tokens that the engine computes in one step."""
@@ -102,7 +102,7 @@ class OpenAiWorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """A server that speaks the OpenAI API and knows nothing of Fleet, such as vLLM, llama.cpp or a hosted service."""
 
     worker_id: Annotated[str, Meta(min_length=1)]
-    """The server's name in metrics and explanations."""
+    """The name of the server in metrics, logs and explanations; each server needs a name of its own."""
 
     url: str
     """``http://host:port`` or ``https://host``, with the path before ``/v1`` if there is one."""
@@ -302,7 +302,7 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
     """host:port of the OpenAI API, health and metrics; port 0 takes a free one."""
 
     http: HttpSettings = HttpSettings()
-    """Limits of the HTTP frontend."""
+    """Limits of connections and requests at `http_listen`."""
 
     health_listen: str = ""
     """host:port of a separate listener for probes and metrics (``/health``, ``/live``, ``/metrics``). It has limits of its own, so that any
@@ -370,7 +370,7 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
     (with `certificate` and `key` of this router). With `insecure`, callers need none; use it only on networks where everybody is trusted."""
 
     selection: SelectionSettings = SelectionSettings()
-    """Limits for callers of `fleet.v1.Selection`."""
+    """Limits for callers of the gRPC service `fleet.v1.Selection` at `control_listen`."""
 
     discovery: Discovery | None = None
     """Directory in which the router finds workers, besides the workers that register at its control port; absent: none."""

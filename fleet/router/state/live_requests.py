@@ -37,7 +37,7 @@ def hash_prompt(tokens: TokenBytes, block_tokens: int, salt: bytes) -> tuple[int
 # This is an IntEnum, because `advance` looks up stages in a dict at every event, and integers hash fast.
 class RequestStage(IntEnum):
     QUEUED = auto()  # the request has no attempt: it was not placed yet, or its last attempt has failed
-    PREFILLING = auto()  # the worker that has to compute the prompt was chosen, and has not reported the prompt as computed
+    PREFILLING = auto()  # the worker that has to compute the prompt was chosen, and has not computed the prompt yet
     HANDED_OVER = auto()  # the decode worker was sent the handoff, and has sent no token yet
     DECODING = auto()  # the worker that answers has sent its first token
 
@@ -120,7 +120,7 @@ class LiveRequest(Struct):
     # only counted (`Arrived.only_end`).
     sent: list[int] = []
     fingerprint: str = ""  # fingerprint of the worker that sent the first token in `sent`; empty: no token, or unknown
-    kv: tuple[KvPhase, ...] = ()  # KV reports of all attempts so far
+    kv: tuple[KvPhase, ...] = ()  # the latest KV report of each attempt so far, in the order of the first reports
     cached_tokens: int = 0  # number of the prompt's tokens that were cached; also 0 while no worker has reported
     kv_reports: dict[RequestId, KvPhase] = {}  # the latest KV report of each attempt, by the attempt's id
     chains: dict[int, tuple[int, ...]] = {}  # block keys of `prompt`, by block size; computed when `keys` is called

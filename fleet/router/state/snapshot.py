@@ -17,8 +17,8 @@ class RouterCounters(Struct, kw_only=True):
     completed: int = 0
     cancelled: int = 0
     refused: dict[Reason, int] = {}
-    aggregated: int = 0  # decisions that chose one worker
-    disaggregated: int = 0  # decisions that chose a pair
+    aggregated: int = 0  # number of decisions that chose one worker for prompt and answer
+    disaggregated: int = 0  # number of decisions that chose a pair
     placements: dict[PlacementReason, int] = {}
     # Requests that no worker could serve, by cause; they are also in `refused`.
     impossible: dict[RejectionCause, int] = {}
@@ -76,7 +76,7 @@ class WorkerSnapshot(Struct, frozen=True, kw_only=True):
     booked_blocks: int
     booked_prefill_tokens: int
     protocol: int = 0  # protocol version between this worker and the router; 0: the worker is not one of Fleet's
-    product: str = ""  # version of Fleet that the worker runs; empty: unknown
+    product: str = ""  # version of Fleet that the worker runs; empty: unknown, or the worker is not one of Fleet's
     pulled: PulledBlocks = NOTHING_PULLED
 
 
@@ -90,7 +90,7 @@ class StoreSnapshot(Struct, frozen=True, kw_only=True):
     store_id: StoreId
     fingerprint: str
     tier: str
-    blocks: int  # blocks of this tier in the prefix index
+    blocks: int  # number of blocks of this tier that the prefix index has
 
 
 class KnowledgeSnapshot(Struct, frozen=True, kw_only=True):
@@ -101,8 +101,8 @@ class KnowledgeSnapshot(Struct, frozen=True, kw_only=True):
     workers: int
     drifting: int  # number of workers whose caches drift (`fleet.router.kv_index.prefix_index`, rule 7)
     prompts: int  # number of prompts since the start whose predicted and reported cached tokens were compared
-    total: CacheComparison  # sums over all comparisons since the start
-    recent: CacheComparison  # sums over the latest comparisons of the present workers
+    total: CacheComparison  # sums over the comparisons of all these prompts
+    recent: CacheComparison  # sums over the latest comparisons of each worker that is present now
 
 
 class RouterSnapshot(Struct, frozen=True, kw_only=True):
@@ -124,7 +124,7 @@ class BreakEvenSnapshot(Struct, frozen=True, kw_only=True):
     """
 
     worker_id: WorkerId
-    requests: int  # requests on the answering worker now
+    requests: int  # number of requests that are reserved on the answering worker now
     token_seconds: float  # seconds per prompt token on the answering worker; 0: unknown
     min_tokens: int | None  # the number of uncached tokens that was learned; None if too little was measured
 

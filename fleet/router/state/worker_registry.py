@@ -45,7 +45,7 @@ class WorkerRegistry:
         self._settings = settings
         self.workers: dict[WorkerId, RegisteredWorker] = {}  # other objects read this dict, but must not change it
         self.tables: dict[ModelName, WorkerTable] = {}
-        self._stores: dict[StoreNamespace, list[str]] = {}  # for each store namespace, the tiers that hold blocks
+        self._stores: dict[StoreNamespace, list[str]] = {}  # for each store namespace, the tiers known to hold blocks
         # the reservations of each peer router, by worker
         self._by_peer: dict[str, Mapping[WorkerId, ReservationTotals]] = {}
         self._cards: tuple[ModelCard, ...] | None = (

@@ -112,10 +112,10 @@ class Reservation(Struct, kw_only=True):
     chain: Chain  # block keys of the prompt's full blocks
     prompt_tokens: int
     prefill_tokens: int  # number of prompt tokens that this worker has to compute; 0 when it has computed them
-    own_blocks: int  # blocks of the request in addition to the full blocks of the prompt (rule 2)
+    own_blocks: int  # number of blocks of the request besides the full blocks of the prompt (rule 2)
     counted_blocks: int  # the part of `own_blocks` that counts for placement (rule 3)
     answer_tokens: int = 0
-    expected_tokens: int = 0  # expected number of tokens of the answer; 0: unknown
+    expected_tokens: int = 0  # number of answer tokens that the client expects of this worker; 0: unknown
     since: Nanos
     # Sum of `prefill_tokens` on the worker when the reservation began, including those of this request.
     tokens_ahead: int
@@ -401,7 +401,7 @@ class RegisteredWorker:
         self.peer_prompts = PeerPrompts(pool.peer_prompts, self.bit)
         self._assumed_for = assumed_for
         self._prompts = pool.prompts
-        self.adapters_reserved: dict[str, int] = {}  # number of reserved requests by LoRA adapter
+        self.adapters_reserved: dict[str, int] = {}  # number of reserved requests by the name of their LoRA adapter
 
     def reserve_adapter(self, name: str) -> None:
         self.adapters_reserved[name] = self.adapters_reserved.get(name, 0) + 1
@@ -531,7 +531,7 @@ class WorkerTable:
         self._arrange()
 
     def take_bit(self) -> int:
-        """Take a free bit for a worker that joins."""
+        """Reserve a bit for a worker that joins; it stands for the worker in the masks of the radix trees."""
         bit = ~self._bits & (self._bits + 1)
         self._bits |= bit
         return bit

@@ -49,13 +49,13 @@ class CachedPrefix:
 
 
 class WindowRequest(Struct, frozen=True, kw_only=True):
-    """One request in the window."""
+    """One request in the window, with what it adds to the sums of its worker and prefix."""
 
     at: Nanos
     worker_id: WorkerId
     key: int  # block key of the prompt's first block; 0: there is none
-    prefill: float  # seconds of prefill
-    decode: float  # seconds of decoding
+    prefill: float  # estimated seconds of prefill on the worker
+    decode: float  # estimated seconds of decoding on the worker
     waited: float  # prompt tokens that the worker had to compute before the first token of this request
     tokens: WindowTokens  # the object whose sums include `waited`
 
@@ -67,12 +67,12 @@ class WorkerWindow:
 
     def __init__(self) -> None:
         self.requests = 0
-        self.prefill = 0.0  # seconds of prefill of all requests
-        self.decode = 0.0  # seconds of decoding of all requests
+        self.prefill = 0.0  # estimated seconds of prefill of all requests of the worker in the window
+        self.decode = 0.0  # estimated seconds of decoding of all these requests
         self.prefixes: dict[int, CachedPrefix] = {}  # the prefixes by the key of their first block
         # Number of tokens of each node, by the key of its first block. A node that no other prompt can share has a negative key.
         self.nodes: dict[int, float] = {}
-        self.held = 0.0  # tokens of all nodes together
+        self.held = 0.0  # number of tokens of all `nodes` together
 
     @property
     def seconds(self) -> float:

@@ -109,7 +109,8 @@ FULL_STATE_SECONDS = 0.5
 SILENCE_SECONDS = 2.0
 # if a timer fires this many seconds late, this process itself stood still, and no peer counts as silent
 LATE_SECONDS = 0.5
-DIAL_SECONDS = 1.0  # time limit for a connection attempt, and maximum pause between two attempts
+# Time limit for a connection attempt without proofs (with proofs: `PROVE_SECONDS`), and maximum pause between two attempts.
+DIAL_SECONDS = 1.0
 # pause in seconds after the first failed attempt; short, because processes of one host start at the same time
 FIRST_PAUSE_SECONDS = 0.05
 # time limit in seconds for the answers of peers about limits (rule 11); processes without load answer in 1 % of it

@@ -126,7 +126,7 @@ class Attempts:
             out.append(CancelAttempt(worker_id=live.attempt.worker_id, request_id=live.attempt.id))
 
     def end(self, live: LiveRequest) -> None:
-        """End the attempt of a request. Do nothing if the request has no attempt."""
+        """Forget the attempt of a request, without a message to its worker. Do nothing if the request has no attempt."""
         if live.attempt is not None:
             if self._queues.leave(live.id) and live.attempt.worker_id in self._rates:
                 self._note_idle(live.attempt.worker_id)
@@ -237,7 +237,7 @@ class PrefillQueues:
         self._waiting = 0
 
     def __len__(self) -> int:
-        """Return the number of waiting prompts."""
+        """Return the number of prompts that wait in the prefill queues."""
         return self._waiting
 
     def enter(self, request_id: RequestId, worker_id: WorkerId, tokens: int) -> bool:

@@ -72,7 +72,7 @@ class WorkerProfile(Struct, frozen=True, kw_only=True):
 
 
 class DecisionSource(Protocol):
-    """Port to the router machine: returns the decision for a request."""
+    """Port to the router machine: returns the decision for a live request; None if there is none."""
 
     def decision(self, request_id: RequestId, /) -> Decision | None: ...
 
@@ -212,7 +212,7 @@ class _PredictedPrompt(Struct):
 class _PredictedStream(Struct):
     """An answer that a worker is generating."""
 
-    context: int  # tokens of the answer and its prompt in the KV cache
+    context: int  # number of tokens of the prompt and of the answer so far, which are in the KV cache
     last_tokens_at: Nanos  # instant of the last report with tokens of the answer
 
 

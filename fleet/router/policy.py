@@ -73,7 +73,7 @@ class PlacementRequest(Struct, frozen=True, kw_only=True, gc=False):
     pin: WorkerId | None = None  # the only worker that the client lets answer; None: any worker may answer
     labels: tuple[str, ...] = ()  # labels that the worker must have
     among: tuple[WorkerId, ...] | None = None  # the only workers that may be chosen; None: all
-    adapter: LoraAdapter | None = None  # the LoRA adapter that the worker must have or be able to load
+    adapter: LoraAdapter | None = None  # LoRA adapter that the worker must have or be able to load; None: none is used
     form: bool = False  # True if the worker must support structured output
     needs: tuple[str, ...] = ()  # the fields of `fleet.core.requests.ENGINE_FIELDS` that the worker must support
     fingerprint: str = (
@@ -198,7 +198,7 @@ class Candidates(Struct, frozen=True, eq=False):
         return Candidates(self.everybody, self.columns.copy(), rows=self.rows, warm=self.warm, even=self.even)
 
     def only(self, rows: Rows) -> "Candidates":
-        """Return the candidates at these positions among the present ones, in this order."""
+        """Return those of these candidates that are at the positions `rows`, in this order."""
         among = rows if self.rows is None else self.rows[rows]
         columns = self.columns.take(rows, axis=1)
         return Candidates(self.everybody, columns, rows=among, warm=self.warm, even=self.even)

@@ -74,7 +74,7 @@ class RouterStatistics:
         self.counters = CountersByModel()
         self.late_messages = 0
         self._most_explained = explained_requests
-        # an `OrderedDict`, because it finds and removes its first key fast
+        # the decisions of the latest requests (rule 1), in an `OrderedDict`, because it finds and removes its first key fast
         self._explained: OrderedDict[RequestId, tuple[Decision, ...]] = OrderedDict()
         self._compared: dict[tuple[ModelName, Knowledge], _ComparedPrompts] = {}
 
@@ -83,7 +83,7 @@ class RouterStatistics:
         self._explained.pop(request_id, None)
 
     def placed(self, live: LiveRequest, decision: Decision, policy: PlacementPolicy) -> None:
-        """Count a decision, and keep it for explanations. `policy` is the configured policy."""
+        """Count a decision, and keep it for explanations. If another policy than `policy`, the configured one, decided, count that too."""
         counters, why = self.counters[live.arrived.model], decision.why
         placements = counters.placements
         placements[why] = placements.get(why, 0) + 1

@@ -108,7 +108,7 @@ class AssumedCache:
         self._chains.remove(chain)
 
     def chains(self) -> list[Chain]:
-        """Return the chains of all prompts."""
+        """Return the chains of all assumed prompts, for the check of the radix tree."""
         return list(self._sent.values())
 
     def check(self) -> None:

@@ -150,7 +150,7 @@ class PeerPrompts:
         self._announced_chains.clear()
 
     def chains(self) -> list[Chain]:
-        """Return the chains of all prompts."""
+        """Return the chains of all announced prompts, for the check of the radix tree."""
         return list(self._announced_chains.values())
 
 

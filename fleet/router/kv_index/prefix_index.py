@@ -126,7 +126,7 @@ class PrefixIndex:
         self.overflowed = 0
 
     def __len__(self) -> int:
-        """Return the number of distinct blocks."""
+        """Return the number of distinct blocks that the holders together are believed to hold."""
         return len(self._masks)
 
     def __contains__(self, holder: Holder) -> bool:

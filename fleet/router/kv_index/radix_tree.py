@@ -77,7 +77,7 @@ class RadixTree:
         self._blocks = 0
 
     def __len__(self) -> int:
-        """Return the number of distinct blocks."""
+        """Return the number of distinct blocks in all chains of the tree."""
         return self._blocks
 
     def add(self, holder: ChainHolder, keys: Keys) -> Chain:

@@ -116,7 +116,7 @@ class PoolTopology:
         return flags
 
     def obeying(self, needs: tuple[str, ...]) -> Flags:
-        """Return a flag for each worker: True if it supports all these sampling fields."""
+        """Return a flag for each worker: True if it supports everything in `needs` (`PlacementRequest.needs`)."""
         if (flags := self._obeying.get(needs)) is None:
             able = [set(needs) <= set(each.sampling_fields) for each in self.descriptions]
             flags = self._obeying[needs] = np.array(able, dtype=np.bool_)
@@ -276,7 +276,7 @@ class IneligibleReason(StrEnum):
     OTHER_SESSION = "other_session"  # the session is bound to another worker
     DRAINING = "draining"
     FAILED_BEFORE = "failed_before"  # an earlier attempt of this request on the worker has failed
-    TOO_SMALL = "too_small"  # the request does not fit into the worker's context or KV cache
+    TOO_SMALL = "too_small"  # the worker's context is too short for the request, or its KV cache is too small
     AT_LIMIT = "at_limit"
     NO_PAIR = "no_pair"  # the client demanded a pair, and no prefill worker pairs with this worker
 

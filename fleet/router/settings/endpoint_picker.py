@@ -40,14 +40,14 @@ class PickerLease(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """
 
     name: Annotated[str, Meta(min_length=1, max_length=63)]
-    """The name of the Lease, which all pickers that share it have in common."""
+    """The name of the Lease; all pickers among which it chooses have the same name here."""
 
     identity: Annotated[str, Meta(min_length=1, max_length=253)]
     """The identity of this picker among the pickers that share the Lease; use the name of its pod. Two routers must not have the same
     identity, but all processes of one router have the same, because they tell each other their reservations."""
 
     namespace: str = ""
-    """The namespace of the Lease; empty: that of the pod."""
+    """The namespace of the Lease; empty: the namespace of the pod."""
 
     kubeconfig: str = ""
     """The kubeconfig file for the API server; empty: the pod's service account."""

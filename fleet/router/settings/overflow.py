@@ -19,7 +19,7 @@ class OverflowSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """
 
     url: Annotated[str, Meta(min_length=1)]
-    """``https://host`` or ``http://host:port``, with the path before ``/v1`` if there is one."""
+    """URL of the endpoint: ``https://host`` or ``http://host:port``, with the path before ``/v1`` if there is one."""
 
     hosted_model: str = ""
     """Name of the model at the endpoint; empty: the same name as in this cluster."""

@@ -105,7 +105,7 @@ class OpenAiWorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """The name of the server in metrics, logs and explanations; each server needs a name of its own."""
 
     url: str
-    """``http://host:port`` or ``https://host``, with the path before ``/v1`` if there is one."""
+    """URL of the server: ``http://host:port`` or ``https://host``, with the path before ``/v1`` if there is one."""
 
     model: Annotated[str, Meta(min_length=1)]
     """The model name that clients send, and under which the server knows the model."""
@@ -209,12 +209,12 @@ class OpenAiWorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def compared_tokens(self) -> int:
-        """The number of tokens of the pieces in which prompts are compared for this server."""
+        """The number of tokens in each of the pieces in which prompts are compared with the server's cache."""
         return self.block_tokens if self.kv_events else max(self.block_tokens, COMPARED_TOKENS)
 
     @property
     def compared_blocks(self) -> int:
-        """The capacity of the server's cache in pieces of `compared_tokens`."""
+        """The capacity of the server's cache, as a number of pieces of `compared_tokens` tokens."""
         return self.kv_blocks * self.block_tokens // self.compared_tokens
 
 
@@ -236,7 +236,7 @@ class AccessRecordSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Access records: a file with a JSON object for each request. The file is renamed when it is full."""
 
     path: str = ""
-    """The file. Processes of one router may share it. Empty: there are no records."""
+    """Path of the file with the records. Processes of one router may share it. Empty: there are no records."""
 
     max_mib: Annotated[int, Meta(ge=1, le=1 << 20)] = 100
     """Size in MiB at which the file is renamed to `.1`. A record has about 700 bytes without content."""

@@ -90,7 +90,7 @@ class Attempt(Struct, frozen=True, kw_only=True):
 
 
 def attempt_id(request_id: RequestId, number: int) -> RequestId:
-    """Return the id of the attempt with this number of a request."""
+    """Return the id of an attempt: the id of its request, followed by the attempt's number in this router."""
     return RequestId(f"{request_id}#{number}")
 
 

@@ -22,14 +22,14 @@ class RouterCounters(Struct, kw_only=True):
     placements: dict[PlacementReason, int] = {}
     # Requests that no worker could serve, by cause; they are also in `refused`.
     impossible: dict[RejectionCause, int] = {}
-    policy_fallbacks: int = 0  # decisions that the default policy made because the configured policy failed
-    retried: int = 0  # attempts that failed, and after which the router tried to place the request again
-    # decisions that chose one worker, because an attempt of the request had failed on each of the remaining prefill workers
+    policy_fallbacks: int = 0  # number of choices that the default policy made because the configured policy failed
+    retried: int = 0  # number of failed attempts after which the router tried to place the request again
+    # number of decisions that chose one worker, because an attempt of the request had failed on each remaining prefill worker
     fallbacks: int = 0
-    continued: int = 0  # decisions for requests whose answer another worker or router had begun
+    continued: int = 0  # number of decisions for requests whose answer another worker or router had begun
     workers_lost: int = 0
-    late_messages: int = 0  # messages of workers about attempts that had ended or been aborted before
-    kv_mismatches: int = 0  # attempts that workers rejected with KV_MISMATCH, before any transfer of blocks
+    late_messages: int = 0  # number of messages of workers about attempts that had ended or been aborted before
+    kv_mismatches: int = 0  # number of attempts that workers rejected with KV_MISMATCH, before any transfer of blocks
 
     def copy(self) -> "RouterCounters":
         """Return a copy of the current values."""

@@ -761,7 +761,7 @@ class WorkerTable:
 
 
 def _row_at(rows: Mapping[int, int]) -> Rows:
-    """Return the rows as an array by bit position; -1 where there is no row."""
+    """Return the rows, which are given by the bit of the worker, as an array by bit position; -1 where there is no row."""
     found: Rows = np.full(max(rows).bit_length(), -1, dtype=np.intp)
     for bit, row in rows.items():
         found[bit.bit_length() - 1] = row

@@ -35,10 +35,10 @@ class PriceScorer(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Scorer that computes the cost formula of this module."""
 
     prompt: Annotated[dict[str, Amount], Meta(min_length=1)]
-    """Price of a prompt token on the workers whose names begin with the key."""
+    """Price of a prompt token, in joules or dollars, on the workers whose names begin with the key (item 1)."""
 
     answer: Annotated[dict[str, Amount], Meta(min_length=1)]
-    """Price of an answer token on the workers whose names begin with the key."""
+    """Price of an answer token, in the unit of `prompt`, on the workers whose names begin with the key (item 1)."""
 
     answer_tokens: Annotated[int, Meta(ge=1)] = 256
     """The usual length of an answer in tokens. Longer length limits of requests count as this length."""

@@ -27,7 +27,7 @@ class WindowTokens:
     __slots__ = ("earlier", "earlier_requests", "later", "later_requests")
 
     def __init__(self) -> None:
-        self.earlier = self.later = 0.0  # sum of the earlier and of the later half of the window
+        self.earlier = self.later = 0.0  # sums of these tokens over the requests of each half of the window
         self.earlier_requests = self.later_requests = 0
 
     def doubled(self) -> bool:

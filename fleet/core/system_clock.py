@@ -1,4 +1,4 @@
-"""System clocks: the monotonic clock, which measures durations, and the wall clock. No other module of `fleet` reads them."""
+"""System clocks: the monotonic clock, which measures durations, and the wall clock, which other modules of `fleet` read only here."""
 
 import os
 import time

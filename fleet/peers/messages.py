@@ -203,8 +203,8 @@ def decode_instant(instant: int) -> int:
     """Decode a time that another router sent, in nanoseconds of Unix time.
 
     Raises:
-        ConnectionError: The time is after `LATEST`. A router that accepted it would advance its clock for session
-            bindings to this time, and give all later bindings still later stamps.
+        ConnectionError: The time is after `LATEST`. A router that accepted such a time would advance its clock for
+            session bindings to it, and give all its later bindings still later stamps.
     """
     if instant > LATEST:
         raise ConnectionError(f"another router's clock says {instant} ns")

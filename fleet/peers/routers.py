@@ -524,7 +524,7 @@ class PeerRouters:
     async def _rest(self, seconds: float) -> None:
         """Wait `seconds` before the next attempt to connect, or less if a peer router connects, but at least `FIRST_PAUSE_SECONDS`.
 
-        A router that has started, or that goes on after it hung, dials its peers. It gets their state, because they then dial it soon.
+        A router that has started, or that goes on after it hung, dials its peers. They then dial this router soon, and send it their state.
         """
         reached = self._reached
         await asyncio.sleep(FIRST_PAUSE_SECONDS)
@@ -607,7 +607,7 @@ class _PeerConnection:
     def ask(self, question: pb.ReplicaQuestion) -> asyncio.Future[pb.ReplicaAnswer]:
         """Send a query and return a future of the answer.
 
-        The future is cancelled if the connection ends. The caller cancels it to stop waiting.
+        The future is cancelled if the connection ends. A caller that does not want to wait any longer cancels the future.
         """
         self._questions += 1
         number = self._questions

@@ -233,7 +233,8 @@ class PrefillQueues:
         self._held: dict[WorkerId, OrderedRequests] = {}  # the prefill queue of each worker that has one
         self._prompts: dict[RequestId, _QueuedPrompt] = {}
         self.opened: dict[WorkerId, None] = {}
-        """Workers with a prefill queue that may have room again, because a prompt was computed or has ended. `next` sends prompts to them."""
+        """Workers with a prefill queue that may have room again, because a prompt was computed or has ended. `next` takes the prompts that wait
+        for them."""
         self._waiting = 0
 
     def __len__(self) -> int:

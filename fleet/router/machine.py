@@ -651,7 +651,7 @@ class RouterMachine:
                 self._admission.enqueue(live, now, outcome.busy)
 
     def _hindrance(self, live: LiveRequest) -> _Hindrance | None:
-        """Return why no other worker can continue the answer; None if one can, or if the answer has not begun yet."""
+        """Return why no other worker can continue the answer; None if another worker can, or if the answer has not begun yet."""
         if not live.sent:
             return None
         if not live.may_continue:

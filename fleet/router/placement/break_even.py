@@ -37,7 +37,7 @@ class PrefillBreakEven:
         return self.samples >= MIN_SAMPLES
 
     def handed_over(self, taken: Nanos) -> None:
-        """Learn from one handoff, which has `taken` this time: from the end of the prefill to the decode worker's first token."""
+        """Learn from one handoff. `taken` is the time from the end of its prefill to the first token of the decode worker."""
         seconds = taken / SECOND
         self.samples += 1
         weight = max(WEIGHT, 1 / self.samples)

@@ -76,7 +76,8 @@ class WaitGroups:
 
         Args:
             value: Requests with equal values are in one group.
-            session: The session, if only the worker to which it is bound may serve the request. It is also a part of `value`.
+            session: The session of the request, if only the worker to which the session is bound may serve the request. The session is also
+                a part of `value`.
         """
         if (group := self._by_value.get(value)) is None:
             group = self._by_value[value] = WaitGroup(value, session, self._unblocked)

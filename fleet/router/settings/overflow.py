@@ -46,8 +46,8 @@ class OverflowSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Number of routers that do not share a `ledger`. Each of them may spend `dollars_per_hour` divided by this number."""
 
     ledger: str = ""
-    """File in which the router processes of one machine count their spending together. It is kept when they end. Empty: the processes of
-    one `fleet serve router --processes` count together until they end, and any other router counts by itself from its start."""
+    """File in which the router processes of one machine count their spending together. The file stays when the processes end. Empty: the
+    processes of one `fleet serve router --processes` count together until they end, and any other router counts by itself from its start."""
 
     after_seconds: WaitSeconds = 5.0
     """A request overflows if its predicted wait for a worker is longer than this. The default is half the default of the router's setting

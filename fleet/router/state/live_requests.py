@@ -295,8 +295,8 @@ class LiveRequest(Struct):
     def ends_with_prefill_token(self, kv_path: KvPath) -> bool:
         """Return whether an end-of-sequence token of the prefill worker ends the answer.
 
-        It does not if the token is dropped and the decode worker draws a new one at random. If it did, two draws could end the answer, and
-        the end would be too likely.
+        The token does not end the answer if it is dropped and the decode worker draws a new token at random. Otherwise either of two draws
+        could end the answer, and the end would be too likely.
         """
         sampling = self.arrived.sampling
         return self.emits_prefill_token(kv_path) or sampling.temperature == 0 or sampling.seed is not None

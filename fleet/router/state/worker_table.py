@@ -564,7 +564,7 @@ class WorkerTable:
         return bool(len(worker.reservations) + there < worker.request_limit)
 
     def has_room(self) -> bool:
-        """Return True if an answering worker has fewer requests than its limit, or if no answering worker is left."""
+        """Return True if an answering worker has fewer requests than its limit, or if no answering worker is left that could get room."""
         elsewhere = self._peer_sums
         usable = False
         for row, worker in enumerate(self.workers.values()):

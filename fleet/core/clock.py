@@ -1,4 +1,4 @@
-"""Clock: exports from `kvstore.clock` the type of times in integer nanoseconds, two units, and the port `Clock`."""
+"""Clock: exports from `kvstore.clock` the type `Nanos` for times in integer nanoseconds, two units of it, and the port `Clock`."""
 
 from kvstore.clock import MILLISECOND, SECOND, Clock, Nanos
 

@@ -18,7 +18,8 @@ from fleet.core.ids import Incarnation, ModelName, WorkerId
 from fleet.core.roles import Role
 
 RECENT_REQUESTS = 64
-"""The maximum number of requests in the sample of one report (`DemandReport.recent`)."""
+"""The maximum number of requests in the sample of one report (`DemandReport.recent`). If more were sampled, the report has
+the latest ones."""
 
 RECENT_KEYS = 512
 """The maximum number of block keys of one request in the sample. If a prompt has more blocks, the keys of its last
@@ -47,7 +48,7 @@ class ModelDemand(Struct, frozen=True, kw_only=True):
     """Number of prompt tokens of the abandoned and invalid arrivals."""
 
     prompt_squares: float = 0.0
-    """Sum of the squares of the prompt lengths in tokens, over all arrivals."""
+    """Sum of the squares of the prompt lengths in tokens, over all arrivals, from which readers compute the variance."""
 
     cached_tokens: int = 0
     finished: int = 0
@@ -82,7 +83,7 @@ class WorkerLoad(Struct, frozen=True, kw_only=True):
 
 
 class SampledRequest(Struct, frozen=True, kw_only=True):
-    """Describes one ended request of the sample; `arrived` is an instant of the local clock, as in `DemandReport`."""
+    """Describes one ended request of the sample; for the clock of the instant `arrived`, see `DemandReport`."""
 
     model: ModelName
     arrived: Nanos
@@ -95,7 +96,8 @@ class SampledRequest(Struct, frozen=True, kw_only=True):
 class DemandReport(Struct, frozen=True, kw_only=True):
     """Holds the demand that one router process has counted until the instant `at`.
 
-    Instants are those of the local clock: a process that receives a report converts them to its own clock.
+    Instants are those of the clock of the process that holds this object. Messages carry ages instead, from which the
+    process that receives them computes instants of its own clock.
     """
 
     router: str

@@ -48,7 +48,7 @@ class EtcdDiscovery(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """One key per worker in etcd (3.4 or later), under a lease. Etcd itself removes the key if the worker does not renew the lease."""
 
     endpoints: tuple[Text, ...]
-    """host:port of one or more etcd members; if one does not answer, the next one is asked."""
+    """host:port of one or more etcd members; if a member does not answer, the next member is asked."""
 
     prefix: Text = "/fleet/workers/"
     """Prefix of the keys. Clusters that share an etcd need different prefixes."""

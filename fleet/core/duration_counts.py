@@ -28,7 +28,7 @@ def added(one: Counts, other: Counts) -> Counts:
 
 
 def percentile(counts: Counts, share: float) -> float | None:
-    """Return, in seconds, the upper edge of the bucket that contains the percentile `share` (0 to 1); None without durations.
+    """Return, in seconds, the upper edge of the bucket that contains the percentile `share` (0 to 1); None if nothing was counted.
 
     If this bucket is the last one, which has no upper edge, the largest edge is returned.
     """
@@ -54,7 +54,7 @@ def within(counts: Counts, seconds: float) -> float:
 
 
 def interpolated(counts: Counts, share: float) -> float | None:
-    """Estimate the percentile `share` (0 to 1) in seconds; return None without durations, and for a `share` of 0.
+    """Estimate the percentile `share` (0 to 1) in seconds; return None if nothing was counted, or if `share` is 0.
 
     The durations within one bucket are assumed to be spread evenly on a logarithmic scale. Durations above the largest
     edge are treated like durations in the bucket below that edge.

@@ -32,7 +32,8 @@ class Reason(StrEnum):
     MODEL_NOT_FOUND = "model_not_found"
     REQUEST_NOT_FOUND = "request_not_found"  # a call names a request that the router does not know
     TOO_LARGE = "too_large"
-    KV_MISMATCH = "kv_mismatch"  # the prefill and the decode worker do not agree on the KV layout
+    # A decode worker cannot use the blocks of a prefill worker, or no two workers form a pair that the client demands.
+    KV_MISMATCH = "kv_mismatch"
     UNAUTHENTICATED = "unauthenticated"  # the API key is missing or unknown
     # Nothing is wrong with the request, and a retry may succeed:
     NO_WORKER = "no_worker"  # no worker serves the model now
@@ -65,7 +66,8 @@ class RequestRejected(Exception):
         retry_after_ms: Milliseconds after which a retry may succeed, or 0 if this is unknown or a retry cannot succeed.
         cause: Detailed code: the router's `RejectionCause` if no worker can serve the request, or `CONTEXT_LENGTH_EXCEEDED`; empty for
             other rejections.
-        allowance: What is left of the tenant's rate limits, or None if they were not checked or the tenant has none.
+        allowance: What is left of the tenant's rate limits; None if the limits were not checked, or the tenant has no
+            limits.
     """
 
     def __init__(

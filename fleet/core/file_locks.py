@@ -27,7 +27,7 @@ def hold_lock_file(path: Path) -> Iterator[None]:
     The file is locked before it appears at `path`, so no other process finds it without a lock.
 
     Raises:
-        OSError: The file cannot be created.
+        OSError: The file cannot be created, locked or renamed to `path`.
     """
     beside = path.with_name(f"{path.name}.new")
     with beside.open("w") as file:  # closed on exec, so child processes do not inherit the lock

@@ -64,10 +64,12 @@ class HubSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """
 
     patience_seconds: Annotated[float, Meta(gt=0, le=86_400)] = 600
-    """Time for which the hub may be unreachable or send nothing before the process gives up. Until then it retries."""
+    """Time for which the hub may be unreachable or send nothing before the process gives up the download. Until then the
+    process retries."""
 
     insecure: bool = False
-    """Allows the token to be sent unencrypted to another host. Set it only on a network that nobody else can read."""
+    """Allows the token of `token_file` to be sent unencrypted (over http) to another host. Set it only on a network that
+    nobody else can read."""
 
     def __post_init__(self) -> None:
         if self.token_file and not self.insecure:

@@ -1,4 +1,4 @@
-"""Log deduplication: decides whether a repeated event is written to the log again.
+"""Log deduplication: decides whether an event is written to the log, so that repeated events do not fill the log.
 
 Rules:
 

@@ -51,8 +51,8 @@ class Pooling(Struct, frozen=True, kw_only=True):
 
     task: PoolingTask
     dimensions: int = 0  # number of dimensions of the embedding to return; 0 means all
-    # True: embeddings are normalised, and the activation function is applied to the numbers of classes. False: neither is done, so classes
-    # are logits. None: the model's default is used.
+    # True: embeddings are normalised, and the activation function is applied to the numbers of classes. False: neither is done, so the
+    # numbers of classes are logits. None: the model's default is used.
     activation: bool | None = None
     # Number of tokens of the first text of a pair, if the model has token types; 0 if all tokens have one type.
     first_tokens: int = 0
@@ -97,7 +97,7 @@ class StructuralTag(Struct, frozen=True, tag=True):
 
 
 class ToolCallForm(Struct, frozen=True, tag=True):
-    """Structured output: tool calls in the model's own format. Only the router sets it, with a `ParsingTask`."""
+    """Structured output: tool calls in the model's own format. Only the router sets it, for an attempt that also has a `ParsingTask`."""
 
 
 StructuredOutput = AnyObject | JsonSchema | Pattern | Grammar | Choice | StructuralTag | ToolCallForm
@@ -201,8 +201,8 @@ class ChatMessage(Struct, frozen=True, kw_only=True):
     # The texts of a message with images, with None in the place of each image; empty if the message has no images.
     parts: tuple[str | None, ...] = ()
     tool_calls: str = ""  # tool calls of the assistant, a JSON list as in the OpenAI API, or empty
-    tool_call_id: str = ""  # id of the tool call that this message answers
-    name: str = ""  # the name of the speaker or of the tool
+    tool_call_id: str = ""  # id of the tool call whose result this message is; empty for other messages
+    name: str = ""  # the name of the speaker, or of the tool that was called; empty: none was given
 
 
 class ToolChoice(StrEnum):
@@ -274,7 +274,7 @@ class RemoteImage(Struct, frozen=True):
 
 
 class GenerateRequest(Struct, frozen=True, kw_only=True):
-    """Holds one request in the form that a frontend passes on; it was not yet compared with the model's limits."""
+    """Holds one request in the form that a frontend passes on; it is checked against the limits of the model later."""
 
     id: RequestId
     model: ModelName  # name of the model or LoRA adapter; empty for the only served model
@@ -282,7 +282,8 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     sampling: Sampling = Sampling()
     # True: the answer may fill the rest of the model's context, and `sampling.max_tokens` is ignored.
     fill_context: bool = False
-    # True: an answer of `sampling.max_tokens` that does not fit into the context ends with the context. False: the request is refused.
+    # True: if `sampling.max_tokens` do not fit into the model's context, the answer may be only as long as the context allows. False: such
+    # a request is refused.
     ends_with_context: bool = False
     stop: tuple[str, ...] = ()
     include_stop_string: bool = False  # True: the answer includes the stop string that ends it
@@ -293,15 +294,15 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     # Number of the prompt's last tokens that are used. -1 means as many as fit, and None means all.
     truncate_prompt: int | None = None
     priority: int = 0
-    deadline: Nanos | None = None  # instant of the server's clock; None if there is no deadline
+    deadline: Nanos | None = None  # instant of the router's clock (`Clock`); None if there is no deadline
     session: str = ""
     tenant: str = ""
     placement: Placement = Placement.AUTO
     kv_path: KvPath | None = None
-    expected_tokens: int = 0  # expected length of the answer in tokens; 0 if unknown
+    expected_tokens: int = 0  # length of the answer that the client expects, in tokens; 0 if the client states none
     pin: str = ""  # id of the only worker that may answer; empty if any may
     labels: tuple[str, ...] = ()  # labels that the worker must have
-    whole: bool = False  # True: the answer is not streamed, so there is at most one `Delta`
+    whole: bool = False  # True: the answer is not streamed, so at most one `Delta` has content
     # True: another branch of the client's request has the same prompt, and the prompt's tokens are charged to that branch alone.
     sibling: bool = False
     tokens: TokenBytes = b""  # tokens of the prompt, if another branch has already computed them; otherwise empty
@@ -351,7 +352,7 @@ class KvOrigin(Struct, frozen=True, kw_only=True):
     source: Source
     origin: str = ""  # id of the store node or worker that gave the blocks; empty for ENGINE and COMPUTED
     blocks: int
-    bytes: int = 0  # number of transferred bytes
+    bytes: int = 0  # number of bytes that were transferred to the worker for these blocks
     tier: str = ""  # tier of the store node in which the blocks were; empty if unknown, or if `source` is not STORE
 
 
@@ -430,7 +431,7 @@ def without_surrogates(text: str) -> str:
 class CallDelta(Struct, frozen=True, kw_only=True):
     """Holds the next part of a tool call; the first part of a call has its id and the name of the function."""
 
-    index: int  # number of the call in the answer, from 0
+    index: int  # number of the tool call in the answer, from 0
     id: str = ""
     name: str = ""
     arguments: str = ""  # next part of the arguments; all parts together are a JSON text
@@ -490,7 +491,8 @@ class Delta(Struct, frozen=True, kw_only=True):
     calls: tuple[CallDelta, ...] = ()
     resume_token: str = ""  # new resume token; empty if the earlier one stays valid
     vector: Vector = b""  # the answer to a request with `pooling`
-    is_last: bool = False  # True for the `Delta` with what a parser held back until the last token had come
+    # True: no tokens follow. This `Delta` has the parts of the answer that a parser held back until the last token had come.
+    is_last: bool = False
 
 
 class Finished(Struct, frozen=True, kw_only=True):
@@ -516,12 +518,12 @@ class AnswerParsers(Struct, frozen=True, kw_only=True):
 
 class ModelCard(Struct, frozen=True, kw_only=True):
     name: ModelName
-    max_model_len: int  # maximum number of tokens of prompt and answer together
+    max_model_len: int  # maximum number of tokens of prompt and answer together, on the worker that allows most
     block_tokens: int
     workers: int
     parent: ModelName = ModelName("")  # base model of a LoRA adapter; empty for a base model itself
     revision: str = ""  # revision of a LoRA adapter; empty for a base model
     parsers: AnswerParsers | None = None  # parsers that the workers report; None if no worker reports any
-    pooling: PoolingModel | None = None  # None if the model generates tokens
-    takes_images: bool = False  # True if a worker takes images in prompts
-    limits_reasoning: bool = False  # True if every worker can end the reasoning after a number of tokens
+    pooling: PoolingModel | None = None  # what the pooling model computes; None if the model generates tokens
+    takes_images: bool = False  # True if at least one worker of the model takes images in prompts
+    limits_reasoning: bool = False  # True if every worker of the model supports `Sampling.thinking_tokens`

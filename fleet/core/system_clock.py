@@ -1,4 +1,4 @@
-"""System clocks: the monotonic clock, which measures durations, and the wall clock. No other module of `fleet` reads them."""
+"""System clocks: the monotonic clock, which measures durations, and the wall clock, which other modules of `fleet` read only here."""
 
 import os
 import time
@@ -41,7 +41,7 @@ def utc_now() -> datetime:
 def process_start(pid: int) -> float | None:
     """Return the start of a process in seconds after the boot of the machine.
 
-    Return None if the process has ended, and on systems other than Linux. The number stays the same when the wall clock is corrected.
+    Return None if the process has ended, and on systems other than Linux. The number does not change when somebody sets the wall clock.
     """
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()

@@ -56,7 +56,7 @@ s."""
 
 UNKNOWN_MODEL = ModelName("unknown")
 """Value of the label `model` for all requests for models that are not served. Clients may invent any number of names,
-and each would otherwise become a label value."""
+and each name would otherwise become a label value."""
 
 CHAT, COMPLETION, EMBEDDINGS, SCORE = "chat", "text_completion", "embeddings", "score"
 """Operations of requests. All names except `score` come from OpenTelemetry's conventions for generative AI."""
@@ -177,8 +177,9 @@ class GenAiTimes(Struct, frozen=True):
     model: str
     operation: str  # value of OpenTelemetry's attribute `gen_ai.operation.name`
     durations: Mapping[str, Durations]  # durations by `error.type`, which is empty for successful requests
-    first_token: Durations | None = None  # None if requests of this operation generate no tokens
-    token_gaps: Durations | None = None  # None if there are no tokens, or their times are unknown
+    first_token: Durations | None = None  # TTFTs; None if requests of this operation generate no tokens
+    # Mean time per token after the first one, of each request; None if the requests generate no tokens, or their times are unknown.
+    token_gaps: Durations | None = None
 
 
 def operation_of(request: GenerateRequest) -> str:
@@ -198,12 +199,13 @@ class ModelRequests:
         self.model = model
         self.operation = operation
         self.resumed = 0  # number of requests that continued the answer of a broken stream
-        self.outcomes: dict[Labels, int] = {}  # number of ended requests by outcome and placement
+        self.outcomes: dict[Labels, int] = {}  # number of ended requests, by outcome (finish or reason) and placement
         self.first_token = Durations()
         self.token_gaps = Durations(_TOKEN_BOUNDS)
         self.longest_gaps = Durations()
         self.durations: dict[tuple[str, bool], Durations] = {}
-        """Durations by the error (empty for successful requests), and by whether a part of the answer was sent."""
+        """Durations of requests from arrival to end, by the error (empty for successful requests), and by whether a part of the answer
+        was sent."""
 
         self.prompt_tokens = 0
         self.completion_tokens = 0
@@ -287,7 +289,8 @@ class RouterProcessMetrics:
         self.times: list[Callable[[], Iterable[GenAiTimes]]] = [
             lambda: [each.times() for each in self.requests.values()]
         ]
-        """Functions that return the times for the metrics with OpenTelemetry's names."""
+        """Functions that return the times for the metrics with OpenTelemetry's names. The relay to external backends adds its own
+        function."""
 
         self._unserved: dict[int, int] = {}
         registry.register(self)

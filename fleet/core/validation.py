@@ -66,9 +66,9 @@ MAX_BAD_WORD_CHARACTERS = 256
 # Maximum number of messages of a chat. Each takes several tokens of the prompt, and some microseconds to check.
 MAX_MESSAGES = 16_384
 MAX_IMAGES = 64  # maximum number of images in a prompt; engines have lower limits
-MAX_PIXELS = 50_000_000  # maximum for one image; a decoded image takes 3 or 4 bytes per pixel, up to 200 MB
-MAX_REQUEST_PIXELS = 100_000_000  # maximum for all images of a prompt together
-MAX_IMAGE_BYTES = 32 * 2**20  # maximum for all image files of a prompt; a message to a worker has at most 64 MiB
+MAX_PIXELS = 50_000_000  # maximum number in one image; a decoded image takes 3 or 4 bytes per pixel, so up to 200 MB
+MAX_REQUEST_PIXELS = 100_000_000  # maximum number in all images of a prompt together
+MAX_IMAGE_BYTES = 32 * 2**20  # maximum size of all image files of a prompt; a message to a worker has at most 64 MiB
 MAX_CACHE_SALT_CHARACTERS = 128
 MAX_TOOLS = 1024  # maximum number of tools that a request may offer; OpenAI accepts 128
 MAX_TEMPLATE_ARGS_CHARACTERS = 16_384
@@ -124,7 +124,7 @@ def validate(
     Args:
         request: The request from a frontend.
         card: The model that will serve it.
-        prompt_tokens: Length of the prompt in tokens, or None if it is not known yet; `validate_length` is then not called.
+        prompt_tokens: Length of the prompt in tokens. None: it is not known yet, and the caller calls `validate_length` later.
         vocab_size: Number of token ids of the model; all valid ids are smaller. None if it is unknown; ids are then not
             checked.
 
@@ -413,7 +413,7 @@ class ToolFunction(Struct, frozen=True):
 
 
 class OfferedTool(Struct, frozen=True):
-    """Reads a tool in the form of the OpenAI API; only chat templates and engines use its parameters."""
+    """Reads a tool in the form of the OpenAI API. Its parameters are only checked here; chat templates and engines use them."""
 
     type: Literal["function"]
     function: ToolFunction

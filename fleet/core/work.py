@@ -38,7 +38,7 @@ class LoraAdapter(Struct, frozen=True):
 
 
 class TokenizerDigests(Struct, frozen=True, kw_only=True):
-    """Holds digests for the tokenizer check (`fleet.frontend.text.tokenizer_check`); empty if not computed."""
+    """Holds digests for the tokenizer check (`fleet.frontend.text.tokenizer_check`). A digest that was not computed is empty."""
 
     tokens: str = ""
     template: str = ""
@@ -59,19 +59,20 @@ class WorkerDescription(Struct, frozen=True, kw_only=True, rename={"tokenizer_di
     block_tokens: int
     max_model_len: int
     kv_blocks: int  # capacity of the engine's KV cache in blocks
-    max_running: int  # maximum number of requests in one batch
+    max_running: int  # maximum number of requests in one batch of the engine
     # Hex digest of the KV namespace (`kvstore.namespace`); workers with equal digests can use each other's blocks.
     fingerprint: str
     kv_paths: tuple[KvPath, ...] = ()
     store_id: StoreId | None = None
-    engine: str  # name and version of the engine
+    engine: str  # name and version of the engine, such as the version of vLLM
     kv: Fingerprint | None = None  # meaning and memory layout of the worker's blocks; None if unknown
-    prefill_speed: float = 1.0  # speed of the worker's hardware, relative to the other workers of the model
+    # Speeds of the worker's hardware, relative to the other workers of the model: 2 means twice as fast.
+    prefill_speed: float = 1.0
     decode_speed: float = 1.0
     labels: tuple[str, ...] = ()  # labels that a request can demand
     # LoRA adapters that the worker has loaded, or loads when a request needs them.
     adapters: tuple[LoraAdapter, ...] = ()
-    adapter_slots: int = 0  # number of LoRA adapters that can be loaded at the same time; 0 means all
+    adapter_slots: int = 0  # number of `adapters` that can be loaded at the same time; 0 means all of them
     tokenizer_digests: TokenizerDigests | None = None
     keeps_forms: bool = False  # True if the engine can enforce structured output
     # The `ENGINE_FIELDS` that the engine supports, and `IMAGES` if its model takes images (`fleet.core.requests`).
@@ -92,9 +93,9 @@ class Handoff(Struct, frozen=True, kw_only=True):
     kv_path: KvPath
     prefill_worker: WorkerId
     fingerprint: str
-    num_tokens: int  # number of prompt tokens whose KV can be fetched
+    num_tokens: int  # number of tokens, from the start of the prompt, whose KV the decode worker can fetch
     params: bytes = b"{}"  # data of the engine as JSON, which the router does not read
-    kv: Fingerprint | None = None  # KV layout of the prefill worker's blocks
+    kv: Fingerprint | None = None  # meaning and memory layout of the prefill worker's blocks; None if unknown
 
 
 class ParsingTask(Struct, frozen=True, kw_only=True):
@@ -105,7 +106,7 @@ class ParsingTask(Struct, frozen=True, kw_only=True):
     function: str = ""  # name of the tool for ToolChoice.NAMED
     parallel_calls: bool = True
     template_args: str = ""  # variables of the chat template, as in `ChatPrompt.template_args`
-    stop: tuple[str, ...] = ()  # the answer ends before the first of these strings
+    stop: tuple[str, ...] = ()  # stop strings: the answer ends before the first of these strings that occurs in it
     # Number of tool calls in the conversation before this answer, because some models number their calls.
     earlier_calls: int = 0
 
@@ -122,13 +123,15 @@ class Start(Struct, frozen=True, kw_only=True):
     kv_path: KvPath | None = None  # only for Phase.PREFILL: the path by which the decode worker will fetch the blocks
     priority: int = 0
     timeout_ms: int = 0  # milliseconds from sending this message to the deadline; 0 if there is none
-    session: str = ""  # session of the request; the worker keeps the blocks of a session for a limited time
+    # Session of the request. When the attempt ends, the worker asks the store to pin the session's blocks for a limited time.
+    session: str = ""
     adapter: str = ""  # name of the LoRA adapter to use, which the worker loads if necessary; empty for none
-    parsing: ParsingTask | None = None  # None if the answer is not parsed
+    parsing: ParsingTask | None = None  # None if the worker does not parse the answer
     # Number of tokens at the end of `tokens` that another worker has generated, as the beginning of the answer.
     # The engine counts these tokens as its own; the limits in `sampling` are for the rest of the answer.
     generated_tokens: int = 0
-    trace: TraceContext | None = None  # trace of the attempt, below the span of the router; None if it is not traced
+    # Trace context, by which the span of the attempt becomes a child of the router's span; None: the attempt is not traced.
+    trace: TraceContext | None = None
     pooling: Pooling | None = None  # vector to compute instead of tokens; `sampling` then has no effect
     # Content of the image files of the prompt. `tokens` has a placeholder for each of them, which the engine replaces.
     images: tuple[bytes, ...] = ()
@@ -168,7 +171,7 @@ class Progress(Struct, frozen=True, kw_only=True):
     finish: Finish | None = None
     # KV report, sent with the first tokens, and again with `finish`; the later report replaces the first one.
     kv: KvReport | None = None
-    handoff: Handoff | None = None  # sent with `finish` by a prefill attempt
+    handoff: Handoff | None = None  # only for Phase.PREFILL, sent with `finish`: the data for the decode worker
     # Log probabilities of each prompt token except the first one, sent with the first tokens.
     prompt_logprobs: tuple[Logprobs, ...] = ()
     parsed: ParsedDelta | None = None  # None if the tokens cannot be parsed yet, or if the attempt has no `parsing`
@@ -195,9 +198,9 @@ class PulledBlocks(Struct, frozen=True, kw_only=True):
     If the engine has several ranks, the part of a block that one rank pulls counts as a block.
     """
 
-    verified: int = 0  # blocks whose checksums were right
-    corrupt: int = 0  # blocks whose checksums were wrong; the engine computed these blocks itself
-    unverified: int = 0  # blocks for which the other engine sent no comparable checksums
+    verified: int = 0  # number of blocks whose checksums were right
+    corrupt: int = 0  # number of blocks whose checksums were wrong; the engine computed these blocks itself
+    unverified: int = 0  # number of blocks that were used without a check, because their checksums were not known
 
     def __add__(self, other: "PulledBlocks") -> "PulledBlocks":
         return PulledBlocks(
@@ -213,15 +216,15 @@ NOTHING_PULLED = PulledBlocks()
 class LoadReport(Struct, frozen=True, kw_only=True):
     running: int
     waiting: int
-    kv_blocks_used: int  # number of blocks that running requests use
-    adapters: tuple[str, ...] = ()  # names of the loaded adapters
-    pulled: PulledBlocks = NOTHING_PULLED  # blocks that the engine has pulled since its start
+    kv_blocks_used: int  # number of blocks of the engine's KV cache that running requests use now
+    adapters: tuple[str, ...] = ()  # names of the LoRA adapters that are loaded now
+    pulled: PulledBlocks = NOTHING_PULLED  # blocks that the engine has pulled from other engines since its start
 
 
 class KvStored(Struct, frozen=True, tag=True):
     """KV event: these blocks were stored in the engine's prefix cache."""
 
-    hashes: tuple[bytes, ...]  # block hashes of 16 bytes each
+    hashes: tuple[bytes, ...]  # block hashes of the stored blocks, of 16 bytes each
 
 
 class KvRemoved(Struct, frozen=True, tag=True):
@@ -256,17 +259,18 @@ class KeepTrace(Struct, frozen=True, kw_only=True):
     # Ids of the spans that the router made for the attempts of this request. Empty: the router has an earlier version,
     # and all attempts of the trace are meant.
     parent_ids: tuple[bytes, ...] = ()
-    # True: these spans may fill only a part of the queue for the collector, so that room is left for the spans of failed requests.
+    # True: these spans are dropped if a given part of the export queue is in use, so that room is left for the spans of failed requests.
     leave_room: bool = False
 
 
 MAX_WANTED_ANSWERS = 1000
-"""Maximum number of answers in one `AnswersWanted`. A message with this number of answers takes 20 kB."""
+"""Maximum number of answers in one `AnswersWanted`; a router asks for more answers in several messages. A message with this
+number of answers takes 20 kB."""
 
 
 class WantedAnswer(Struct, frozen=True):
     key: int  # `Start.answer_key` of the latest attempt whose tokens the client has
-    tokens: int  # number of the answer's first tokens that are wanted
+    tokens: int  # number of tokens that are wanted, from the first token of the answer on
 
 
 class AnswersWanted(Struct, frozen=True, kw_only=True):
@@ -278,7 +282,7 @@ class AnswersWanted(Struct, frozen=True, kw_only=True):
 class KeptAnswer(Struct, frozen=True):
     key: int
     tokens: TokenBytes  # the first tokens of the answer; empty if the worker does not know the answer
-    wanted: int = 0  # number of tokens that the router asked for (`WantedAnswer.tokens`)
+    wanted: int = 0  # number of tokens that the router asked for (`WantedAnswer.tokens`); `tokens` may have fewer
 
 
 class KeptAnswers(Struct, frozen=True, kw_only=True):

@@ -22,11 +22,11 @@ from fleet.v1 import replica_pb2 as pb
 PROMPTS_A_MESSAGE = 1000  # maximum number of prompts in one message; 4 MB if all have the maximum length
 # The highest age of a prompt, in milliseconds, that the message's field can hold (49 days). An older prompt is sent with this age.
 MOST_AGE_MS = 0xFFFF_FFFF
-MEMBERS_A_MESSAGE = 1000  # maximum number of members in one message; about 100 kB
+MEMBERS_A_MESSAGE = 1000  # maximum number of members in one message, which then has about 100 kB
 # maximum number of session bindings in one message; 2 MB if all session names have the maximum length
 BINDINGS_A_MESSAGE = 1000
-LATEST = 1 << 62  # the latest time that is accepted: nanoseconds of Unix time, in the year 2116
-MOST_TAKEN = 1e15  # maximum number of requests or tokens of one tenant in one message
+LATEST = 1 << 62  # latest time that is accepted from a peer, in nanoseconds of Unix time; it is in the year 2116
+MOST_TAKEN = 1e15  # maximum number of requests or tokens of one tenant in one message; a message with more is invalid
 MOST_BLOCKS = 1e15  # maximum number of blocks of one router on a worker, so that sums over all routers stay finite
 
 
@@ -73,7 +73,7 @@ def encode_members(members: Sequence[Registration]) -> Iterable[pb.ReplicaMessag
 
 
 def decode_member(message: pb.ReplicaMember) -> Registration:
-    """Decode a worker and the remaining time of the lease that another router gave it.
+    """Decode a worker's registration, with the remaining time of the lease that another router gave the worker.
 
     Raises:
         ConnectionError: The message is no valid registration.
@@ -203,8 +203,8 @@ def decode_instant(instant: int) -> int:
     """Decode a time that another router sent, in nanoseconds of Unix time.
 
     Raises:
-        ConnectionError: The time is after `LATEST`. A router that accepted it would advance its clock for session
-            bindings to this time, and give all later bindings still later stamps.
+        ConnectionError: The time is after `LATEST`. A router that accepted such a time would advance its clock for
+            session bindings to it, and give all its later bindings still later stamps.
     """
     if instant > LATEST:
         raise ConnectionError(f"another router's clock says {instant} ns")

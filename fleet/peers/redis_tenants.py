@@ -97,10 +97,10 @@ class RedisRateLimits:
         self._clock = clock
         self._prefix = prefix
         self._unreported: dict[str, TenantUsageDelta] = {}
-        self._asked: dict[str, int] = {}  # number of remaining exchanges in which each tenant is queried
+        self._asked: dict[str, int] = {}  # for each tenant, the number of further exchanges that ask Redis about it
         self._answering = True
-        self._refused: frozenset[str] = frozenset()  # tenants whose keys Redis refused in the last exchange
-        self.refused = 0  # number of times that Redis refused a tenant's key
+        self._refused: frozenset[str] = frozenset()  # tenants whose keys Redis refused in the last call of `exchange`
+        self.refused = 0  # number of times, since the start, that Redis refused the key of a tenant (rule 2)
 
     async def run(self) -> Never:
         """Exchange usage and levels with Redis every `EXCHANGE_SECONDS`, until cancelled."""

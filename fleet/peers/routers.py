@@ -13,7 +13,7 @@ Rules:
    of no use.
 4. A router that was silent for `SILENCE_SECONDS`, or whose connection broke, counts as gone, and its reservations are
    dropped. It is dialled again after `FIRST_PAUSE_SECONDS` if the connection had lasted longer than `DIAL_SECONDS`.
-   Otherwise the pause is up to `DIAL_SECONDS`, but it ends early when that router dials this one.
+   Otherwise the pause is up to `DIAL_SECONDS`, but it ends early when any peer router dials this one.
 5. A worker registers with one router, and that router forwards each registration to the others. A router that is
    reached later gets all registrations with the rest of their leases, so a lease ends at the same time on all routers.
 6. A router forwards two queries of its administrators to the other routers: the explanation of a request, which only
@@ -109,7 +109,8 @@ FULL_STATE_SECONDS = 0.5
 SILENCE_SECONDS = 2.0
 # if a timer fires this many seconds late, this process itself stood still, and no peer counts as silent
 LATE_SECONDS = 0.5
-DIAL_SECONDS = 1.0  # time limit for a connection attempt, and maximum pause between two attempts
+# Time limit for a connection attempt without proofs (with proofs: `PROVE_SECONDS`), and maximum pause between two attempts.
+DIAL_SECONDS = 1.0
 # pause in seconds after the first failed attempt; short, because processes of one host start at the same time
 FIRST_PAUSE_SECONDS = 0.05
 # time limit in seconds for the answers of peers about limits (rule 11); processes without load answer in 1 % of it
@@ -206,10 +207,11 @@ class PeerRouters:
         self._tuned: PeerThresholds | None = None
         self.links: dict[str, _PeerConnection] = {}  # the open connections that this router has dialled, by address
         self._prompts, self._sessions = router.prompts, router.sessions
-        self._timer: asyncio.TimerHandle | None = None  # sends the changes; None: nothing has changed
-        self._is_urgent = False  # True if the timer was set to `SEND_SECONDS`
+        self._timer: asyncio.TimerHandle | None = None  # sends the changes (rule 3); None: no changes wait to be sent
+        self._is_urgent = False  # True if the timer was set to `SEND_SECONDS`, so that no change can bring it forward
         self._few_changes = 0  # the highest number of changes that count as few (`FEW_CHANGES`)
-        self._usage_changes = 0  # how often tenants have used their limits since the last message
+        # Number of times that something was taken from a tenant's limits since the usage was last sent.
+        self._usage_changes = 0
         self._sent_bookings: Mapping[WorkerId, ReservationTotals] = {}
         self._caught_up_with: set[str] = set()
         self._caught_up = asyncio.Event()
@@ -334,7 +336,7 @@ class PeerRouters:
             case "settled":
                 answer.settled.SetInParent()
             case None:
-                """Ignore questions of later versions."""
+                """Ignore kinds of queries that only later versions know; the answer then has no content."""
         return answer
 
     async def _ask(self, links: "list[_PeerConnection]", question: pb.ReplicaQuestion) -> list[pb.ReplicaAnswer]:
@@ -419,13 +421,13 @@ class PeerRouters:
     async def _settle(self) -> bool:
         """Send the usage of tenants, and wait until the other routers have received it.
 
-        Return False if a router did not answer within `SETTLE_SECONDS`. If an exchange is running already, only wait
-        until it has ended, and return True: the caller then checks whether it needs another exchange.
+        Return False if a router did not answer within `SETTLE_SECONDS`. If another call is already waiting for answers, only
+        wait until that call has ended, and return True: the caller then checks whether it has to call this method again.
         """
         assert self._limits is not None
         if self._settling is not None:
             await self._settling.wait()
-            return True  # usage that is newer than this exchange is sent in the next one
+            return True  # usage that came after the other call had sent its message is sent by the next call
         self._settling = settling = asyncio.Event()
         tenants = self._limits.tenants
         try:
@@ -522,7 +524,7 @@ class PeerRouters:
     async def _rest(self, seconds: float) -> None:
         """Wait `seconds` before the next attempt to connect, or less if a peer router connects, but at least `FIRST_PAUSE_SECONDS`.
 
-        A router that has started, or that goes on after it hung, dials its peers. It gets their state, because they then dial it soon.
+        A router that has started, or that goes on after it hung, dials its peers. They then dial this router soon, and send it their state.
         """
         reached = self._reached
         await asyncio.sleep(FIRST_PAUSE_SECONDS)
@@ -546,7 +548,7 @@ class PeerRouters:
         return [encode_left(left)] if left else []
 
     def took_elsewhere(self, taken: Mapping[str, TenantUsageDelta]) -> None:
-        """Count the usage that tenants had at another router."""
+        """Subtract the usage that tenants had at another router from their limits here."""
         if self._limits is not None:
             now = self._limits.clock.now()
             for name, each in taken.items():
@@ -605,7 +607,7 @@ class _PeerConnection:
     def ask(self, question: pb.ReplicaQuestion) -> asyncio.Future[pb.ReplicaAnswer]:
         """Send a query and return a future of the answer.
 
-        The future is cancelled if the connection ends. The caller cancels it to stop waiting.
+        The future is cancelled if the connection ends. A caller that does not want to wait any longer cancels the future.
         """
         self._questions += 1
         number = self._questions

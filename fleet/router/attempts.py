@@ -16,9 +16,10 @@ Rules:
    for ever.
 5. The tokens of a sent prompt count against the window until the prompt is computed, or until its attempt ends for another reason. A prompt
    that is longer than the window is also sent as soon as the worker has fewer tokens to compute than the window.
-6. The predicted wait is computed from the worker's prefill rate: the computed prompt tokens, divided by the seconds in which the worker had
-   tokens to compute. Recent tokens count more. The router does not know how many tokens of the current prompts are computed. But it knows
-   when the worker began to compute these prompts, and subtracts the time since then from their predicted time.
+6. The predicted wait of a prompt in a prefill queue is computed from the worker's prefill rate: the computed prompt tokens, divided by the
+   seconds in which the worker had tokens to compute. Recent tokens count more. The router does not know how many tokens of the prompts that
+   were sent are computed already. But it knows when the worker began to compute these prompts, and subtracts the time since then from their
+   predicted time.
 7. What follows the loss of a worker, such as another attempt elsewhere, is decided in `fleet.router.machine` (its rule 4).
 """
 
@@ -40,10 +41,11 @@ from fleet.router.state.live_requests import Attempt, LiveRequest, attempt_id
 # Seconds of computing after which the weight of a measurement has fallen to 1/e. A worker computes about 100,000 prompt tokens in
 # this time.
 MEMORY_SECONDS = 20.0
-# Number of prompts that are measured before the rate is used, because the first measurement may include a compilation in the engine.
+# Number of a worker's prompts that are measured before its prefill rate is used. The first measurement may include a compilation in the
+# engine.
 EVIDENCE = 3
 
-# Reading a module variable is ten times as fast as reading an enum attribute.
+# These names exist because reading a module variable is ten times as fast as reading an enum attribute.
 _PREFILL, _DECODE = Phase.PREFILL, Phase.DECODE
 
 
@@ -54,7 +56,7 @@ class Attempts:
         self.settings = settings
         self._queues = PrefillQueues(settings.prefill_window_tokens)
         self._attempts: dict[RequestId, Attempt] = {}
-        self._rates: dict[WorkerId, PrefillRate] = {}  # rates of the workers that were sent a prompt
+        self._rates: dict[WorkerId, PrefillRate] = {}  # prefill rates of the workers that were sent a prompt to compute
         self._begun = 0
         # Workers whose prefill queues may send a prompt now. If there are any at the end of an event, the router machine calls `move`.
         self.opened = self._queues.opened
@@ -63,7 +65,7 @@ class Attempts:
 
     @property
     def waiting(self) -> int:
-        """The number of prompts in prefill queues."""
+        """The number of prompts in the prefill queues of all workers."""
         return len(self._queues)
 
     def is_waiting(self, live: LiveRequest) -> bool:
@@ -115,7 +117,7 @@ class Attempts:
         return self._queues.full_workers()
 
     def forget(self, worker_id: WorkerId) -> None:
-        """Forget the prefill rate of a worker that has left."""
+        """Forget the measured prefill rate of a worker that has left the cluster."""
         self._rates.pop(worker_id, None)
 
     def stop(self, live: LiveRequest, out: list[Command]) -> None:
@@ -124,7 +126,7 @@ class Attempts:
             out.append(CancelAttempt(worker_id=live.attempt.worker_id, request_id=live.attempt.id))
 
     def end(self, live: LiveRequest) -> None:
-        """End the attempt of a request. Do nothing if the request has no attempt."""
+        """Forget the attempt of a request, without a message to its worker. Do nothing if the request has no attempt."""
         if live.attempt is not None:
             if self._queues.leave(live.id) and live.attempt.worker_id in self._rates:
                 self._note_idle(live.attempt.worker_id)
@@ -208,8 +210,9 @@ class Attempts:
 
 class _QueuedPrompt(Struct):
     worker_id: WorkerId
-    tokens: int  # tokens that the worker has to compute
-    rank: int = 0  # `rank`, `seq` and `priority` are set only for prompts that wait, or have waited, in a prefill queue
+    tokens: int  # prompt tokens that the worker has to compute, so without cached ones
+    # Queue position (rule 4). `rank`, `seq` and `priority` are set only for prompts that wait, or have waited, in a prefill queue.
+    rank: int = 0
     seq: int = 0
     priority: int = 0
     sent: bool = True
@@ -230,11 +233,12 @@ class PrefillQueues:
         self._held: dict[WorkerId, OrderedRequests] = {}  # the prefill queue of each worker that has one
         self._prompts: dict[RequestId, _QueuedPrompt] = {}
         self.opened: dict[WorkerId, None] = {}
-        """Workers with a prefill queue that may have room again, because a prompt was computed or has ended. `next` sends prompts to them."""
+        """Workers with a prefill queue that may have room again, because a prompt was computed or has ended. `next` takes the prompts that wait
+        for them."""
         self._waiting = 0
 
     def __len__(self) -> int:
-        """Return the number of waiting prompts."""
+        """Return the number of prompts that wait in the prefill queues."""
         return self._waiting
 
     def enter(self, request_id: RequestId, worker_id: WorkerId, tokens: int) -> bool:
@@ -331,7 +335,7 @@ class PrefillQueues:
         return None
 
     def _no_longer(self, prompt: _QueuedPrompt, request_id: RequestId) -> None:
-        """Remove a prompt from its queue."""
+        """Remove a prompt from the prefill queue in which it waits."""
         held = self._held[prompt.worker_id]
         held.discard(prompt.rank, prompt.seq, request_id)
         if not len(held):

@@ -72,7 +72,7 @@ class WorkerProfile(Struct, frozen=True, kw_only=True):
 
 
 class DecisionSource(Protocol):
-    """Port to the router machine: returns the decision for a request."""
+    """Port to the router machine: returns the decision for a live request; None if there is none."""
 
     def decision(self, request_id: RequestId, /) -> Decision | None: ...
 
@@ -81,7 +81,7 @@ class PredictionKind(StrEnum):
     """The quantity that is predicted. All predictions are in seconds."""
 
     TTFT = "ttft"  # from sending a prompt until its first token comes
-    ITL = "itl"  # from one token to the next
+    ITL = "itl"  # from one token of an answer to the next one
 
 
 class LatencyDriftAlarm(Struct, frozen=True, kw_only=True):
@@ -93,7 +93,10 @@ class LatencyDriftAlarm(Struct, frozen=True, kw_only=True):
 
 
 class PredictionAccuracy(Struct, frozen=True, kw_only=True):
-    """The accuracy of one kind of prediction for one worker. Errors are relative, over the last thousand predictions."""
+    """The accuracy of one kind of prediction for one worker.
+
+    Errors are relative to the measured times. They are those of the last thousand predictions.
+    """
 
     worker_id: WorkerId
     model: ModelName
@@ -101,7 +104,7 @@ class PredictionAccuracy(Struct, frozen=True, kw_only=True):
     kind: PredictionKind
     predictions: int
     close: float  # share of predictions that are close (`CLOSE`)
-    error: float  # median of the relative errors
+    error: float  # median of the absolute relative errors
     profile_close: float  # as `close`, but for predictions by the profile alone
     profile_error: float
     factor: float  # learned correction: seconds = added_ms / 1000 + factor x seconds by the profile
@@ -150,7 +153,7 @@ class LatencyPredictions:
                     pass
 
     def expected(self, *, departed: bool = False) -> list[PredictionAccuracy]:
-        """Return the accuracy for all present workers with measurements. If `departed` is set, add the workers that have left."""
+        """Return the accuracy for each present worker with measurements; if `departed` is true, also for the workers that have left."""
         found = [each for worker in self._workers.values() for each in worker.expected()]
         if departed:
             found += [each for left, known in self._left.items() if left not in self._workers for each in known]
@@ -201,7 +204,7 @@ class _PredictedPrompt(Struct):
     sent: Nanos
     queued: bool  # True if the worker had other prompts to compute when this one was sent
     finds_room: bool
-    profile: float  # seconds for this prompt alone, predicted by the profile
+    profile: float  # predicted seconds of this prompt's prefill steps, by the profile alone
     expected: float  # predicted seconds from sending this prompt to its first token, with the correction
     expected_by_profile: float
 
@@ -209,7 +212,7 @@ class _PredictedPrompt(Struct):
 class _PredictedStream(Struct):
     """An answer that a worker is generating."""
 
-    context: int  # tokens of the answer and its prompt in the KV cache
+    context: int  # number of tokens of the prompt and of the answer so far, which are in the KV cache
     last_tokens_at: Nanos  # instant of the last report with tokens of the answer
 
 
@@ -218,14 +221,15 @@ class _PredictedWorker:
 
     def __init__(self, profile: WorkerProfile, description: WorkerDescription):
         self.errors = {kind: _PredictionErrors() for kind in PredictionKind}
-        self.fetching: dict[RequestId, int] = {}  # prompt tokens of each decode attempt without a first token
+        # Number of prompt tokens of each decode attempt that has no token yet, by the attempt's id.
+        self.fetching: dict[RequestId, int] = {}
         self._profile = profile
         self._description = description
         self._most_running = description.max_running
         self._most_tokens = description.kv_blocks * description.block_tokens
         self._prompts: dict[RequestId, _PredictedPrompt] = {}  # prompts in the order in which they were sent
         self._streams: dict[RequestId, _PredictedStream] = {}
-        self._since = Nanos(0)  # instant from which the worker could compute the first prompt in `_prompts`
+        self._since = Nanos(0)  # instant since which the worker can have computed the first prompt in `_prompts`
         self._computed = Nanos(-1)  # instant at which a prompt was last computed or dropped
 
     def send(self, now: Nanos, work_id: RequestId, tokens: int, to_compute: int) -> None:
@@ -259,7 +263,8 @@ class _PredictedWorker:
             if next(iter(self._prompts)) == work_id:
                 self._since = now
             del self._prompts[work_id]
-            # Until now, the worker may have computed a part of this prompt, which delayed all answers.
+            # Until now, the worker may have computed a part of this prompt, which delayed all answers. So gaps that have begun are not
+            # compared with predictions (rule 3).
             self._computed = now
 
     def expected(self) -> list[PredictionAccuracy]:

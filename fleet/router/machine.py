@@ -2,8 +2,8 @@
 
 Rules:
 
-1. A request that arrives is placed at once, waits in the admission queue (`fleet.router.queueing.admission`), or is rejected. It is
-   rejected at once if its predicted wait is above the limit. Every request ends exactly once: by `Complete`, by `Reject`, or without a
+1. A request that arrives is placed at once, waits in the admission queue, or is rejected. It is rejected at once if its predicted wait is
+   above a limit (`fleet.router.queueing.admission`, rule 1). Every request ends exactly once: by `Complete`, by `Reject`, or without a
    command to its client when the client has cancelled it.
 2. Placement and reservation happen in one step, on both workers of a pair. The prefill worker's reservation ends with its attempt. On the
    worker that answers, the prefill share of the reservation is released at the first token, and the rest at the end of the request.
@@ -105,10 +105,10 @@ _WORTH_A_RETRY = frozenset({Reason.NO_WORKER, Reason.QUEUE_FULL, Reason.DRAINING
 # A request that would wait too long on the chosen worker is placed again without this worker. Each try costs a placement, so at most this
 # many workers are left out one by one. One last try then leaves out all full workers.
 OTHER_WORKERS_TRIED = 2
-# another worker is taken if its predicted wait is at most this share of `max_queue_seconds`
+# another worker (see above) is taken if the predicted wait there is at most this share of `max_queue_seconds`, or if none is predicted
 SHORT_WAIT_SHARE = 0.25
 
-# A request needs about ten of these names; looking up an enum member takes 65 ns, and a module variable 5 ns.
+# The code reads about ten of these names for each request. Reading an attribute of an enum takes 65 ns, and a module variable 5 ns.
 _AGGREGATED, _PREFILL, _DECODE = Phase.AGGREGATED, Phase.PREFILL, Phase.DECODE
 _QUEUED, _HANDED_OVER, _DECODING = RequestStage.QUEUED, RequestStage.HANDED_OVER, RequestStage.DECODING
 _DISPATCHED, _FIRST_TOKEN = RequestTransition.DISPATCHED, RequestTransition.FIRST_TOKEN
@@ -299,8 +299,8 @@ class RouterMachine:
     ) -> Decision | WaitForRoom | Rejection:
         """Choose the workers of a request, and dispatch or reject it. If the result is `WaitForRoom`, nothing was done.
 
-        A new request is also rejected if its predicted wait in a prefill queue or an engine is too long, and no other workers with a short
-        wait are found. The result is then the decision that was not carried out.
+        A request that has just arrived (`new`) is also rejected if its predicted wait in a prefill queue or an engine is too long, and no
+        other workers with a short wait are found. The result is then the decision that was not carried out.
         """
         outcome = self.placer.choose(live, self.registry.candidate_table(live), now)
         if (
@@ -473,7 +473,7 @@ class RouterMachine:
         self, live: LiveRequest, attempt: Attempt, progress: Progress, now: Nanos, out: list[Command]
     ) -> None:
         if progress.finish is None:
-            return  # the prefill worker sends this token once more when the attempt finishes
+            return  # the prefill worker sends the token of this progress once more, together with `finish`
         self.registry[attempt.worker_id].reservations.computed(live.id, None if live.arrived.external else now)
         self.attempts.computed(live, now)
         assert live.placed is not None
@@ -602,7 +602,7 @@ class RouterMachine:
     def _undelivered(self, event: Undelivered, now: Nanos, out: list[Command]) -> None:
         attempt = self.attempts.get(event.request_id)
         if attempt is None or attempt.worker_id != event.worker_id:
-            return  # the worker has left, and its attempts were already treated as lost
+            return  # the attempt has ended: its worker has left, so all attempts on this worker were already treated as lost
         self._failed(
             self.live_requests[attempt.request_id],
             Reason.WORKER_LOST,
@@ -630,7 +630,7 @@ class RouterMachine:
         live.failures += 1
         hindrance = self._hindrance(live)
         if live.sent and live.remaining_tokens <= 0 and not live.arrived.only_end:
-            # The client has the whole answer; only the worker's last message is missing.
+            # The client has as many tokens as the request allows; only the worker's last message is missing.
             self._complete(live, Finish.LENGTH, now, out)
         elif hindrance and not live.arrived.whole:
             self._end_begun(live, hindrance.cause, f"{message}; {hindrance.message},", now, out)
@@ -651,7 +651,7 @@ class RouterMachine:
                 self._admission.enqueue(live, now, outcome.busy)
 
     def _hindrance(self, live: LiveRequest) -> _Hindrance | None:
-        """Return why no other worker can continue the answer; None if one can, or if the answer has not begun yet."""
+        """Return why no other worker can continue the answer; None if another worker can, or if the answer has not begun yet."""
         if not live.sent:
             return None
         if not live.may_continue:
@@ -743,7 +743,7 @@ class RouterMachine:
         del self.live_requests[live.id]
 
     def _withdraw(self, live: LiveRequest, now: Nanos) -> None:
-        """Release everything that a request holds on workers."""
+        """Release everything that a request holds on workers, and end its attempt in this router."""
         for worker_id in live.reserved_on[:]:
             self._release(live, worker_id, now)
         self.attempts.end(live)

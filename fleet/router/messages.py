@@ -50,7 +50,7 @@ class KvPathsChanged(Struct, frozen=True, kw_only=True):
 
 
 class WorkerResumed(Struct, frozen=True, kw_only=True):
-    """Event: a draining worker takes requests again."""
+    """Event: a worker that was draining does not drain any more, and takes requests again."""
 
     worker_id: WorkerId
 
@@ -61,7 +61,7 @@ class LoadReported(Struct, frozen=True, kw_only=True):
 
 
 class KvChanged(Struct, frozen=True, kw_only=True):
-    """Event: one worker has stored and removed blocks in its prefix cache. All changes since the worker joined arrive, none is missing."""
+    """Event: the prefix cache of one worker has changed. The events since the worker joined contain all changes; none is missing."""
 
     worker_id: WorkerId
     events: tuple[KvEvent, ...]
@@ -151,7 +151,7 @@ class SessionsBound(Struct, frozen=True, kw_only=True):
     """
 
     bindings: tuple[SessionBinding, ...] = ()
-    clock: int = 0  # Unix time in nanoseconds; 0: not reported
+    clock: int = 0  # Unix time of a router in nanoseconds; 0: none was stated
 
 
 PeerEvent = PeerReserved | PeerPlaced | PeerLeft | SessionsBound
@@ -180,7 +180,7 @@ WorkerEvent = (
 
 
 @final
-# `rename` is needed because recordings keep the old name of the field
+# `rename` is needed because recordings keep the old name of the field `external`
 class Arrived(Struct, frozen=True, kw_only=True, rename={"external": "second_hand"}):
     """Event: a request has arrived. It is validated and tokenized."""
 
@@ -195,9 +195,9 @@ class Arrived(Struct, frozen=True, kw_only=True, rename={"external": "second_han
     session: str = ""
     placement: Placement = Placement.AUTO
     kv_path: KvPath | None = None
-    pin: WorkerId | None = None  # the only worker that may answer
-    labels: tuple[str, ...] = ()  # labels that the worker must have
-    among: tuple[WorkerId, ...] | None = None  # the only workers that may be chosen; None: all
+    pin: WorkerId | None = None  # the only worker that the client lets answer; None: any worker may answer
+    labels: tuple[str, ...] = ()  # labels that the worker that answers must have
+    among: tuple[WorkerId, ...] | None = None  # the only workers that may answer; None: all may
     # The LoRA adapter to use; `salt` then separates its blocks from those of the base model.
     adapter: LoraAdapter | None = None
     expected_tokens: int = 0  # length of the answer that the client expects; 0: unknown
@@ -222,7 +222,7 @@ class Arrived(Struct, frozen=True, kw_only=True, rename={"external": "second_han
 
 
 class RequestCancelled(Struct, frozen=True, kw_only=True):
-    """Event: the client has gone, or its answer contains a stop string."""
+    """Event: the client has gone, or the frontend needs no more of the answer, because a stop string has ended it."""
 
     request_id: RequestId
 
@@ -301,7 +301,7 @@ class CacheDriftChanged(Struct, frozen=True, kw_only=True):
     worker_id: WorkerId
     knowledge: Knowledge
     drifting: bool
-    precision: float  # precision over the latest comparisons
+    precision: float  # precision over the worker's latest comparisons (rules 6 and 7 there)
     recall: float
 
 

@@ -7,7 +7,8 @@ Rules:
 2. The first placement has to satisfy the client's demands. After a failed attempt, and for a resumed answer, a pin, a KV path and a
    demanded pair are dropped if no worker satisfies them, because any answer is better than none.
 3. The measured prefill break-even is used if the settings enable it. For external requests it is used only when enough
-   was measured, because the timing of these requests is never measured (`fleet.router.placement.break_even`, rule 3).
+   was measured with other requests, because the timing of external requests is never measured
+   (`fleet.router.placement.break_even`, rule 3).
 """
 
 from collections.abc import Iterable
@@ -45,7 +46,7 @@ class Placer:
     def choose(
         self, live: LiveRequest, candidate_table: CandidateTable, now: Nanos
     ) -> Decision | WaitForRoom | Rejection:
-        """Choose the workers of a request, for its first or a later placement. The caller calls `taken` if it carries out the decision."""
+        """Choose the workers of a request, for its first or a later placement. A caller that carries out the decision has to call `taken`."""
         settings, break_even = self.settings, self._break_even
         placement_request = self.with_session(live, now)
         counts = settings.learn_remote_prefill and (break_even.measured or not live.arrived.external)
@@ -73,7 +74,7 @@ class Placer:
         kv_path: KvPath,
         now: Nanos,
     ) -> WorkerId | None:
-        """Return another decode worker that can fetch what `prefill` has computed; None if there is none."""
+        """Return another decode worker that can fetch, by `kv_path`, what `prefill` has computed; None if there is no such worker."""
         return decide_decode(
             prefill, kv_path, live.placement_request(now), candidate_table, self._policy, self.settings, self._rng
         )

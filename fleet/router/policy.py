@@ -31,26 +31,26 @@ Flags = NDArray[np.bool_]
 Rows = NDArray[np.intp]
 
 # Rows of the candidate table that are kept between requests.
-BACKLOG_TOKENS = 0  # prompt tokens that are reserved on the worker and not computed yet
+BACKLOG_TOKENS = 0  # number of prompt tokens that are reserved on the worker and not computed yet
 ACTIVE_BLOCKS = 1  # unique blocks of live requests on the worker; an answer near its expected end counts less
-REQUESTS = 2  # requests that are reserved on the worker
-BOOKED = 3  # number of the rows above, which change with every reservation
+REQUESTS = 2  # number of requests that are reserved on the worker
+BOOKED = 3  # number of the rows above; every reservation changes them, and peer routers report their own sums for them
 LIMIT = 3  # the maximum number of requests that may be reserved on the worker
 MAX_RUNNING = 4  # the maximum number of requests in one batch of the engine
 KV_BLOCKS = 5  # number of blocks that the engine's cache holds
 BLOCK_TOKENS = 6
-PREFILL_SPEED = 7  # speed of prefill on this hardware, relative to other workers
+PREFILL_SPEED = 7  # speed of prefill on the worker's hardware, relative to other workers of the model; 2: twice as fast
 DECODE_SPEED = 8
 TOKEN_SECONDS = 9  # recent seconds per prompt token, including the wait for other prompts; 0: not measured yet
 # Rows of the candidate table that are computed anew for each request.
-LIVE_BLOCKS = 10  # leading blocks of the prompt that live requests on the worker hold or will soon compute
-NEW_BLOCKS = 11  # unique blocks that the request would add to those of live requests
-ENGINE_BLOCKS = 12  # leading blocks of the prompt in the engine's cache
-COMING_BLOCKS = 13  # leading blocks after ENGINE_BLOCKS that live requests on the worker hold or will soon compute
-STORE_BLOCKS = 14  # leading blocks after ENGINE_BLOCKS and COMING_BLOCKS that are in the memory of the worker's store
-# Leading blocks after ENGINE_BLOCKS, COMING_BLOCKS and STORE_BLOCKS that are in a slower tier of the store.
+LIVE_BLOCKS = 10  # number of leading blocks of the prompt that live requests on the worker hold or will soon compute
+NEW_BLOCKS = 11  # number of blocks of the prompt that no live request on the worker holds or will soon compute
+ENGINE_BLOCKS = 12  # number of leading blocks of the prompt in the engine's prefix cache
+COMING_BLOCKS = 13  # number of the next blocks, after these, that live requests on the worker hold or will soon compute
+STORE_BLOCKS = 14  # number of the next blocks, after those of the two rows above, in the memory of the worker's store
+# Number of the next blocks, after those of the three rows above, that are in a slower tier of the worker's store.
 BELOW_BLOCKS = 15
-CONVERSION = 16  # cost of converting the blocks from the store, in blocks of prefill
+CONVERSION = 16  # cost of converting all blocks that come from the store, in blocks of prefill; 0: nothing to convert
 QUANTITIES = 17
 
 
@@ -61,19 +61,19 @@ class RandomSource(Protocol):
 
 
 class PlacementRequest(Struct, frozen=True, kw_only=True, gc=False):
-    """The properties of one request that placement uses."""
+    """The properties of one request that placement uses; the values are those at the instant `now`."""
 
     prompt_tokens: int
     answer_tokens: int = 1  # the maximum number of tokens that the answer may have
     placement: Placement = Placement.AUTO
     kv_path: KvPath | None = None
     session: str = ""
-    bound: WorkerId | None = None  # the worker of this session's last request
+    bound: WorkerId | None = None  # the worker of the session's last request; None: none is known, or it does not count
     must_keep: bool = False  # True if only the worker `bound` may serve the request
-    pin: WorkerId | None = None  # the only worker that the client accepts
+    pin: WorkerId | None = None  # the only worker that the client lets answer; None: any worker may answer
     labels: tuple[str, ...] = ()  # labels that the worker must have
     among: tuple[WorkerId, ...] | None = None  # the only workers that may be chosen; None: all
-    adapter: LoraAdapter | None = None  # the LoRA adapter that the worker must have or be able to load
+    adapter: LoraAdapter | None = None  # LoRA adapter that the worker must have or be able to load; None: none is used
     form: bool = False  # True if the worker must support structured output
     needs: tuple[str, ...] = ()  # the fields of `fleet.core.requests.ENGINE_FIELDS` that the worker must support
     fingerprint: str = (
@@ -85,7 +85,7 @@ class PlacementRequest(Struct, frozen=True, kw_only=True, gc=False):
         # The `fleet.core.requests.STATE_FIELDS` in use whose state the worker must rebuild, because the answer has begun.
     ] = ()
     first_key: int = 0  # block key of the first full block; 0: there is none
-    seconds_left: float | None = None  # seconds that are left for the first token; None: no limit
+    seconds_left: float | None = None  # seconds until the request's deadline; None: there is no deadline
     now: Nanos = Nanos(0)  # the instant of the decision
 
 
@@ -106,8 +106,9 @@ class Candidates(Struct, frozen=True, eq=False):
     rows: Rows | None = (
         None  # positions of the candidates in `everybody`, in the order of the columns; None: all workers are candidates
     )
-    warm: bool = True  # False if it is certain that no worker has any part of the prompt
-    even: bool = False  # True if the speeds of all workers are 1
+    # False if it is certain that no worker and no store holds the beginning of the prompt, or will soon hold it.
+    warm: bool = True
+    even: bool = False  # True if the speeds of prefill and decoding are 1 for all workers of the model
 
     def __len__(self) -> int:
         count: int = self.columns.shape[1]
@@ -197,7 +198,7 @@ class Candidates(Struct, frozen=True, eq=False):
         return Candidates(self.everybody, self.columns.copy(), rows=self.rows, warm=self.warm, even=self.even)
 
     def only(self, rows: Rows) -> "Candidates":
-        """Return the candidates at these positions, in this order."""
+        """Return those of these candidates that are at the positions `rows`, in this order."""
         among = rows if self.rows is None else self.rows[rows]
         columns = self.columns.take(rows, axis=1)
         return Candidates(self.everybody, columns, rows=among, warm=self.warm, even=self.even)
@@ -226,7 +227,7 @@ class ItemizedScorer(Protocol):
     """Port: a scorer that can also return the parts of its costs."""
 
     def parts(self, request: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Mapping[str, Floats]:
-        """Return the parts of the costs by name. Their sum is the result of `costs`."""
+        """Return the parts of the costs by name, as arrays. The sum of the parts is the result of `Scorer.costs`."""
         ...
 
 
@@ -262,7 +263,7 @@ class PlacementPolicy(Protocol):
         ...
 
     def costs(self, request: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Mapping[str, Floats]:
-        """Return the parts of the candidates' costs by name.
+        """Return the parts of the costs by name, each as an array with one number for each candidate.
 
         The router calls this only for an explanation, or when a gateway needs further workers to fall back on.
         """

@@ -57,12 +57,12 @@ class TextCodec(Protocol):
 
     @property
     def class_names(self) -> Mapping[int, str]:
-        """The names of the classes of a classifying model, by number; empty for other models and for classes without names."""
+        """The names of a classifying model's classes, by the number of the class; empty if the model has no classes, or they have no names."""
         ...
 
     @property
     def created(self) -> int:
-        """The Unix time of the model's files in seconds, equal for all readers of the same files."""
+        """The Unix time in seconds at which the model's files were last changed, equal for all processes that read the same files."""
         ...
 
     @property
@@ -75,9 +75,9 @@ class TextCodec(Protocol):
         ...
 
     def encode_pair(self, first: str, second: str) -> tuple[TokenBytes, int]:
-        """Return the token ids of a pair of texts as one prompt, and how many of them belong to the first text.
+        """Return the token ids of a pair of texts as one prompt, and how many of these tokens belong to the first text.
 
-        If the tokenizer cannot say where the first text ends, all tokens are counted.
+        If the tokenizer cannot say where the first text ends, the number of all tokens is returned.
         """
         ...
 
@@ -110,7 +110,7 @@ class TextCodec(Protocol):
         ...
 
     def decode(self, tokens: TokenBytes) -> str:
-        """Return the text of a prompt, including special tokens."""
+        """Return the text of the tokens of a prompt. Special tokens appear in the text."""
         ...
 
     def token_text(self, token_id: int) -> str:

@@ -60,7 +60,7 @@ class RequestListener(Protocol):
 
 
 class AnswerKeyChanged(Struct, frozen=True):
-    """Item of a `RequestStream`: an attempt has failed, and workers keep the tokens of the next one under another key."""
+    """Item of a `RequestStream`: an attempt has failed, and workers keep the tokens of the next attempt under another key."""
 
     answer_key: int
 
@@ -76,8 +76,8 @@ class RequestStream:
     def __init__(self, arrived: Arrived, server: "RouterServer"):
         self._arrived = arrived
         self._server = server
-        self.kv: tuple[KvPhase, ...] = ()  # KV reports of all attempts so far
-        self.cached_tokens = 0  # prompt tokens that were cached, in all attempts so far
+        self.kv: tuple[KvPhase, ...] = ()  # the latest KV report of each attempt of the request so far
+        self.cached_tokens = 0  # number of prompt tokens that no attempt so far has computed
         self._answer_key = arrived.answer_key
         self._waiting: deque[Progress | StartedOver | AnswerKeyChanged | Complete | RequestRejected] = deque()
         self._wake: asyncio.Future[None] | None = None
@@ -157,10 +157,10 @@ class RouterServer:
         self._bug_met = asyncio.Event()
         # Called after each event. `fleet.peers.routers` uses it to send changes to the peer routers.
         self.on_change: Callable[[], None] | None = None
-        self._closed = False  # True if no more requests are accepted
+        self._closed = False  # True if no more requests are accepted: the router drains, or `run` has ended
         self._idle = asyncio.Event()
         self._idle.set()
-        self._armed: Nanos | None = None  # the deadline for which `_keep_time` waits
+        self._armed: Nanos | None = None  # the deadline for which `_keep_time` waits; None: there is none
         self._sooner = asyncio.Event()
 
     def submit(self, arrived: Arrived) -> RequestStream:
@@ -187,7 +187,7 @@ class RouterServer:
         return self._machine.remote_prefill()
 
     def tune(self, thresholds: Thresholds) -> None:
-        """Set thresholds for all further requests. Queued requests are tried again."""
+        """Set the thresholds for all later decisions, and try to place the queued requests again."""
         log.info("thresholds set", extra=structs.asdict(thresholds))
         self._process(ThresholdsChanged(thresholds=thresholds))
 
@@ -236,7 +236,7 @@ class RouterServer:
         return now, self._machine.demand_by_model(now), self._machine.worker_loads()
 
     def recent_requests(self, after: int) -> tuple[int, tuple[SampledRequest, ...]]:
-        """Return the number of the latest request in the sample, and the requests of the sample with a number above `after`."""
+        """Return the number of the latest sampled request, and the sampled ones with numbers above `after` (`RouterDemand.recent`)."""
         return self._machine.demand.recent(after)
 
     def turned_away(self, model: ModelName) -> None:

@@ -33,7 +33,7 @@ MAX_SESSION_NEWS = 10_000  # maximum number of bindings in one announcement, whi
 
 
 class SessionBinding(Struct, frozen=True, kw_only=True):
-    """Message: the worker to which a session is bound."""
+    """Message between peer routers: the worker to which a session is bound, or the end of the binding."""
 
     key: SessionKey
     worker_id: WorkerId | None  # None: the binding has ended
@@ -48,8 +48,8 @@ class SessionTable:
         """Start empty.
 
         Args:
-            ttl_seconds: Time to live of an idle session.
-            capacity: The maximum number of sessions to keep.
+            ttl_seconds: Seconds after which the binding of an idle session ends (rule 1).
+            capacity: Maximum number of sessions that are kept (rule 2).
             telling: True if bindings are announced to peer routers.
         """
         self._ttl = int(ttl_seconds * SECOND)

@@ -40,10 +40,10 @@ from fleet.router.state.snapshot import Explanation, KnowledgeSnapshot, RouterCo
 from fleet.router.state.worker_table import RegisteredWorker
 
 MOST_MODELS = 1000
-"""The maximum number of models with counters of their own. Model names come from workers and settings, so only a fault
-can reach this limit."""
+"""The maximum number of models with counters of their own; requests for further models are not counted by model. Model names
+come from workers and settings, so only a fault can reach this limit."""
 
-# Reading a module variable is ten times as fast as reading the enum attribute.
+# This name exists because reading a module variable is ten times as fast as reading the enum attribute.
 _PREFILL_LOST = PlacementReason.PREFILL_LOST
 
 
@@ -61,7 +61,7 @@ class CountersByModel(dict[ModelName, RouterCounters]):
 
 
 class _ComparedPrompts(Struct):
-    """Comparisons of predicted and reported cached tokens since the start."""
+    """Sums over all comparisons of predicted and reported cached tokens since the start of the router."""
 
     prompts: int = 0
     total: CacheComparison = CacheComparison()
@@ -74,7 +74,7 @@ class RouterStatistics:
         self.counters = CountersByModel()
         self.late_messages = 0
         self._most_explained = explained_requests
-        # an `OrderedDict`, because it finds and removes its first key fast
+        # the decisions of the latest requests (rule 1), in an `OrderedDict`, because it finds and removes its first key fast
         self._explained: OrderedDict[RequestId, tuple[Decision, ...]] = OrderedDict()
         self._compared: dict[tuple[ModelName, Knowledge], _ComparedPrompts] = {}
 
@@ -83,7 +83,7 @@ class RouterStatistics:
         self._explained.pop(request_id, None)
 
     def placed(self, live: LiveRequest, decision: Decision, policy: PlacementPolicy) -> None:
-        """Count a decision, and keep it for explanations. `policy` is the configured policy."""
+        """Count a decision, and keep it for explanations. If another policy than `policy`, the configured one, decided, count that too."""
         counters, why = self.counters[live.arrived.model], decision.why
         placements = counters.placements
         placements[why] = placements.get(why, 0) + 1
@@ -104,12 +104,12 @@ class RouterStatistics:
             explained.popitem(last=False)
 
     def impossible(self, model: ModelName, cause: RejectionCause) -> None:
-        """Count a request that no worker could serve."""
+        """Count a request that no worker could serve, or whose begun answer no worker could continue, by its cause."""
         causes = self.counters[model].impossible
         causes[cause] = causes.get(cause, 0) + 1
 
     def refused(self, model: ModelName, reason: Reason) -> None:
-        """Count a rejected request."""
+        """Count a rejected request by the reason."""
         refused = self.counters[model].refused
         refused[reason] = refused.get(reason, 0) + 1
 

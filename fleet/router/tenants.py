@@ -52,13 +52,13 @@ class TenantSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """SHA-256 of each API key of the tenant, in hex (``printf %s KEY | sha256sum``), so that the file holds no secret."""
 
     weight: Annotated[float, Meta(ge=1e-6, le=1e6)] = 1.0
-    """The tenant's share of the prompt tokens that are computed while requests wait, relative to the weights of the other tenants."""
+    """While requests wait in the router, each tenant gets a share of the computed prompt tokens in proportion to its weight."""
 
     requests_per_minute: PerMinute = 0.0
-    """The most requests to admit in a minute, 1 or more; 0: no limit."""
+    """Number of requests per minute that are admitted on average, 1 or more. After a pause, as many are admitted at once. 0: no limit."""
 
     tokens_per_minute: PerMinute = 0.0
-    """The most tokens of prompts and answers in a minute, 1 or more; 0: no limit."""
+    """Number of tokens of prompts and answers per minute on average, 1 or more. After a pause, as many may be used at once. 0: no limit."""
 
     @property
     def is_limited(self) -> bool:
@@ -94,7 +94,7 @@ class TokenBucket:
 
 
 class TenantUsageDelta(Struct, frozen=True, kw_only=True):
-    """The requests and tokens that were taken from a tenant's buckets on this router, since the last report or since the start."""
+    """The requests and tokens that were taken from a tenant's buckets at one router: since its last report, or since its start."""
 
     requests: float
     tokens: float
@@ -103,7 +103,7 @@ class TenantUsageDelta(Struct, frozen=True, kw_only=True):
 class TenantUsage(Struct, kw_only=True):
     """The usage of a tenant on this router since the start of the router, for accounting."""
 
-    requests: int = 0  # number of admitted requests
+    requests: int = 0  # number of requests that were admitted
     prompt_tokens: int = 0
     answer_tokens: int = 0
 
@@ -123,7 +123,7 @@ class _TenantLimits:
     def __init__(self, settings: TenantSettings, now: Nanos) -> None:
         self.requests = TokenBucket(settings.requests_per_minute, now) if settings.requests_per_minute else None
         self.tokens = TokenBucket(settings.tokens_per_minute, now) if settings.tokens_per_minute else None
-        # The number of requests that have asked for admission, and are being prepared for it (rule 5).
+        # Number of requests that are being prepared for their admission, such as by fetching images (rule 5).
         self.expected = 0
         self.taken_requests = 0.0
         self.taken_tokens = 0.0
@@ -162,7 +162,7 @@ class Tenants:
         """A function that is called after something was taken from a bucket at this router. It must not block. None: there are no peers."""
 
         self.others = 0
-        """The number of peer routers to which the usage at this router is sent."""
+        """The number of peer routers to which the usage at this router is sent, without those that do not answer."""
 
         self._usage = {name: TenantUsage() for name in settings}
         self._limited = {name: _TenantLimits(tenant, now) for name, tenant in settings.items() if tenant.is_limited}
@@ -219,7 +219,9 @@ class Tenants:
             )
 
     def admit(self, tenant: str, prompt_tokens: int, now: Nanos) -> RateLimitStatus | None:
-        """Admit a request and take its prompt from the tenant's buckets. Return what is left; None for a tenant without limits.
+        """Admit a request, and take one request and the tokens of its prompt from the tenant's buckets.
+
+        Return what is left in the buckets; None for a tenant without limits.
 
         Raises:
             RequestRejected: RATE_LIMITED, with what is left and the time after which a request can be admitted.
@@ -402,7 +404,7 @@ async def admit_with_peers(tenants: Tenants, tenant: str, prompt_tokens: int, cl
 
 
 async def await_settle(settle: SettleWithPeers) -> bool:
-    """Await `settle` in a coroutine, because a task can be made of a coroutine, but not of every awaitable."""
+    """Await the result of `settle` in a coroutine, because callers make a task of it, and not every awaitable can become a task."""
     return await settle()
 
 
@@ -412,7 +414,7 @@ def _exceeds_share(bucket: TokenBucket | None, unconfirmed: float, more: float, 
     Return False if the peers have confirmed everything, or if the request is rejected in any case.
     """
     if bucket is None or not unconfirmed or (level := bucket.level(now)) < 1:
-        return False  # with less than one left, the request is rejected
+        return False  # nothing is unconfirmed, there is no such limit, or the request is rejected, because less than one is left
     return unconfirmed + more > max(1.0, (level + unconfirmed) / routers)
 
 

@@ -14,9 +14,10 @@ from fleet.core.clock import Nanos
 from fleet.router.kv_index.radix_tree import Chain, ChainHolder, Keys, RadixTree
 
 # Maximum number of block keys of all prompts together, as a multiple of the capacity in blocks. A block that several prompts share counts
-# once for each prompt.
+# once for each prompt. Beyond it, the least recently sent prompts are forgotten.
 MAX_LISTED_FACTOR = 8
-# Maximum number of entries in `AssumedCache._earlier`, as a multiple of the maximum number of block keys.
+# Maximum number of entries in `AssumedCache._earlier`, as a multiple of the maximum number of block keys. Beyond it, the heap is built anew
+# without entries that are out of date.
 MAX_NOTED_FACTOR = 2
 
 
@@ -29,7 +30,7 @@ class AssumedCache:
         Args:
             chains: The radix tree with the assumed prompts of all workers of the model.
             bit: The worker's bit in `chains`.
-            capacity_blocks: Blocks that the worker's cache holds.
+            capacity_blocks: Maximum number of blocks that the worker's cache can hold.
         """
         self._chains = chains
         self.capacity = capacity_blocks
@@ -71,7 +72,7 @@ class AssumedCache:
             self._forget_first()
 
     def add_earlier(self, keys: Keys, until: Nanos) -> None:
-        """Add a prompt that was sent some time ago, unless it is known already. It becomes the last one that a full cache forgets."""
+        """Add a prompt that was sent some time ago, unless it is known already. A full cache forgets the prompts added before it first."""
         keys = keys[: self.capacity]
         if not keys or keys[-1] in self._sent:
             return
@@ -107,11 +108,11 @@ class AssumedCache:
         self._chains.remove(chain)
 
     def chains(self) -> list[Chain]:
-        """Return the chains of all prompts."""
+        """Return the chains of all assumed prompts, for the check of the radix tree."""
         return list(self._sent.values())
 
     def check(self) -> None:
-        """Assert that the limits of the cache are kept."""
+        """Assert that the counts match the prompts, and that the limits of the cache are kept."""
         assert len({key for chain in self.chains() for key in chain.keys}) == self._held.blocks <= self.capacity
         assert self.listed == sum(len(chain.keys) for chain in self.chains())
         assert all(chain.keys[-1] == last for last, chain in self._sent.items())

@@ -56,7 +56,7 @@ class PlacedPrompt(Struct, frozen=True, kw_only=True):
 
     # Block keys of the prompt's marks (rule 2), or of all its blocks if the prompt is assumed to be cached.
     keys: tuple[int, ...]
-    age_ms: int = 0  # milliseconds since the prompt was sent, if the prompt is assumed to be cached
+    age_ms: int = 0  # milliseconds since the prompt was sent; 0 for an unfinished prompt, whose age does not matter
 
 
 class PromptAnnouncements:
@@ -70,7 +70,7 @@ class PromptAnnouncements:
         self._over: list[int] = []
         self._sent: deque[tuple[WorkerId, Keys]] = deque(maxlen=MAX_SENT_PROMPTS)
         self.changes = 0
-        """Number of reservations that were added, changed or released since the last call of `news`."""
+        """Number of changes since the last call of `news`: reservations that began or ended, and prompts that were computed."""
 
     def has_prompts(self, *, assumed: bool) -> bool:
         """Return whether `news` would return prompts of rule 1, or, if `assumed` is true, prompts of rule 3."""
@@ -97,7 +97,7 @@ class PromptAnnouncements:
             self._over.append(number)
 
     def sent(self, worker_id: WorkerId, keys: Keys) -> None:
-        """Record a prompt that was sent to a worker which does not report its cache."""
+        """Record a prompt that was sent to a worker without KV events, so that `news` returns it (rule 3)."""
         self._sent.append((worker_id, keys))
 
     def news(self) -> tuple[list[PlacedPrompt], list[int]]:
@@ -150,7 +150,7 @@ class PeerPrompts:
         self._announced_chains.clear()
 
     def chains(self) -> list[Chain]:
-        """Return the chains of all prompts."""
+        """Return the chains of all announced prompts, for the check of the radix tree."""
         return list(self._announced_chains.values())
 
 
@@ -165,12 +165,12 @@ def marks(keys: Keys) -> tuple[int, ...]:
 
 
 def with_peer_prompts(booked: list[tuple[int, int]], peer_prompts: RadixTree, keys: Keys) -> list[tuple[int, int]]:
-    """Return the leading blocks on each worker, including those of the prompts that peer routers have announced.
+    """Return how many leading blocks of a prompt each worker has, including blocks of the prompts that peer routers have announced.
 
     The argument `booked` and the result have the form of `fleet.router.kv_index.prefix_index.runs`.
 
     Args:
-        booked: The leading blocks on each worker, without the announced prompts.
+        booked: The number of leading blocks that live requests of this router hold on each worker.
         peer_prompts: The radix tree with the marks of the announced prompts.
         keys: Block keys of all full blocks of the prompt.
     """

@@ -33,17 +33,17 @@ JOIN_ABOVE = 16
 
 
 class ChainHolder:
-    """One holder of chains. Its bit stands for it in the masks of nodes."""
+    """One holder of chains, such as a worker. The bit of the holder stands for the holder in the masks of nodes."""
 
     __slots__ = ("bit", "blocks")
 
     def __init__(self, bit: int) -> None:
         self.bit = bit
-        self.blocks = 0  # unique blocks of all chains of this holder
+        self.blocks = 0  # number of distinct blocks in all chains of this holder
 
 
 class Chain(Struct, eq=False):
-    """One chain of a holder; `RadixTree.add` makes it."""
+    """One prompt of a holder as a sequence of block keys (rule 1); `RadixTree.add` makes it."""
 
     holder: ChainHolder
     keys: Keys
@@ -55,10 +55,10 @@ class RadixNode(Struct, eq=False):
     """Consecutive blocks that belong to the same chains (rule 2)."""
 
     parent: "RadixNode | None"  # the node before this one; None: this node begins with the first block
-    start: int  # number of blocks before this node
-    keys: Keys  # block keys of this node
-    mask: int  # bits of the holders of these blocks
-    chain: Chain | None  # the chain for which the node was made, if that chain ends here
+    start: int  # number of blocks before this node on its path
+    keys: Keys  # block keys of the node's own blocks, in order
+    mask: int  # bits of the holders whose chains contain these blocks
+    chain: Chain | None  # the chain for which the node was made; None: that chain does not end here, or was removed
     # For each holder, the number of its chains that end here, plus the number of child nodes with chains of this holder; None: only `chain`
     # ends here.
     continuations: dict[ChainHolder, int] | None = None
@@ -77,7 +77,7 @@ class RadixTree:
         self._blocks = 0
 
     def __len__(self) -> int:
-        """Return the number of distinct blocks."""
+        """Return the number of distinct blocks in all chains of the tree."""
         return self._blocks
 
     def add(self, holder: ChainHolder, keys: Keys) -> Chain:
@@ -148,7 +148,7 @@ class RadixTree:
                 self._blocks -= len(node.keys)
                 holder.blocks -= len(node.keys)
                 node = node.parent
-        fewer = True  # the node has lost a chain or a child node
+        fewer = True  # True if `node` has lost a chain or a child node, so that its `count` falls
         while node is not None:
             continuations = _continuations(node)
             if fewer:
@@ -165,7 +165,7 @@ class RadixTree:
             node = node.parent
 
     def has_first_block(self, key: int) -> bool:
-        """Return whether a node begins with this block key."""
+        """Return whether a node of the tree begins with this block key. If not, no chain begins with it."""
         return key in self.nodes
 
     def runs(self, keys: Keys) -> list[tuple[int, int]]:
@@ -216,7 +216,8 @@ class RadixTree:
             while parent is not None and parent.count == 1:
                 parts.append(parent)
                 parent = parent.parent
-            if len(parts) > 1:  # the last node is kept, because chains end in it
+            if len(parts) > 1:
+                # The last of these nodes takes the keys of the others. It is kept, because chains may end in it.
                 for part in parts:
                     del self.nodes[part.keys[0]]
                 last.start, last.parent = parts[-1].start, parent

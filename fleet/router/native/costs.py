@@ -12,7 +12,7 @@ try:
     )
 
     BUILT = True
-    """True if the native module is used."""
+    """True if the C extension was built, and the functions of this module come from it."""
 except ImportError:  # the C extension was not built
     from fleet.router.native.twin import (
         all_have_room,

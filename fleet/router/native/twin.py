@@ -46,17 +46,17 @@ def fleet_costs(
         columns: The table of the candidates, with the rows of `fleet.router.policy`.
         out: The array to which the costs are written.
         prompt_tokens: Tokens of the prompt.
-        engine: Credit for a block in the engine's prefix cache.
+        engine: Credit for a block in the engine's prefix cache, in blocks of prefill, as are the next four numbers.
         store: Credit for a block in the store's memory.
         lower: Credit for a block in a lower tier of the store.
-        request: Weight of a running request.
-        decode: Weight of a block that live requests hold.
+        request: Cost of a running request.
+        decode: Cost of a block that live requests hold.
         spread: How fast the credit of a cached block falls with the length of the queue on a full worker (item 6 of the policy).
         others: Weight of the delay of later requests (item 4 of the policy).
         stall: Weight of a running request that the prefill delays (item 4 of the policy).
-        warm: True if a worker may hold a part of the prompt.
+        warm: False if it is certain that no worker and no store holds the beginning of the prompt, or will soon hold it.
         even: True if the speeds of all workers are 1.
-        prefill: True if only the prompt is to be computed.
+        prefill: True if the chosen worker is to compute only the prompt, and another worker answers.
     """
     np.add(columns[BACKLOG_TOKENS], prompt_tokens, out=out)
     out /= columns[BLOCK_TOKENS]

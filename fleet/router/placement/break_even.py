@@ -19,8 +19,8 @@ Rules:
 from fleet.core.clock import SECOND, Nanos
 
 MIN_SAMPLES = 8
-WEIGHT = 0.1  # weight of the newest handoff in the average; so mostly the last ten handoffs count
-MIN_TOKENS = 64  # a handoff of fewer tokens would move only one or two blocks
+WEIGHT = 0.1  # weight of the newest handoff in the average duration; so mostly the last ten handoffs count
+MIN_TOKENS = 64  # lowest number that is learned (rule 3); a handoff of fewer tokens would move only one or two blocks
 MAX_TOKENS = 16_384
 
 
@@ -33,11 +33,11 @@ class PrefillBreakEven:
 
     @property
     def measured(self) -> bool:
-        """True if enough handoffs were measured."""
+        """True if at least `MIN_SAMPLES` handoffs were measured, so that a number can be learned (rule 3)."""
         return self.samples >= MIN_SAMPLES
 
     def handed_over(self, taken: Nanos) -> None:
-        """Learn from the duration of one handoff."""
+        """Learn from one handoff. `taken` is the time from the end of its prefill to the first token of the decode worker."""
         seconds = taken / SECOND
         self.samples += 1
         weight = max(WEIGHT, 1 / self.samples)
@@ -49,7 +49,8 @@ class PrefillBreakEven:
         Args:
             token_seconds: Seconds per prompt token on the decode worker; 0: unknown.
             requests: Requests on the decode worker.
-            constant: The configured number. Before enough handoffs were measured, `MIN_TOKENS` is used if it is smaller.
+            constant: The setting `remote_prefill_min_tokens`. Until enough handoffs were measured, the result is this number or
+                `MIN_TOKENS`, whichever is smaller.
         """
         if not self.measured:
             return min(constant, MIN_TOKENS)

@@ -53,8 +53,8 @@ class PrefillPartners(Struct, frozen=True):
 class WorkerSizes(Struct, frozen=True):
     """The different sizes of a group of workers, in tokens and in ascending order."""
 
-    lengths: tuple[int, ...] = ()  # the different maximum context lengths
-    capacities: tuple[int, ...] = ()  # the different capacities of the KV caches
+    lengths: tuple[int, ...] = ()  # the different maximum lengths of prompt and answer together
+    capacities: tuple[int, ...] = ()  # the different capacities of the engines' KV caches
 
     def reach(self, prompt_tokens: int, whole_tokens: int) -> tuple[int, int, int]:
         """Return a value that is equal for requests that fit on the same workers.
@@ -116,7 +116,7 @@ class PoolTopology:
         return flags
 
     def obeying(self, needs: tuple[str, ...]) -> Flags:
-        """Return a flag for each worker: True if it supports all these sampling fields."""
+        """Return a flag for each worker: True if it supports everything in `needs` (`PlacementRequest.needs`)."""
         if (flags := self._obeying.get(needs)) is None:
             able = [set(needs) <= set(each.sampling_fields) for each in self.descriptions]
             flags = self._obeying[needs] = np.array(able, dtype=np.bool_)
@@ -162,7 +162,10 @@ class PoolTopology:
 def common_path(
     prefill: WorkerDescription, decode: WorkerDescription, wanted: KvPath | None, settings: RouterSettings
 ) -> KvPath | None:
-    """Return the KV path from a prefill to a decode worker; None if they have no common path, or not the path `wanted`."""
+    """Return the KV path from a prefill to a decode worker; None if they have no common path, or not the path `wanted`.
+
+    If `wanted` is None and both paths are possible, the settings decide (`prefer_direct`).
+    """
     if (prefill.fingerprint, prefill.generation) != (decode.fingerprint, decode.generation):
         return None
     open_paths = [path for path in KvPath if path in prefill.kv_paths and path in decode.kv_paths]
@@ -192,12 +195,12 @@ def max_requests(description: WorkerDescription, settings: RouterSettings) -> in
 
 
 class ServingWorkers(Struct, frozen=True):
-    """Flags of the workers that take requests. They are computed again when a worker drains or resumes."""
+    """Flags of the workers that take requests, one for each row. They are computed again when a worker begins or ends draining."""
 
     draining: Flags
-    able: Flags  # workers that do not drain
+    able: Flags  # workers that do not drain, whatever their role
     answering: Flags  # the workers in `able` that decode
-    rows: Rows  # rows of the workers in `answering`
+    rows: Rows  # rows of the workers whose flag in `answering` is True
 
     @classmethod
     def of(cls, topology: PoolTopology, draining: Flags) -> "ServingWorkers":
@@ -213,8 +216,8 @@ class CandidateTable(Struct, frozen=True, eq=False, gc=False):
     serving: ServingWorkers
     # Flags of the workers that have failed this request in their present incarnation; None: none has.
     failed: Flags | None = None
-    warm: bool = True  # False if it is certain that no worker has any part of the prompt
-    # Groups of workers for the request's LoRA adapter, the best first (`fleet.router.state.lora`).
+    warm: bool = True  # False if it is certain that no worker and no store holds the beginning of the prompt, or will soon hold it
+    # Groups of workers for the request's LoRA adapter, the best first (`fleet.router.state.lora`); empty: the request has no adapter.
     lora_groups: Sequence[Flags] = ()
 
     def __len__(self) -> int:
@@ -272,8 +275,8 @@ class IneligibleReason(StrEnum):
     ADAPTER_ELSEWHERE = "adapter_elsewhere"
     OTHER_SESSION = "other_session"  # the session is bound to another worker
     DRAINING = "draining"
-    FAILED_BEFORE = "failed_before"  # the worker has failed this request before
-    TOO_SMALL = "too_small"  # the request does not fit into the worker's context or KV cache
+    FAILED_BEFORE = "failed_before"  # an earlier attempt of this request on the worker has failed
+    TOO_SMALL = "too_small"  # the worker's context is too short for the request, or its KV cache is too small
     AT_LIMIT = "at_limit"
     NO_PAIR = "no_pair"  # the client demanded a pair, and no prefill worker pairs with this worker
 
@@ -303,7 +306,7 @@ def _has_no_demands(request: PlacementRequest) -> bool:
 
 
 def _able_workers(request: PlacementRequest, table: CandidateTable) -> Flags:
-    """Return a flag for each worker: True if it could answer the request now. `prefer_lora_workers` is applied later."""
+    """Return a flag for each worker: True if it could answer the request now (rule 1). `prefer_lora_workers` is applied later."""
     topology, columns = table.topology, table.columns
     able = capable(request, topology, table.answering & (columns[REQUESTS] < columns[LIMIT]), request.answer_tokens)
     if request.pin is not None or request.labels or request.must_keep:

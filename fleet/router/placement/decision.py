@@ -94,7 +94,7 @@ class DecisionExplanation(Struct, frozen=True, kw_only=True):
     why: PlacementReason
     policy: str  # the policy that chose the decode worker
     prefill_policy: str = ""
-    uncached_tokens: int  # tokens that the decode worker would have to compute itself
+    uncached_tokens: int  # prompt tokens that neither the decode worker nor its store holds
     min_tokens: int  # the number of uncached tokens from which on another worker would compute the prompt
     prefill_tokens: int  # prompt tokens that the chosen prefill or decode worker has to compute
     candidates: tuple[CostTerms, ...]
@@ -115,7 +115,7 @@ class Decision(Struct, frozen=True, kw_only=True, gc=False):
     prefill_tokens: int
     request: PlacementRequest
     candidate_table: CandidateTable
-    rows: Rows  # rows of the candidates in `candidate_table`
+    rows: Rows  # rows of the candidates for decoding, as positions in `candidate_table`
     policy: PlacementPolicy
     prefill_rows: Rows | None = None
     prefill_policy: PlacementPolicy | None = None
@@ -240,10 +240,10 @@ def decide_decode(
     settings: RouterSettings,
     rng: RandomSource,
 ) -> WorkerId | None:
-    """Return another decode worker for blocks that `prefill` has computed; None if there is none.
+    """Return another decode worker for blocks that `prefill` has computed; None if no worker can fetch them.
 
-    The decode worker that was chosen first has left or drains. If no worker has room, one at its limit is chosen: the prompt is already
-    computed, and waiting would only keep the prompt's blocks occupied.
+    The decode worker that was chosen first has left or drains. If no worker has room, a worker at its limit is chosen: the prompt is
+    already computed, and waiting would only keep the prompt's blocks occupied.
     """
     topology, columns = candidate_table.topology, candidate_table.columns
     able = capable(request, topology, candidate_table.answering, request.answer_tokens)
@@ -281,10 +281,10 @@ def split(
     """Return whether another worker computes the prompt, and the reason. The first condition that applies decides.
 
     Args:
-        placement: How the client wants the request to be placed.
+        placement: The placement that the client demands; AUTO: none.
         uncached: Prompt tokens that the decode worker would compute; blocks in its store count as cached.
         min_tokens: The number of uncached tokens from which on a handoff is worthwhile.
-        pool: Whether there are prefill workers, compatible or not.
+        pool: State of the prefill workers for the decode worker, compatible with it or not.
         paired: Whether at least one prefill worker is compatible with the decode worker.
         free: Whether at least one compatible prefill worker has room.
     """
@@ -313,7 +313,7 @@ def _pool(candidate_table: CandidateTable, rows: Rows) -> PrefillPoolState:
 
 
 def _uncached(request: PlacementRequest, candidate_table: CandidateTable, row: int) -> tuple[int, int]:
-    """Return how many prompt tokens neither a worker nor its store holds, and how many prompt tokens the worker would have to compute.
+    """Return how many prompt tokens neither a worker (at `row`) nor its store holds, and how many of these the worker would compute.
 
     Both numbers are at least one, because engines always compute the last prompt token. Blocks that live requests will soon compute on the
     worker are not held yet, but need not be computed again. So the first number includes their tokens, and the second one does not.

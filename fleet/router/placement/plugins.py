@@ -100,7 +100,8 @@ class GuardedPolicy:
         Args:
             guarded: The policy of another package, or with parts from one.
             fallback: The policy that decides if `guarded` fails.
-            budget_seconds: Seconds for one decision. The router's thread waits for the decision, at most about 5 ms longer than this.
+            budget_seconds: Seconds after which `fallback` decides. The router's thread waits for the policy, at most about 5 ms longer
+                than this.
         """
         self._guarded = guarded
         self._fallback = fallback
@@ -162,7 +163,7 @@ class GuardedPolicy:
 
 
 def _numbers(costs: Mapping[str, Floats], count: int) -> dict[str, Floats]:
-    """Return the costs by name, as arrays with one number for each candidate.
+    """Return the costs by name, as new arrays with one number for each of the `count` candidates.
 
     Raises:
         ValueError: A number is missing or not finite.

@@ -55,7 +55,7 @@ class WaitForRoom(Struct, frozen=True):
     """Result: the request waits, because all workers that could serve it are at their limits."""
 
     busy: frozenset[WorkerId] = frozenset()
-    """The workers for which the request waits. Empty if a pair was demanded, because either worker of a pair may be the one at its limit."""
+    """The workers for which the request waits. Empty if a pair was demanded, because the prefill or the decode worker may lack room."""
 
 
 class Rejection(Struct, frozen=True, kw_only=True):

@@ -33,14 +33,15 @@ from fleet.router.state.worker_table import RegisteredWorker
 
 # Maximum retry hint in milliseconds; the present load says little about the load more than a minute later.
 MAX_RETRY_AFTER_MS = 60_000
-# Maximum margin for errors of a predicted wait, as a share of the limit. However wrong the predictions were, the limit never rejects a
-# request whose predicted wait is below half the limit.
+# Maximum margin for errors of a predicted wait, as a share of the limit `max_queue_seconds`. However wrong the predictions were, this limit
+# never rejects a request whose predicted wait is below half the limit.
 MAX_MARGIN = 0.5
-# Maximum number of tries that may fail after an event; each try is a placement, which takes 35 us with 64 workers.
+# Maximum number of failed tries to place queued requests after an event; each try is a placement, which takes 35 us with 64 workers.
 MAX_FAILED_TRIES = 32
 
 TryPlace = Callable[[RequestId], BusyWorkers | None]
-"""A function that tries to place a queued request. It returns None if the request was placed or rejected, or else the workers it waits for."""
+"""A function that tries to place a queued request. It returns None if the request was placed or rejected, or else the workers for which the
+request waits."""
 
 
 class QueueAdmission:
@@ -58,7 +59,7 @@ class QueueAdmission:
         Args:
             live: The request.
             now: The present instant.
-            busy: The workers that it waits for; empty if they are not known.
+            busy: The workers for which the request waits; empty if they are not known.
         """
         arrived, prompt_tokens = live.arrived, live.prompt_tokens
         waiting = QueuedRequest(
@@ -103,7 +104,7 @@ class QueueAdmission:
     def too_long(self, live: LiveRequest, seconds: float | None, now: Nanos) -> str | None:
         """Return the reason why a request with this predicted wait is rejected at once (rule 1); None if it may wait.
 
-        If it may wait, and a wait was predicted, record in `LiveRequest.expected_at` when its first token is expected.
+        If the request may wait and `seconds` is not None, record in `LiveRequest.expected_at` when its first token is expected.
         """
         if seconds is None:
             return None
@@ -127,7 +128,10 @@ class QueueAdmission:
         return self.queue.request_to_drop() if len(self.queue) > self.settings.max_queued else None
 
     def retry_after_ms(self, arrived: Arrived, now: Nanos) -> int:
-        """Return the retry hint in milliseconds for a request that cannot enter the queue (rule 3); without a prediction, the setting."""
+        """Return the retry hint in milliseconds for a request that cannot enter the queue (rule 3).
+
+        If no wait is predicted, the hint is the setting `retry_after_ms`.
+        """
         seconds = self.queue.seconds_to_wait(arrived.model, arrived.tenant, now)
         return self.settings.retry_after_ms if seconds is None else self.hint_ms(seconds)
 
@@ -152,7 +156,7 @@ class QueueAdmission:
         self.queue.may_move[model] = True
 
     def peer_reserved(self, peer: str, booked: Mapping[WorkerId, ReservationTotals]) -> None:
-        """Replace the reservations of a peer router."""
+        """Replace the reservations of a peer router by `booked`. Queued requests may be placed where the peer has fewer than before."""
         for worker in self._registry.set_peer_reservations(peer, booked):
             self.queue.changed(worker.description.model, worker.description.worker_id)
         self.queue.may_move.update(dict.fromkeys(self.queue.models(), False))

@@ -32,9 +32,10 @@ from fleet.router.queueing.wait_groups import UNKNOWN_WORKERS, BusyWorkers, HasR
 from fleet.router.sessions import SessionKey
 from fleet.router.state.departure_rate import DepartureRate
 
-MAX_SECONDS = 1e9  # maximum of `priority_seconds` and `size_seconds`, because infinity cannot be used in sums
-# The maximum number of untried wait groups that are tried after a change, in addition to the limited number of failing tries. 1024 tries
-# take about 35 ms.
+# Larger values of `priority_seconds` and `size_seconds` count as this value, because infinity cannot be used in sums.
+MAX_SECONDS = 1e9
+# Maximum number of untried wait groups that one search tries without success, in addition to its limited number of failing tries. 1024
+# tries take about 35 ms.
 MAX_FIRST_TRIES = 1024
 # Number of clocks that are kept for tenants without waiting requests. If there are more, those clocks are removed that are not ahead of the
 # clock of the tenant that was served last, because they make no difference (rule 2).
@@ -83,7 +84,7 @@ class OrderedRequests:
 
     @property
     def place(self) -> QueuePosition:
-        """The entry with the lowest rank; the list must not be empty."""
+        """The first entry: its rank, `seq` and request id. The list must not be empty."""
         return self._entries[0]
 
     @property
@@ -116,8 +117,8 @@ class QueuedRequest(Struct, frozen=True, kw_only=True):
     tenant: str = ""
     rank: int  # queue position as an instant in nanoseconds; the lowest goes first
     seq: int  # number in the order of arrival, for requests with equal positions
-    tokens: int  # tokens of the prompt
-    whole_tokens: int = 0  # tokens of the prompt and of the longest possible answer
+    tokens: int  # number of tokens of the prompt
+    whole_tokens: int = 0  # number of tokens of the prompt and of the longest possible answer together
     wait_key: Hashable = (
         # A value that is equal for requests that the same workers may serve, apart from their lengths and sessions. None: every worker may.
         None
@@ -216,7 +217,7 @@ class FairQueue:
     def __init__(self, weights: Mapping[str, float], sizes: WorkerSizes) -> None:
         self._weights = weights
         self._tenants: dict[str, _TenantQueue] = {}
-        # Clock, arrival number and name of each tenant with waiting requests.
+        # Clock, arrival number and name of each tenant with waiting requests, in the order in which the tenants are served.
         self._order: list[tuple[float, int, str]] = []
         self.clocks: dict[str, float] = {}  # clock of each tenant; a tenant without an entry is not ahead of `_clock`
         self._clock = 0.0  # clock of the tenant that was served last
@@ -299,7 +300,7 @@ class FairQueue:
                     yield request_id, group
 
     def departed(self, tokens: int, now: Nanos) -> None:
-        """Record that a prompt was given to a worker, whether it had waited or not."""
+        """Record that a prompt of `tokens` tokens was given to a worker, whether the request had waited in the queue or not."""
         self._rate.departed(tokens, now)
 
     def charge(self, name: str, tokens: int) -> None:
@@ -320,7 +321,7 @@ class FairQueue:
         return self._weights.get(name, 1.0)
 
     def by_backlog(self) -> list[tuple[float, str]]:
-        """Return the name of each waiting tenant with its waiting tokens, divided by its weight."""
+        """Return, for each tenant with waiting requests, their prompt tokens divided by the tenant's weight, and the tenant's name."""
         return [(tenant.tokens / self.weight(name), name) for name, tenant in self._tenants.items()]
 
     def from_last(self, name: str) -> Iterator[RequestId]:
@@ -385,10 +386,11 @@ class QueueSearch:
         self._number = groups.searches
         self._has_room = has_room
         self._most = inf if most is None else most
-        self._tries = 0  # number of tries that have failed
+        self._tries = 0  # number of tries in this search that have failed, without the first tries of untried groups
         # How many more untried groups may be tried in addition to the tries that may fail.
         self._first = MAX_FIRST_TRIES if most is not None else 0
-        self._open = 0  # number of groups that were rejected in this search and are not blocked
+        # Number of groups that were rejected in this search and are not blocked, because the workers that they wait for are not known.
+        self._open = 0
         self._tried: WaitGroup | None = None
 
     def candidates(self) -> Iterator[RequestId]:
@@ -434,7 +436,10 @@ class QueueSearch:
 
 
 class AdmissionQueue:
-    """Keeps all queued requests of one router. The caller may change the mapping of weights later; a tenant without a weight has weight 1."""
+    """Keeps all queued requests of one router.
+
+    The mapping has the weight of each tenant; a tenant without an entry has weight 1. The caller may change the mapping later.
+    """
 
     def __init__(self, weights: Mapping[str, float]) -> None:
         self._weights = weights
@@ -473,7 +478,7 @@ class AdmissionQueue:
         return queue
 
     def changed(self, model: ModelName, worker_id: WorkerId) -> None:
-        """Record that a worker may have room again."""
+        """Record that a worker may have room again, so that the wait groups that wait for it are tried."""
         if (queue := self.queues.get(model)) is not None and queue.groups.blockages:
             queue.groups.changed(worker_id)
 
@@ -483,7 +488,7 @@ class AdmissionQueue:
         self.may_move.setdefault(model, False)
 
     def gone(self, model: ModelName, worker_id: WorkerId) -> None:
-        """Record that a worker takes no more requests."""
+        """Record that a worker takes no more requests, so that requests that waited for it are tried again."""
         if (queue := self.queues.get(model)) is not None:
             queue.groups.changed(worker_id, gone=True)
 

@@ -12,8 +12,8 @@ from math import ceil
 
 from fleet.core.clock import SECOND, Nanos
 
-KEPT = 128  # number of latest errors that are kept
-ENOUGH = 8  # number of errors that are needed before there is a margin
+KEPT = 128  # number of latest errors that are kept for each model
+ENOUGH = 8  # number of errors that are needed before there is a margin; with fewer, the margin is 0
 QUANTILE = 0.98
 FORGOTTEN_AFTER = 30 * SECOND
 """When this time has passed since the latest error, all errors are forgotten. After a fault, the margin may be so large that no request may

@@ -20,7 +20,7 @@ from fleet.core.ids import WorkerId
 from fleet.router.sessions import SessionKey
 
 BusyWorkers = frozenset[WorkerId]
-"""The workers that could serve a request but have no room; empty if they are not known."""
+"""The workers that could serve a request but have no room for it now; empty if these workers are not known."""
 UNKNOWN_WORKERS: BusyWorkers = frozenset()
 
 HasRoom = Callable[[WorkerId], bool]
@@ -67,16 +67,17 @@ class WaitGroups:
         self._by_session: dict[SessionKey, set[WaitGroup]] = {}
         self.open = 0  # number of groups that are not blocked
         self.turn = 1  # number of the present turn of `QueueSearch`
-        self.had_turn = 0  # number of groups whose `turn` is the present turn
+        self.had_turn = 0  # number of groups that were tried in the present turn (`WaitGroup.turn`)
         self.searches = 1
-        self.untried = 0  # number of untried groups
+        self.untried = 0  # number of untried groups (rule 3)
 
     def join(self, value: Hashable, session: SessionKey | None = None) -> WaitGroup:
         """Add a request to the group with this value, and return the group.
 
         Args:
             value: Requests with equal values are in one group.
-            session: The session, if only the worker to which it is bound may serve the request. It is also a part of `value`.
+            session: The session of the request, if only the worker to which the session is bound may serve the request. The session is also
+                a part of `value`.
         """
         if (group := self._by_value.get(value)) is None:
             group = self._by_value[value] = WaitGroup(value, session, self._unblocked)
@@ -108,7 +109,7 @@ class WaitGroups:
             self._close(group.blocked_on)
 
     def session_moved(self, session: SessionKey) -> bool:
-        """Mark the groups of a session as untried. Return whether there are any."""
+        """Mark the wait groups whose requests must go to this session's worker as untried. Return whether there are such groups."""
         groups = self._by_session.get(session, set())
         for group in groups:
             self._move(group, self._unblocked)
@@ -119,7 +120,7 @@ class WaitGroups:
     def still_blocked(self, group: WaitGroup, has_room: HasRoom) -> bool:
         """Return True if a group stays blocked.
 
-        If some of its workers have changed, but none of these has room, and no worker has gone, the group is blocked again.
+        If some workers that the group waits for have changed, but none of those has room, and none has gone, the group is blocked again.
         """
         blocked_on = group.blocked_on
         if (

@@ -40,20 +40,21 @@ class PickerLease(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """
 
     name: Annotated[str, Meta(min_length=1, max_length=63)]
-    """The name of the Lease, which all pickers that share it have in common."""
+    """The name of the Lease; all pickers among which it chooses have the same name here."""
 
     identity: Annotated[str, Meta(min_length=1, max_length=253)]
-    """The identity of this picker, which must be unique among the pickers that share the Lease; use the name of its pod. All processes of
-    one router have the same identity, because they tell each other their reservations."""
+    """The identity of this picker among the pickers that share the Lease; use the name of its pod. Two routers must not have the same
+    identity, but all processes of one router have the same, because they tell each other their reservations."""
 
     namespace: str = ""
-    """The namespace of the Lease; empty: that of the pod."""
+    """The namespace of the Lease; empty: the namespace of the pod."""
 
     kubeconfig: str = ""
     """The kubeconfig file for the API server; empty: the pod's service account."""
 
     owner: Annotated[str, Meta(max_length=253)] = ""
-    """The Deployment in that namespace that owns the pickers' pods: the Lease is deleted with it. Empty: the Lease stays."""
+    """The Deployment in `namespace` that owns the pickers' pods; the Lease is deleted when this Deployment is deleted. Empty: the Lease
+    stays."""
 
     duration_seconds: Annotated[int, Meta(ge=2, le=3600)] = 15
     """Seconds after which another picker takes a Lease that its holder no longer renews. The holder renews the Lease every 2/15 of this
@@ -64,7 +65,7 @@ class PickerLease(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     so that gateways reach only the holder. Empty: there is no such Service."""
 
     endpoint: str = ""
-    """With `service`: ``ip:port`` at which gateways reach this picker."""
+    """``ip:port`` at which gateways reach this picker; needed only with `service`."""
 
     def __post_init__(self) -> None:
         if self.service:
@@ -99,19 +100,20 @@ class EndpointPickerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Number of further endpoints that the picker names after the chosen one. Gateways may try them if the chosen endpoint fails."""
 
     wait_seconds: Seconds = 10.0
-    """The longest time for which a request waits while all workers are busy; after it the request is rejected with 429."""
+    """The longest time for which a request waits while all workers are busy; after this time the request is rejected with 429."""
 
     body_seconds: Seconds = 60.0
-    """The longest time from a request's headers to the end of its body."""
+    """The longest time from a request's headers to the end of its body; a request that takes longer is rejected."""
 
     lease_seconds: Seconds = 600.0
     """A request loses its reservation if the gateway reports nothing about it for this time. The default is longer than any prefill."""
 
     max_body_bytes: Annotated[int, Meta(ge=KIB, le=1024 * MIB)] = 8 * MIB
-    """The largest request body, in bytes. The default has room for a prompt of a million token ids in JSON."""
+    """The largest request body, in bytes; requests with larger bodies are rejected. The default has room for a prompt of a million token ids
+    in JSON."""
 
     max_held_bytes: Annotated[int, Meta(ge=KIB, le=1 << 40)] = 512 * MIB
-    """Memory for the bodies of all requests that are not placed yet; further requests are rejected with 429."""
+    """Memory in bytes for the bodies of all requests that are not placed yet; requests that need more are rejected with 429."""
 
     retry_after_ms: Annotated[int, Meta(ge=1)] = 1000
     """Retry hint in milliseconds for requests that are rejected with 429, or whose body did not come in time."""

@@ -30,11 +30,12 @@ class ImageSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     operating system."""
 
     timeout_seconds: Annotated[float, Meta(gt=0, le=600)] = 10.0
-    """Time for all images of a request together, from its arrival to the last byte, redirects and waiting included. Web servers answer within
-    a second or two; a client that waits longer would rather have an error than a late first token."""
+    """The longest time for all images of a request together, from the request's arrival to the last byte, redirects and waiting included. A
+    request that takes longer is refused. Web servers answer within a second or two; a client that waits longer would rather have an error
+    than a late first token."""
 
     max_redirects: Annotated[int, Meta(ge=0, le=20)] = 3
-    """Maximum number of redirects for one image. File stores and short links use one or two."""
+    """Maximum number of redirects for one image; a request whose image has more is refused. File stores and short links use one or two."""
 
     max_fetches: Annotated[int, Meta(ge=1, le=1024)] = 16
     """Maximum number of images that are fetched at the same time, and of threads that look up host names. Further images wait."""

@@ -19,10 +19,10 @@ class OverflowSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """
 
     url: Annotated[str, Meta(min_length=1)]
-    """``https://host`` or ``http://host:port``, with the path before ``/v1`` if there is one."""
+    """URL of the endpoint: ``https://host`` or ``http://host:port``, with the path before ``/v1`` if there is one."""
 
     hosted_model: str = ""
-    """Name of the model at the endpoint; empty: the name that it has in this cluster."""
+    """Name of the model at the endpoint; empty: the same name as in this cluster."""
 
     api_key_file: str = ""
     """File with the bearer token of the endpoint. It is read for each request, so that a key can be replaced; empty: no token is sent.
@@ -37,17 +37,17 @@ class OverflowSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     endpoint reports no usage, nothing is credited."""
 
     dollars_per_million_prompt_tokens: Dollars
-    """Price of the endpoint for prompts. Cached tokens count in full, so the endpoint's bill may be lower."""
+    """Price of the endpoint for prompts, in dollars per million tokens. Cached tokens count in full, so the real bill may be lower."""
 
     dollars_per_million_answer_tokens: Dollars
-    """Price of the endpoint for answers."""
+    """Price of the endpoint for answers, in dollars per million tokens."""
 
     routers: Annotated[int, Meta(ge=1, le=1024)] = 1
-    """Number of routers that do not share a `ledger`. Each of them may spend the limit divided by this number."""
+    """Number of routers that do not share a `ledger`. Each of them may spend `dollars_per_hour` divided by this number."""
 
     ledger: str = ""
-    """File in which the router processes of one machine count their spending together. It is kept when they end. Empty: the processes of
-    one `fleet serve router --processes` count together until they end, and any other router counts by itself from its start."""
+    """File in which the router processes of one machine count their spending together. The file stays when the processes end. Empty: the
+    processes of one `fleet serve router --processes` count together until they end, and any other router counts by itself from its start."""
 
     after_seconds: WaitSeconds = 5.0
     """A request overflows if its predicted wait for a worker is longer than this. The default is half the default of the router's setting
@@ -69,10 +69,11 @@ class OverflowSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Tenants whose prompts must not leave the cluster."""
 
     first_byte_seconds: WaitSeconds = 30.0
-    """Maximum wait in seconds for the beginning of an answer. Models that reason take tens of seconds."""
+    """Maximum wait in seconds for the beginning of the endpoint's answer; after it, the request counts as failed at the endpoint. Models that
+    reason take tens of seconds."""
 
     silence_seconds: WaitSeconds = 30.0
-    """Maximum pause in seconds within an answer."""
+    """Maximum time in seconds without a byte within the endpoint's answer; after it, the answer is broken off."""
 
     def __post_init__(self) -> None:
         refuse_credentials("url", self.url, "api_key_file")

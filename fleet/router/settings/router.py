@@ -30,9 +30,9 @@ class SelectionSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """The longest wait of `Select` in milliseconds while all workers are busy; a request for a longer wait is refused."""
 
     caller_share: Annotated[float, Meta(gt=0, le=1)] = 0.5
-    """Share of a model's places (batch sizes times `oversubscribe`) that all leases of one caller may hold. With `oversubscribe` 2, half of
-    the places are as many as all batches together: one caller can keep the workers busy, and requests of others still find a place. Each
-    caller may always hold one lease."""
+    """Share of a model's places (batch sizes times `oversubscribe`) that all leases of one caller together may hold. With `oversubscribe` 2,
+    half of the places are as many as all batches together: one caller can keep the workers busy, and requests of others still find a
+    place. Each caller may always hold one lease."""
 
     max_leases: Annotated[int, Meta(ge=1, le=1 << 20)] = 65_536
     """Maximum number of leases of all callers together; further selections are rejected. Each lease takes about 2 KB."""
@@ -45,28 +45,28 @@ class ProfileSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """The hardware, model and engine of one kind of worker."""
 
     model: Annotated[str, Meta(min_length=1)]
-    """Folder with a Hugging Face config.json, or that file."""
+    """Folder of the model with its Hugging Face config.json, or the path of that file."""
 
     gpu: Annotated[str, Meta(min_length=1)]
     """Short name of the GPU, as listed by `fleet hardware list`."""
 
     backend: Literal["vllm", "sglang", "trtllm"] = "vllm"
-    """The engine whose measured efficiencies are used."""
+    """The engine of the workers. The predicted step times use the efficiencies that were measured with this engine."""
 
     tp: Degree = 1
-    """Tensor parallelism, in GPUs."""
+    """Tensor parallelism: number of GPUs that split the attention heads and the dense layers among them."""
 
     pp: Degree = 1
-    """Pipeline parallelism, in GPUs."""
+    """Pipeline parallelism: number of stages into which the layers are divided."""
 
     dp: Degree = 1
-    """Data parallelism of the attention, in GPUs."""
+    """Data parallelism of the attention: number of groups of `tp` GPUs that compute the attention of different requests."""
 
     ep: Degree = 1
-    """Expert parallelism, in GPUs."""
+    """Expert parallelism: 1 (each GPU has a slice of every expert), or `tp` times `dp` (each GPU has whole experts)."""
 
     step_tokens: Annotated[int, Meta(ge=1, le=1 << 31)] = 8192
-    """The most prompt tokens of one step."""
+    """Maximum number of prompt tokens that the engine computes in one step."""
 
 
 PositiveInt = Annotated[int, Meta(ge=1)]
@@ -102,10 +102,10 @@ class OpenAiWorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """A server that speaks the OpenAI API and knows nothing of Fleet, such as vLLM, llama.cpp or a hosted service."""
 
     worker_id: Annotated[str, Meta(min_length=1)]
-    """The server's name in metrics and explanations."""
+    """The name of the server in metrics, logs and explanations; each server needs a name of its own."""
 
     url: str
-    """``http://host:port`` or ``https://host``, with the path before ``/v1`` if there is one."""
+    """URL of the server: ``http://host:port`` or ``https://host``, with the path before ``/v1`` if there is one."""
 
     model: Annotated[str, Meta(min_length=1)]
     """The model name that clients send, and under which the server knows the model."""
@@ -209,12 +209,12 @@ class OpenAiWorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def compared_tokens(self) -> int:
-        """The number of tokens of the pieces in which prompts are compared for this server."""
+        """The number of tokens in each of the pieces in which prompts are compared with the server's cache."""
         return self.block_tokens if self.kv_events else max(self.block_tokens, COMPARED_TOKENS)
 
     @property
     def compared_blocks(self) -> int:
-        """The capacity of the server's cache in pieces of `compared_tokens`."""
+        """The capacity of the server's cache, as a number of pieces of `compared_tokens` tokens."""
         return self.kv_blocks * self.block_tokens // self.compared_tokens
 
 
@@ -236,13 +236,13 @@ class AccessRecordSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Access records: a file with a JSON object for each request. The file is renamed when it is full."""
 
     path: str = ""
-    """The file. Processes of one router may share it. Empty: there are no records."""
+    """Path of the file with the records. Processes of one router may share it. Empty: there are no records."""
 
     max_mib: Annotated[int, Meta(ge=1, le=1 << 20)] = 100
     """Size in MiB at which the file is renamed to `.1`. A record has about 700 bytes without content."""
 
     kept_files: Annotated[int, Meta(ge=0, le=1000)] = 5
-    """Number of earlier files that are kept; older files are removed."""
+    """Number of renamed files that are kept; older files are removed."""
 
     content: bool = False
     """Write the text of prompts and answers too. Everybody who may read the file reads what clients wrote."""
@@ -302,7 +302,7 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
     """host:port of the OpenAI API, health and metrics; port 0 takes a free one."""
 
     http: HttpSettings = HttpSettings()
-    """Limits of the HTTP frontend."""
+    """Limits of connections and requests at `http_listen`."""
 
     health_listen: str = ""
     """host:port of a separate listener for probes and metrics (``/health``, ``/live``, ``/metrics``). It has limits of its own, so that any
@@ -310,10 +310,11 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
     and metrics are only on `http_listen`, which always has them."""
 
     grpc: GrpcSettings = GrpcSettings()
-    """Limits of connections at `grpc_listen`. The same limits apply to `kserve_listen`, whose connections are counted separately."""
+    """Limits of client connections at `grpc_listen`. The same limits apply to `kserve_listen`, whose connections are counted separately."""
 
     tracing: TracingSettings = TracingSettings()
-    """Traces of requests for a collector of OpenTelemetry. Workers and store nodes have the same section for their part."""
+    """Traces of requests, which the router exports to an OpenTelemetry collector. The settings of workers and store nodes have the same
+    section for the spans that they export."""
 
     images: ImageSettings = ImageSettings()
     """Images that clients name by URLs: whether the router fetches them, and from where."""
@@ -349,7 +350,7 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
     grpc_max_held_bytes: Annotated[int, Meta(ge=KIB, le=1 << 40)] = 1024 * MIB
     """Memory for the messages of all requests at `grpc_listen`, from the first byte to the end of the answer, and the same again
     for `kserve_listen`; `http.max_held_bytes` is its counterpart for HTTP. When it is full, complete messages above 64 KiB are
-    rejected. Shorter messages may use 256 MiB more, and longer ones half of that while they arrive."""
+    rejected. Shorter messages may use 256 MiB more. Messages above 64 KiB may use 128 MiB more until they are complete."""
 
     connection_seconds: Annotated[float, Meta(ge=0, le=86_400)] = 0.0
     """Age of a connection in seconds at which its client is asked to open a new one; running requests go on, and clients reconnect by
@@ -357,7 +358,7 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
     connections, remove it from that address, wait longer than this age, and then end it. 0: no limit."""
 
     drain_timeout_ms: Annotated[int, Meta(ge=0, le=86_400_000)] = 10_000
-    """Milliseconds for which running streams may continue after SIGTERM."""
+    """Milliseconds for which running requests may continue after SIGTERM; requests that have not ended by then are rejected."""
 
     control_listen: str = ""
     """Control port: ``unix:/path``, or host:port with `control_credentials`. It serves the registry, at which workers register,
@@ -369,7 +370,7 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
     (with `certificate` and `key` of this router). With `insecure`, callers need none; use it only on networks where everybody is trusted."""
 
     selection: SelectionSettings = SelectionSettings()
-    """Limits for callers of `fleet.v1.Selection`."""
+    """Limits for callers of the gRPC service `fleet.v1.Selection` at `control_listen`."""
 
     discovery: Discovery | None = None
     """Directory in which the router finds workers, besides the workers that register at its control port; absent: none."""
@@ -386,13 +387,14 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
     ``@revision`` after it unless the newest is meant). Only the tokenizer and the configuration are downloaded."""
 
     hub: HubSettings = HubSettings()
-    """Source and cache of the repositories in `models`, and in `tokenizer` of `openai_workers`."""
+    """Where the repositories in `models`, and in `tokenizer` of `openai_workers`, are downloaded from, and where they are kept."""
 
     openai_workers: tuple[OpenAiWorkerSettings, ...] = ()
     """External servers that speak the OpenAI API. Each of them serves whole requests; the router relays the bytes of their answers."""
 
     overflow: dict[ModelName, OverflowSettings] = {}
-    """Hosted endpoints by model: each takes requests of its model that Fleet's own workers cannot take soon; see docs/router.md."""
+    """Hosted endpoints by model: each takes requests of its model that Fleet's own workers could take only after a long wait, or not at
+    all; see docs/router.md."""
 
     external_paths: tuple[ExternalPath, ...] = DEFAULT_EXTERNAL_PATHS
     """Paths of external servers that clients may reach, with any method: whole paths, or beginnings that end with ``/*``. Completions, chat
@@ -400,7 +402,7 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
     all its clients, so ``/*`` does not cover them: list each one that clients may call by its own name."""
 
     store: str = ""
-    """gRPC address of the KV store node (``unix:/path`` or host:port); empty: there is none."""
+    """gRPC address of the KV store node whose blocks the router watches (``unix:/path`` or host:port); empty: there is none."""
 
     store_credentials: Credentials = Credentials()
     """Credentials that prove to a store node on another host that this router may watch it."""
@@ -410,7 +412,8 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
     workers' certificates, for TLS; `certificate` and `key` are shown to workers that ask for them."""
 
     tenant_secret: str = ""
-    """Key of the salts that keep tenants' blocks apart; equal on all routers of a cluster."""
+    """Key from which the salts are computed that keep tenants' blocks apart; equal on all routers of a cluster. Without a key, anyone who
+    knows a tenant's name can compute its salt."""
 
     prompt_secret: str = ""
     """Common secret of peer routers that tell each other which prompts they have sent to servers without `kv_events`:
@@ -418,7 +421,7 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
     empty too, only the processes of one `fleet serve router --processes` share a secret. The key of resume tokens is derived from it, too."""
 
     resume: ResumeSettings = ResumeSettings()
-    """Streams that go on after the death of their router."""
+    """How streams go on at another router after the death of their router."""
 
     prefer_direct: bool = False
     """Prefer the direct KV path, from engine to engine, for a handoff that can use either path. The default is off: on CPUs the store is
@@ -433,7 +436,8 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
     other router counts by itself."""
 
     retry_after_ms: Annotated[int, Meta(ge=1, le=2**32 - 1)] = 1000
-    """Retry hint in milliseconds, for rejections of requests that may succeed later."""
+    """Retry hint in milliseconds for rejected requests that may succeed later. If a wait was predicted, the hint is the predicted wait, but
+    at least this, and at most a minute."""
 
     max_attempts: PositiveInt = 3
     """Maximum number of placements of one request: after three failed attempts, the request is probably at fault, not the workers."""
@@ -476,30 +480,31 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
     """Placement policy: a name that `fleet router policies` lists."""
 
     policies: dict[str, dict[str, Any]] = {}
-    """Parameters by policy. Only those of the chosen policy are read, and those of the default policy if the chosen one comes from
-    another package, or has a part from one."""
+    """Parameters of policies, by the name of the policy. Only those of the chosen policy are read. If it is, or has a part, from another
+    package, those of the default policy are read too."""
 
     policy_budget_ms: Annotated[float, Meta(gt=0, le=1e6)] = 5.0
-    """The longest time in milliseconds for one decision of a policy from another package; if the policy takes longer, the default policy
-    decides. Built-in policies take about ten microseconds; a request does not notice a few milliseconds more."""
+    """The longest time in milliseconds for one decision of a policy that is, or has a part, from another package; if it takes longer, the
+    default policy decides. Built-in policies take about ten microseconds; a request does not notice a few milliseconds more."""
 
     session_affinity: Literal["off", "soft", "hard"] = "soft"
     """How the worker of a session's last request is treated: "off" ignores it, "soft" prefers it as far as the policy does, and "hard"
     requires it. With "hard", the first request after that worker has gone is rejected, and the next one may go to any worker."""
 
     session_ttl_seconds: PositiveSeconds = 600.0
-    """Seconds for which an idle session is remembered. The default is longer than people take to answer, and shorter than caches keep
-    unused blocks."""
+    """Seconds for which the worker of an idle session is remembered. The default is longer than people take to answer, and shorter than
+    caches keep unused blocks."""
 
     max_sessions: PositiveInt = 100_000
-    """Maximum number of sessions that are remembered; each takes about 300 bytes. The session that was idle longest is forgotten first."""
+    """Maximum number of sessions whose worker is remembered; each takes about 300 bytes. The session that was idle longest is forgotten
+    first."""
 
     max_store_blocks: PositiveInt = 2_000_000
-    """Maximum number of blocks in the prefix index for each tier of a store namespace; each takes about 250 bytes. Placement does not know
-    further blocks."""
+    """Maximum number of blocks in the prefix index for each tier of a store namespace; each block takes about 250 bytes. Placement does not
+    know that the store has further blocks."""
 
     explained_requests: PositiveInt = 1024
-    """Number of latest requests whose placement can be explained; each takes about 150 bytes for each worker."""
+    """Number of latest requests whose placement can be explained (`fleet explain`); each takes about 150 bytes for each worker."""
 
     profiles: dict[str, ProfileSettings] = {}
     """Profiles of workers, by the beginning of the workers' names ("" for all). With a profile, the router predicts the times of first
@@ -511,7 +516,7 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
     without the content of prompts and answers."""
 
     metrics_access: RouterMetricsAccess = RouterMetricsAccess()
-    """Access to ``/metrics``."""
+    """Keys that callers of ``/metrics`` need."""
 
     access_records: AccessRecordSettings = AccessRecordSettings()
     """File with a JSON object for each request that ended or was refused."""
@@ -521,14 +526,16 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
     prompts and answers, with the names of requests, tenants and sessions. Empty: nothing is recorded."""
 
     record_mib: Annotated[int, Meta(ge=1, le=1 << 20)] = 1024
-    """MiB after which a recording ends; its beginning is kept. A MiB holds about 350 requests with 500 prompt tokens and 20 answer tokens,
-    or 45 requests with 8,000 and 200 tokens."""
+    """Size in MiB at which the recording of `record` ends; nothing is added to the file after that. A MiB holds about 350 requests with 500
+    prompt tokens and 20 answer tokens, or 45 requests with 8,000 and 200 tokens."""
 
     heartbeat_timeout_seconds: PositiveSeconds = 3.0
-    """A worker is lost when it sends nothing for this time; workers report their load each second."""
+    """A worker counts as lost when it sends nothing for this time. Workers report their load each second, so the default is the time of
+    three reports."""
 
     connect_timeout_seconds: PositiveSeconds = 5.0
-    """The longest time from opening a connection to a worker until its description has arrived."""
+    """The longest time from opening a connection to a worker until its description has arrived; after it, the router closes the connection
+    and tries again."""
 
     max_reconnect_seconds: PositiveSeconds = 2.0
     """Maximum pause between two attempts to reach a worker that is still a member; the first pause is 50 ms."""

@@ -4,10 +4,10 @@ from math import exp
 
 from fleet.core.clock import SECOND, Nanos
 
-# Seconds after which the weight of a measured departure has fallen to 1/e. This is longer than a burst of requests, and short enough to
-# notice a change of load.
+# Seconds after which the weight of a measured departure has fallen to 1/e; only time in which something waits counts. This is longer than a
+# burst of requests, and short enough to notice a change of load.
 RATE_MEMORY_SECONDS = 10.0
-EVIDENCE = 8  # number of departures that are needed before the rate is used
+EVIDENCE = 8  # number of departures that are needed before `per_second` returns a rate
 
 
 class DepartureRate:

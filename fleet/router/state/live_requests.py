@@ -36,10 +36,10 @@ def hash_prompt(tokens: TokenBytes, block_tokens: int, salt: bytes) -> tuple[int
 
 # This is an IntEnum, because `advance` looks up stages in a dict at every event, and integers hash fast.
 class RequestStage(IntEnum):
-    QUEUED = auto()  # the request is not on a worker
-    PREFILLING = auto()  # the prompt is placed on a prefill worker or an aggregated worker, and is not computed yet
-    HANDED_OVER = auto()  # the decode worker has been sent the handoff
-    DECODING = auto()  # the answering worker generates tokens
+    QUEUED = auto()  # the request has no attempt: it was not placed yet, or its last attempt has failed
+    PREFILLING = auto()  # the worker that has to compute the prompt was chosen, and has not computed the prompt yet
+    HANDED_OVER = auto()  # the decode worker was sent the handoff, and has sent no token yet
+    DECODING = auto()  # the worker that answers has sent its first token
 
 
 class RequestTransition(IntEnum):
@@ -76,7 +76,7 @@ def advance(stage: RequestStage, turn: RequestTransition) -> RequestStage:
     return following
 
 
-# Reading a module variable is ten times as fast as reading an enum attribute.
+# These names exist because reading a module variable is ten times as fast as reading an enum attribute.
 _AUTO, _AGGREGATED = Placement.AUTO, Placement.AGGREGATED
 
 
@@ -90,7 +90,7 @@ class Attempt(Struct, frozen=True, kw_only=True):
 
 
 def attempt_id(request_id: RequestId, number: int) -> RequestId:
-    """Return the id of the attempt with this number of a request."""
+    """Return the id of an attempt: the id of its request, followed by the attempt's number in this router."""
     return RequestId(f"{request_id}#{number}")
 
 
@@ -103,7 +103,7 @@ class LiveRequest(Struct):
     """The state of one request in the router, from its arrival until the request ends."""
 
     arrived: Arrived
-    seq: int  # number of the request in the order of arrival
+    seq: int  # number of the request in the order of arrival at this router
     since: Nanos
     hasher: PromptHasher = hash_prompt
     handed_over_at: Nanos = Nanos(0)
@@ -119,11 +119,11 @@ class LiveRequest(Struct):
     # Tokens of the answer so far: passed to the client by this or another router, kept for a client that gets the answer in one piece, or
     # only counted (`Arrived.only_end`).
     sent: list[int] = []
-    fingerprint: str = ""  # fingerprint of the worker that sent the first token in `sent`
-    kv: tuple[KvPhase, ...] = ()  # KV reports of all attempts so far
+    fingerprint: str = ""  # fingerprint of the worker that sent the first token in `sent`; empty: no token, or unknown
+    kv: tuple[KvPhase, ...] = ()  # the latest KV report of each attempt so far, in the order of the first reports
     cached_tokens: int = 0  # number of the prompt's tokens that were cached; also 0 while no worker has reported
-    kv_reports: dict[RequestId, KvPhase] = {}  # the KV report of each attempt, by the attempt's id
-    chains: dict[int, tuple[int, ...]] = {}  # block keys of the prompt, by block size
+    kv_reports: dict[RequestId, KvPhase] = {}  # the latest KV report of each attempt, by the attempt's id
+    chains: dict[int, tuple[int, ...]] = {}  # block keys of `prompt`, by block size; computed when `keys` is called
     id: RequestId = RequestId("")  # `id` and `own_tokens` repeat fields of `arrived`, because they are read often
     own_tokens: int = 0  # number of tokens of the client's prompt
 
@@ -209,7 +209,7 @@ class LiveRequest(Struct):
         return state_fields(self.arrived.sampling) if self.sent else ()
 
     def start_over(self) -> None:
-        """Forget the answer so far. This is allowed only if the client has seen nothing of it."""
+        """Forget the answer so far; the next attempt generates it anew. This is allowed only if the client has seen nothing of it."""
         assert self.arrived.whole, self.id
         self.sent.clear()
         self.fingerprint = ""
@@ -241,7 +241,7 @@ class LiveRequest(Struct):
 
     @property
     def first_key(self) -> int:
-        """Block key of the first full block of the prompt; 0 if there is none, or if it was not computed yet."""
+        """The block key of the first full block of the prompt; 0 if there is no full block, or if no block keys were computed yet."""
         for keys in self.chains.values():
             if keys:
                 return keys[0]
@@ -295,14 +295,14 @@ class LiveRequest(Struct):
     def ends_with_prefill_token(self, kv_path: KvPath) -> bool:
         """Return whether an end-of-sequence token of the prefill worker ends the answer.
 
-        It does not if the token is dropped and the decode worker draws a new one at random. If it did, two draws could end the answer, and
-        the end would be too likely.
+        The token does not end the answer if it is dropped and the decode worker draws a new token at random. Otherwise either of two draws
+        could end the answer, and the end would be too likely.
         """
         sampling = self.arrived.sampling
         return self.emits_prefill_token(kv_path) or sampling.temperature == 0 or sampling.seed is not None
 
     def note_kv_report(self, attempt: Attempt, report: KvReport) -> None:
-        """Store the KV report of an attempt. It replaces an earlier report of the same attempt.
+        """Store the KV report of an attempt in place of an earlier report of the same attempt.
 
         A prompt token counts as cached if it was computed in no attempt. The report of a worker that was lost later still counts, because
         this worker did compute its part of the prompt.

@@ -34,14 +34,17 @@ class LoraWorker(Protocol):
 
     @property
     def adapters_reserved(self) -> Mapping[str, int]:
-        """Number of reserved requests by LoRA adapter."""
+        """The number of requests that are reserved on the worker, by the name of their LoRA adapter."""
         ...
 
 
 def lora_groups(
     adapter: LoraAdapter, topology: PoolTopology, workers: Iterable[LoraWorker], columns: Floats
 ) -> Sequence[Flags]:
-    """Return groups of workers, the best group first. The first group in which a worker can take the request is used."""
+    """Return groups of workers for an adapter, the best group first (rule 2).
+
+    Placement uses the first group that contains a worker that can take the request.
+    """
     able = topology.with_adapter(adapter)
     loaded: Flags = np.zeros(len(topology), dtype=np.bool_)
     free: Flags = np.zeros(len(topology), dtype=np.bool_)

@@ -17,19 +17,19 @@ class RouterCounters(Struct, kw_only=True):
     completed: int = 0
     cancelled: int = 0
     refused: dict[Reason, int] = {}
-    aggregated: int = 0  # decisions that chose one worker
-    disaggregated: int = 0  # decisions that chose a pair
+    aggregated: int = 0  # number of decisions that chose one worker for prompt and answer
+    disaggregated: int = 0  # number of decisions that chose a pair
     placements: dict[PlacementReason, int] = {}
     # Requests that no worker could serve, by cause; they are also in `refused`.
     impossible: dict[RejectionCause, int] = {}
-    policy_fallbacks: int = 0  # decisions that the default policy made because the configured policy failed
-    retried: int = 0  # attempts that failed, and after which the router tried to place the request again
-    # decisions that chose one worker, because an attempt of the request had failed on each of the remaining prefill workers
+    policy_fallbacks: int = 0  # number of choices that the default policy made because the configured policy failed
+    retried: int = 0  # number of failed attempts after which the router tried to place the request again
+    # number of decisions that chose one worker, because an attempt of the request had failed on each remaining prefill worker
     fallbacks: int = 0
-    continued: int = 0  # decisions for requests whose answer another worker or router had begun
+    continued: int = 0  # number of decisions for requests whose answer another worker or router had begun
     workers_lost: int = 0
-    late_messages: int = 0  # messages of workers about attempts that had ended or been aborted before
-    kv_mismatches: int = 0  # attempts that workers rejected with KV_MISMATCH, before any transfer of blocks
+    late_messages: int = 0  # number of messages of workers about attempts that had ended or been aborted before
+    kv_mismatches: int = 0  # number of attempts that workers rejected with KV_MISMATCH, before any transfer of blocks
 
     def copy(self) -> "RouterCounters":
         """Return a copy of the current values."""
@@ -66,17 +66,17 @@ class WorkerSnapshot(Struct, frozen=True, kw_only=True):
     state: str  # "serving" or "draining"
     engine: str
     address: str
-    running: int  # requests that the worker reports as running
+    running: int  # number of requests that the worker reports as running in its engine, from all routers
     waiting: int
     kv_blocks_used: int
     kv_blocks: int
-    cached_blocks: int  # blocks of the worker's prefix cache that the router knows or assumes
+    cached_blocks: int  # number of blocks that the router knows or assumes to be in the worker's prefix cache
     booked_requests: int
-    booked_elsewhere: int  # requests that peer routers have reserved on this worker
+    booked_elsewhere: int  # number of requests that peer routers have reserved on this worker
     booked_blocks: int
     booked_prefill_tokens: int
     protocol: int = 0  # protocol version between this worker and the router; 0: the worker is not one of Fleet's
-    product: str = ""  # version of Fleet that the worker runs; empty: unknown
+    product: str = ""  # version of Fleet that the worker runs; empty: unknown, or the worker is not one of Fleet's
     pulled: PulledBlocks = NOTHING_PULLED
 
 
@@ -90,7 +90,7 @@ class StoreSnapshot(Struct, frozen=True, kw_only=True):
     store_id: StoreId
     fingerprint: str
     tier: str
-    blocks: int  # blocks of this tier in the prefix index
+    blocks: int  # number of blocks of this tier that the prefix index has
 
 
 class KnowledgeSnapshot(Struct, frozen=True, kw_only=True):
@@ -99,10 +99,10 @@ class KnowledgeSnapshot(Struct, frozen=True, kw_only=True):
     model: ModelName
     knowledge: Knowledge
     workers: int
-    drifting: int  # number of workers whose caches drift
-    prompts: int  # prompts that were compared since the start
-    total: CacheComparison  # sums over all comparisons since the start
-    recent: CacheComparison  # sums over the latest comparisons of the present workers
+    drifting: int  # number of workers whose caches drift (`fleet.router.kv_index.prefix_index`, rule 7)
+    prompts: int  # number of prompts since the start whose predicted and reported cached tokens were compared
+    total: CacheComparison  # sums over the comparisons of all these prompts
+    recent: CacheComparison  # sums over the latest comparisons of each worker that is present now
 
 
 class RouterSnapshot(Struct, frozen=True, kw_only=True):
@@ -118,12 +118,15 @@ class RouterSnapshot(Struct, frozen=True, kw_only=True):
 
 
 class BreakEvenSnapshot(Struct, frozen=True, kw_only=True):
-    """The number of uncached tokens from which a prefill worker should compute the prompt, for one answering worker."""
+    """The number of uncached tokens from which on a prefill worker should compute the prompt for one answering worker.
+
+    The other fields are the measurements from which the number follows.
+    """
 
     worker_id: WorkerId
-    requests: int  # requests on the answering worker now
+    requests: int  # number of requests that are reserved on the answering worker now
     token_seconds: float  # seconds per prompt token on the answering worker; 0: unknown
-    min_tokens: int | None  # None if too little was measured
+    min_tokens: int | None  # the number of uncached tokens that was learned; None if too little was measured
 
 
 class RemotePrefillSnapshot(Struct, frozen=True, kw_only=True):

@@ -34,7 +34,8 @@ from fleet.router.state.snapshot import PoolSnapshot, StoreSnapshot, WorkerSnaps
 from fleet.router.state.worker_table import RegisteredWorker, WorkerTable
 
 UNKNOWN_PACE = 1e-6
-"""Seconds per prompt token that `cache_seconds` assumes if none were measured. So its results still order workers by their cache sizes."""
+"""Seconds per prompt token that `cache_seconds` assumes for a worker if no prefill of its model was measured. So the results still order
+the workers by the sizes of their caches."""
 
 
 class WorkerRegistry:
@@ -44,7 +45,7 @@ class WorkerRegistry:
         self._settings = settings
         self.workers: dict[WorkerId, RegisteredWorker] = {}  # other objects read this dict, but must not change it
         self.tables: dict[ModelName, WorkerTable] = {}
-        self._stores: dict[StoreNamespace, list[str]] = {}  # for each store namespace, the tiers that hold blocks
+        self._stores: dict[StoreNamespace, list[str]] = {}  # for each store namespace, the tiers known to hold blocks
         # the reservations of each peer router, by worker
         self._by_peer: dict[str, Mapping[WorkerId, ReservationTotals]] = {}
         self._cards: tuple[ModelCard, ...] | None = (
@@ -102,7 +103,7 @@ class WorkerRegistry:
         self.index.remove(engine_cache_holder(worker_id))
 
     def tune(self, settings: RouterSettings) -> None:
-        """Apply changed settings."""
+        """Apply changed settings to all workers, such as the limit of requests on each worker."""
         self._settings = settings
         for pool in self.tables.values():
             pool.tune(settings)
@@ -137,7 +138,7 @@ class WorkerRegistry:
         self.tables[self.workers[worker_id].description.model].drain(worker_id)
 
     def paths_changed(self, worker_id: WorkerId, kv_paths: tuple[KvPath, ...], store_id: StoreId | None) -> None:
-        """Set the KV paths and the store of a worker, which have changed."""
+        """Record that the KV paths or the store of a worker have changed to these values."""
         worker = self.workers[worker_id]
         worker.description = structs.replace(worker.description, kv_paths=kv_paths, store_id=store_id)
         self.tables[worker.description.model].describe()
@@ -198,15 +199,15 @@ class WorkerRegistry:
         return worker is not None and self.tables[worker.description.model].has_room_on(worker_id)
 
     def seconds_to_first_token(self, model: ModelName, now: Nanos) -> float:
-        """Estimate how long a request of this model waits on its worker after it has left the queue (`WorkerTable`)."""
+        """Estimate how many seconds a request of this model waits in its worker's engine after it has left the queue (`WorkerTable`)."""
         return self.tables.get(model, self._no_workers).seconds_to_first_token(now)
 
     def sizes(self, model: ModelName) -> WorkerSizes:
-        """Return the sizes of the workers of a model (`WorkerSizes`)."""
+        """Return the context lengths and cache capacities of the workers of a model."""
         return self.tables.get(model, self._no_workers).topology.sizes
 
     def set_peer_reservations(self, peer: str, booked: Mapping[WorkerId, ReservationTotals]) -> list[RegisteredWorker]:
-        """Replace the reservations of a peer router. Return the workers on which this peer now has fewer requests than before."""
+        """Replace the reservations of a peer router by `booked`. Return the workers on which the peer has fewer requests than before."""
         before = self._by_peer.get(peer, {})
         if booked:
             self._by_peer[peer] = booked
@@ -264,7 +265,7 @@ class WorkerRegistry:
                 worker.peer_prompts.remove(peer, number)
 
     def booked(self) -> dict[WorkerId, ReservationTotals]:
-        """Return the sums of this router's reservations for each worker that has any."""
+        """Return the sums of this router's reservations on each worker; workers without reservations are left out."""
         return {
             worker_id: ReservationTotals(
                 worker.reservations.prefill_tokens, worker.reservations.blocks, len(worker.reservations)

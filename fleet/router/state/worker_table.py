@@ -111,13 +111,14 @@ class Reservation(Struct, kw_only=True):
 
     chain: Chain  # block keys of the prompt's full blocks
     prompt_tokens: int
-    prefill_tokens: int  # prompt tokens that are not computed yet
-    own_blocks: int  # blocks of the request in addition to the full blocks of the prompt (rule 2)
+    prefill_tokens: int  # number of prompt tokens that this worker has to compute; 0 when it has computed them
+    own_blocks: int  # number of blocks of the request besides the full blocks of the prompt (rule 2)
     counted_blocks: int  # the part of `own_blocks` that counts for placement (rule 3)
     answer_tokens: int = 0
-    expected_tokens: int = 0  # expected number of tokens of the answer; 0: unknown
+    expected_tokens: int = 0  # number of answer tokens that the client expects of this worker; 0: unknown
     since: Nanos
-    tokens_ahead: int  # prefill tokens on the worker when the reservation began, including those of this request
+    # Sum of `prefill_tokens` on the worker when the reservation began, including those of this request.
+    tokens_ahead: int
 
 
 class WorkerReservations:
@@ -159,7 +160,7 @@ class WorkerReservations:
         return self._token_seconds
 
     def keep_in(self, column: Floats) -> None:
-        """Write the sums to this column of the table, now and after each change."""
+        """Write the sums to this column of the worker table, now and after each change of the reservations."""
         self._column = column
         column[TOKEN_SECONDS] = self._token_seconds
         self._note()
@@ -204,7 +205,7 @@ class WorkerReservations:
         self._column[BACKLOG_TOKENS] = self.prefill_tokens
 
     def grown(self, request_id: RequestId, tokens: int) -> None:
-        """Add generated tokens to the answer of a request."""
+        """Count further generated tokens of a request, which may need further blocks (rules 2 and 3)."""
         reservation = self._reservations[request_id]
         reservation.answer_tokens = answer = reservation.answer_tokens + tokens
         own = blocks_for(reservation.prompt_tokens + answer, self._block_tokens) - len(reservation.chain.keys)
@@ -318,7 +319,7 @@ class FirstTokenRate:
         self._kv_blocks = description.kv_blocks
         self._rate = DepartureRate()
         self._full = False
-        self._full_until = Nanos(0)  # instant at which the worker was full for the last time
+        self._full_until = Nanos(0)  # instant at which the worker stopped being full for the last time
         self._unanswered: dict[RequestId, None] = {}
 
     def reserved(self, request_id: RequestId, requests: int, blocks: int, now: Nanos) -> None:
@@ -395,12 +396,12 @@ class RegisteredWorker:
         self.bit = pool.take_bit()
         self.reservations = self._reservations(pool, assumed_for)
         self.first_tokens = FirstTokenRate(description)
-        self.elsewhere = 0  # requests that peer routers have reserved; only `WorkerTable` changes this value
+        self.elsewhere = 0  # number of requests that peer routers have reserved here; only `WorkerTable` changes it
         self.assumed = AssumedCache(pool.assumed, self.bit, description.kv_blocks)
         self.peer_prompts = PeerPrompts(pool.peer_prompts, self.bit)
         self._assumed_for = assumed_for
         self._prompts = pool.prompts
-        self.adapters_reserved: dict[str, int] = {}  # number of reserved requests by LoRA adapter
+        self.adapters_reserved: dict[str, int] = {}  # number of reserved requests by the name of their LoRA adapter
 
     def reserve_adapter(self, name: str) -> None:
         self.adapters_reserved[name] = self.adapters_reserved.get(name, 0) + 1
@@ -419,7 +420,7 @@ class RegisteredWorker:
         """Estimate how many seconds a new request would wait on this worker for its first token.
 
         Args:
-            new_blocks: The blocks of its prompt that no request holds on this worker yet.
+            new_blocks: Number of blocks of the new request's prompt that no request holds on this worker yet.
             now: The present instant.
 
         Returns:
@@ -502,7 +503,7 @@ class BlockSizeGroup(Struct, frozen=True, kw_only=True):
     rows: Rows | None  # rows of these workers in the table; None: all rows
     # For each bit position in the prefix index, the row of the worker; -1: the bit belongs to another holder.
     engines: Rows
-    live: Rows  # the same for each bit position in the radix trees of the table
+    live: Rows  # for each bit position in the radix trees of the table, the row of the worker; -1: the bit is free or of another group
 
 
 class WorkerTable:
@@ -524,13 +525,13 @@ class WorkerTable:
         self.assumed = RadixTree()  # prompts that workers are assumed to have cached
         # Marks of the prompts that peer routers have announced and that are not finished.
         self.peer_prompts = RadixTree()
-        self._bits = 0  # bits that belong to a worker, in all three radix trees
+        self._bits = 0  # mask of the bits that are taken; a worker has the same bit in all three radix trees
         # The reservations of each peer router, by worker.
         self._peer_reservations: Sequence[Mapping[WorkerId, ReservationTotals]] = ()
         self._arrange()
 
     def take_bit(self) -> int:
-        """Take a free bit for a worker that joins."""
+        """Reserve a bit for a worker that joins; it stands for the worker in the masks of the radix trees."""
         bit = ~self._bits & (self._bits + 1)
         self._bits |= bit
         return bit
@@ -548,7 +549,7 @@ class WorkerTable:
         self._arrange()
 
     def set_peer_reservations(self, booked: Sequence[Mapping[WorkerId, ReservationTotals]]) -> None:
-        """Replace the reservations of peer routers."""
+        """Replace the reservations of all peer routers by `booked`, which has a mapping for each peer."""
         self._peer_reservations = booked
         self._peer_sums = self._sum_peer_reservations()
 
@@ -563,7 +564,7 @@ class WorkerTable:
         return bool(len(worker.reservations) + there < worker.request_limit)
 
     def has_room(self) -> bool:
-        """Return True if an answering worker has fewer requests than its limit, or if no answering worker is left."""
+        """Return True if an answering worker has fewer requests than its limit, or if no answering worker is left that could get room."""
         elsewhere = self._peer_sums
         usable = False
         for row, worker in enumerate(self.workers.values()):
@@ -576,14 +577,14 @@ class WorkerTable:
         return not usable
 
     def tune(self, settings: RouterSettings) -> None:
-        """Apply changed settings."""
+        """Apply changed settings to the limit of requests of each worker and to the topology."""
         self._settings = settings
         for worker in self.workers.values():
             worker.request_limit = max_requests(worker.description, settings)
         self._arrange()
 
     def describe(self) -> None:
-        """Rebuild the table after a worker's description has changed."""
+        """Rebuild the table, because the description of a worker has changed."""
         self._arrange()
 
     def drain(self, worker_id: WorkerId) -> None:
@@ -760,7 +761,7 @@ class WorkerTable:
 
 
 def _row_at(rows: Mapping[int, int]) -> Rows:
-    """Return the rows as an array by bit position; -1 where there is no row."""
+    """Return the rows, which are given by the bit of the worker, as an array by bit position; -1 where there is no row."""
     found: Rows = np.full(max(rows).bit_length(), -1, dtype=np.intp)
     for bit, row in rows.items():
         found[bit.bit_length() - 1] = row

@@ -61,7 +61,7 @@ class BoundedRing:
 
     def __init__(self, load_factor: float):
         self._load_factor = load_factor
-        # All workers of the model are on the ring, candidates or not, so that the ring is built again only when a worker joins or leaves.
+        # The workers on the ring: all of the model, candidates or not, so that the ring is built again only when a worker joins or leaves.
         self._members: tuple[str, ...] = ()
         self._points: list[int] = []
         self._owners: list[int] = []  # the worker of each point of the ring, as an index in `_members`
@@ -107,7 +107,7 @@ class ConsistentHash(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class SessionFilter(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Filter that keeps only the worker of the session's last request; if it is unknown, the filter keeps all workers."""
+    """Filter that keeps only the worker of the session's last request; if there is no such worker, the filter keeps all workers."""
 
     def keep(self, request: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Flags | None:  # noqa: ARG002
         if request.bound is None:

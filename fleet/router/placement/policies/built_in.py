@@ -31,7 +31,7 @@ from fleet.router.policy import PlacementPolicy
 from fleet.router.settings.router import RouterSettings
 
 DEFAULT = "fleet"
-# Maximum value of a parameter: even products of several parameters and the tokens of a prompt are then finite.
+# Maximum absolute value of a parameter of a policy: even products of several parameters and the tokens of a prompt are then finite.
 LARGEST = 1e24
 
 BUILT_IN = PolicyCatalog(
@@ -84,8 +84,8 @@ def check_numbers(value: Any, name: str = "") -> None:
     """Refuse parameters with numbers that could make a cost infinite or NaN, because the router would crash on such a cost.
 
     Args:
-        value: All parameters, or a single value in them.
-        name: The path of the value, for the message.
+        value: All parameters of a policy, or a single value in them.
+        name: The path of the value, for the message; empty for all parameters.
 
     Raises:
         ValueError: A number is too large or not finite; the message begins with its path.

@@ -30,7 +30,7 @@ class PolicyPart(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The weight of a scorer; ignored for a filter or a picker."""
 
     parameters: dict[str, Any] = {}
-    """The fields of the plug-in."""
+    """Values of the fields of the filter, scorer or picker; a field without a value here has its default."""
 
 
 class Composed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

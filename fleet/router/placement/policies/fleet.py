@@ -72,10 +72,10 @@ class FleetCost(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Credit for a block in the engine's own cache, in blocks of prefill."""
 
     store_hit_credit: float = 0.75
-    """Credit for a block that has to be loaded from the store (NVIDIA Dynamo's weight of a host cache hit)."""
+    """Credit for a block that has to be loaded from the store's memory, in blocks of prefill (NVIDIA Dynamo's weight of a host cache hit)."""
 
     lower_tier_hit_credit: float = 0.5
-    """Credit for a block that the store has to fetch from a lower tier first."""
+    """Credit for a block that the store first has to fetch from a tier below its memory, in blocks of prefill."""
 
     running_request_blocks: float = 1.0
     """Cost of each request on a worker, in blocks of prefill. It stands for the time that a request adds to decode steps, apart from the
@@ -88,7 +88,8 @@ class FleetCost(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     prefix would be spread over several workers."""
 
     spread: float = 2.0
-    """How fast the credit for a cached block falls on a worker with a full batch. With 2, it is 0 when half a batch of requests waits."""
+    """How fast the credit for a cached block falls on a worker with a full batch (item 6). With 2, the credit is 0 when as many requests
+    wait as half of the batch."""
 
     others_weight: float = 1.0
     """Weight of the delay of later requests, against the request's own wait; 0: each request is placed where its own first token
@@ -100,8 +101,8 @@ class FleetCost(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     makes a short answer late (ADR 17)."""
 
     session_blocks: float = 1.0
-    """Preference for the worker of a session's last request, in blocks of prefill. It is small, because the credit for the cached
-    blocks of the session already prefers this worker."""
+    """Number of blocks of prefill by which the cost of the worker of the session's last request is lowered. It is small, because the
+    credit for the cached blocks of the session already prefers this worker."""
 
     def costs(self, request: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Floats:
         columns = candidates.columns
@@ -169,7 +170,8 @@ class FleetCost(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class HeadroomFilter(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Filter that keeps the workers from which the first token is expected in time. A worker without measurements counts as fast enough."""
 
-    ttft_goal_seconds: float = 0.0  # seconds; 0: only the request's own deadline counts
+    # Seconds within which the first token shall come, besides the request's deadline; 0: only the deadline counts.
+    ttft_goal_seconds: float = 0.0
 
     def keep(self, request: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Flags | None:  # noqa: ARG002
         if self.ttft_goal_seconds == 0 and request.seconds_left is None:
@@ -186,10 +188,10 @@ class Fleet(FleetCost, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The default policy: the lowest `FleetCost` among the workers that will probably keep the goal for the first token."""
 
     ttft_goal_seconds: float = 0.0
-    """Goal for the first token; 0: only a request's own deadline counts."""
+    """Goal for the time to the first token, in seconds (item 9); 0: only a request's own deadline counts."""
 
     temperature: float = 0.0
-    """Temperature of the choice (`Softmax`); 0 takes the lowest cost."""
+    """Temperature of the random choice among the candidates (`Softmax`); 0: the candidate with the lowest cost is taken."""
 
     def policy(self) -> Pipeline:
         return Pipeline(

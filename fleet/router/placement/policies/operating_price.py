@@ -28,17 +28,17 @@ from fleet.router.policy import Candidates, Floats, PlacementRequest
 Amount = Annotated[float, Meta(gt=0, le=1e12)]
 
 REMEMBERED = 10_000
-"""The number of workers whose prices are cached."""
+"""Maximum number of workers whose prices are cached, so that they are not looked up by the worker's name for each request."""
 
 
 class PriceScorer(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Scorer that computes the cost formula of this module."""
 
     prompt: Annotated[dict[str, Amount], Meta(min_length=1)]
-    """Price of a prompt token on the workers whose names begin with the key."""
+    """Price of a prompt token, in joules or dollars, on the workers whose names begin with the key (item 1)."""
 
     answer: Annotated[dict[str, Amount], Meta(min_length=1)]
-    """Price of an answer token on the workers whose names begin with the key."""
+    """Price of an answer token, in the unit of `prompt`, on the workers whose names begin with the key (item 1)."""
 
     answer_tokens: Annotated[int, Meta(ge=1)] = 256
     """The usual length of an answer in tokens. Longer length limits of requests count as this length."""

@@ -23,7 +23,7 @@ from fleet.router.policy import (
     Scorer,
 )
 
-_STEPS = 1 << 53  # number of different random numbers between 0 and 1 that `Softmax` can draw
+_STEPS = 1 << 53  # number of different random numbers from 0 to below 1 that `Softmax` can draw
 
 
 class Pipeline:
@@ -50,7 +50,8 @@ class Pipeline:
         self.scorers = tuple(scorers)
         self._picker: Picker = picker or Lowest()
         self._total = self._sum
-        # The only scorer, if it has weight 1 and can find the lowest costs itself, and the picker is `Lowest`; None: all costs are computed.
+        # The only scorer, if it has weight 1 and can find the lowest costs itself, and the picker is `Lowest`. None: `choose` computes all
+        # costs.
         self._ranking: RankingScorer | None = None
         if len(self.scorers) == 1 and self.scorers[0][1] == 1:
             scorer = self.scorers[0][2]
@@ -143,7 +144,7 @@ class InTurn:
     """
 
     def __init__(self) -> None:
-        self._turns: dict[str, int] = {}  # for each worker, the number of the turn in which it was last chosen
+        self._turns: dict[str, int] = {}  # for each worker, the number of the choice (`_turn`) that last took it
         self._turn = 0
 
     def pick(self, costs: Floats, request: PlacementRequest, candidates: Candidates, rng: RandomSource, /) -> int:  # noqa: ARG002

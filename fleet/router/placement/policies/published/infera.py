@@ -17,9 +17,9 @@ from fleet.core.roles import Phase
 from fleet.router.placement.policies.pipeline import lowest
 from fleet.router.policy import Candidates, Floats, PlacementPolicy, PlacementRequest, RandomSource
 
-FADES = 0.97  # factor for each choice; after 23 choices half of the value is left
+FADES = 0.97  # factor by which *recent* shrinks at each choice; after 23 choices half of it is left
 PREFILL_WEIGHT = 20.0
-NOTHING = 1e-3  # in blocks; smaller values are forgotten
+NOTHING = 1e-3  # a worker's value of *recent*, in blocks, is forgotten if it is not above this
 
 
 class RecentMisses:

@@ -198,7 +198,7 @@ def _exploits(request: PlacementRequest, matched: Floats) -> bool:
 
 
 class Preble(PrebleTimes, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Preble's policy (E2): the worker that holds most of the prompt, or else the one with the least load, eviction and prefill in seconds."""
+    """Preble's policy (E2): the worker that holds most of the prompt, or else the worker with the lowest sum of load, evicted and prefill."""
 
     def policy(self) -> ExploitExplore:
         return ExploitExplore(self)

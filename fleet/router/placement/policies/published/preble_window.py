@@ -27,7 +27,7 @@ class WindowTokens:
     __slots__ = ("earlier", "earlier_requests", "later", "later_requests")
 
     def __init__(self) -> None:
-        self.earlier = self.later = 0.0  # sum of the earlier and of the later half of the window
+        self.earlier = self.later = 0.0  # sums of these tokens over the requests of each half of the window
         self.earlier_requests = self.later_requests = 0
 
     def doubled(self) -> bool:
@@ -49,30 +49,30 @@ class CachedPrefix:
 
 
 class WindowRequest(Struct, frozen=True, kw_only=True):
-    """One request in the window."""
+    """One request in the window, with what it adds to the sums of its worker and prefix."""
 
     at: Nanos
     worker_id: WorkerId
     key: int  # block key of the prompt's first block; 0: there is none
-    prefill: float  # seconds of prefill
-    decode: float  # seconds of decoding
-    waited: float  # tokens to compute before the first token of this request
+    prefill: float  # estimated seconds of prefill on the worker
+    decode: float  # estimated seconds of decoding on the worker
+    waited: float  # prompt tokens that the worker had to compute before the first token of this request
     tokens: WindowTokens  # the object whose sums include `waited`
 
 
 class WorkerWindow:
-    """Keeps the requests of one worker in the window, and what its cache should hold of their prompts."""
+    """Sums up the requests of one worker in the window, and keeps what its cache should hold of their prompts."""
 
     __slots__ = ("decode", "held", "nodes", "prefill", "prefixes", "requests")
 
     def __init__(self) -> None:
         self.requests = 0
-        self.prefill = 0.0  # seconds of prefill of all requests
-        self.decode = 0.0  # seconds of decoding of all requests
+        self.prefill = 0.0  # estimated seconds of prefill of all requests of the worker in the window
+        self.decode = 0.0  # estimated seconds of decoding of all these requests
         self.prefixes: dict[int, CachedPrefix] = {}  # the prefixes by the key of their first block
         # Number of tokens of each node, by the key of its first block. A node that no other prompt can share has a negative key.
         self.nodes: dict[int, float] = {}
-        self.held = 0.0  # tokens of all nodes together
+        self.held = 0.0  # number of tokens of all `nodes` together
 
     @property
     def seconds(self) -> float:
@@ -87,7 +87,7 @@ class WorkerWindow:
         return True
 
     def keep(self, node: int, tokens: float, capacity: float) -> None:
-        """Add a computed node, and evict the oldest nodes that no longer fit."""
+        """Add a computed node, or give it a new size, and evict the least recently used nodes that no longer fit into `capacity` tokens."""
         self.held += tokens - self.nodes.pop(node, 0.0)
         self.nodes[node] = tokens
         while self.held > capacity and len(self.nodes) > 1:
@@ -102,7 +102,7 @@ class RequestWindow:
         self._earlier: deque[WindowRequest] = deque()
         self._later: deque[WindowRequest] = deque()
         self.recent: dict[WorkerId, WorkerWindow] = {}
-        self.given = 0  # number of requests since the start
+        self.given = 0  # number of requests that all workers got since the start
 
     def prefix(self, worker_id: WorkerId, key: int) -> CachedPrefix | None:
         recent = self.recent.get(worker_id)

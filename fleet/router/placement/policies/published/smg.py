@@ -17,7 +17,7 @@ from msgspec import Struct
 from fleet.router.placement.policies.pipeline import Pipeline, lowest
 from fleet.router.policy import Candidates, Floats, PlacementRequest, RandomSource
 
-MAX_TREE_BLOCKS = 10_000  # SMG limits the size of a tree; larger trees count as equal
+MAX_TREE_BLOCKS = 10_000  # SMG limits the size of a tree; trees that would be larger count with this number of blocks
 
 
 class CacheAware:
@@ -52,7 +52,7 @@ class CacheAware:
 
 
 class Smg(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """SMG's cache-aware policy: the longest match while the numbers of requests are balanced, otherwise the fewest requests."""
+    """SMG's cache-aware policy: the longest match or the smallest tree if the workers' loads are balanced, or else the fewest requests."""
 
     match_threshold: float = 0.5
     balance_abs: int = 32

@@ -25,5 +25,5 @@ def nanos(seconds: float) -> Nanos:
 
 
 def seconds(span: int) -> float:
-    """Convert nanoseconds to seconds, for sockets and RPCs."""
+    """Convert nanoseconds to seconds."""
     return span / SECOND

@@ -270,7 +270,7 @@ class EvacuationResult(Struct, frozen=True, kw_only=True):
     done: int = 0  # number of leading blocks of the request that are finished: copied, already in the tier, or given up
     moved: int = 0  # number of blocks that were copied to the tier during this request
     there: int = 0  # number of blocks that the tier had already
-    # number of blocks that were given up: the tier or its write budget refused them, or the pool has lost them
+    # number of blocks that were given up: the tier or its write budget refused them, the pool has lost them, or writes failed repeatedly
     refused: int = 0
     failed: int = 0  # number of the tier's transfers that failed meanwhile; later ones may have copied the same blocks
 

@@ -76,7 +76,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigurationRefused(f"--record: only a router can record, not a {arguments.part}")
     if arguments.parent is not None:
         die_with_parent(arguments.parent)
-    # Let SIGTERM end the process at once until the service handles this signal. Ctrl-C is left to the supervisor.
+    # Until the service installs its own handlers, SIGTERM ends the process at once, and Ctrl-C raises KeyboardInterrupt. Children of a
+    # supervisor never get Ctrl-C, because each has a session of its own.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if arguments.ready_fd is not None:
         try:

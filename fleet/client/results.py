@@ -313,7 +313,7 @@ class BreakEven(Struct, frozen=True, kw_only=True):
     worker_id: str
     requests: int  # number of requests on this worker now; a prefill on it would delay all of them
     token_ms: float  # milliseconds to compute one prompt token on this worker; 0 if unknown
-    min_tokens: int  # uncached tokens from which on a prefill worker is better; 0 if unknown
+    min_tokens: int  # smallest number of uncached prompt tokens for which another worker should compute the prompt; 0 if unknown
 
 
 class RemotePrefill(Struct, frozen=True, kw_only=True):

@@ -54,7 +54,8 @@ class Pooling(Struct, frozen=True, kw_only=True):
     # True: embeddings are normalised, and the activation function is applied to the numbers of classes. False: neither is done, so the
     # numbers of classes are logits. None: the model's default is used.
     activation: bool | None = None
-    # Number of tokens of the first text of a pair, if the model has token types; 0 if all tokens have one type.
+    # Number of tokens of the first text, if the prompt is a pair of texts; 0 for other prompts. If the tokenizer gives all tokens one type,
+    # it is the number of all tokens. Workers whose model has no token types ignore it.
     first_tokens: int = 0
 
 

@@ -676,7 +676,9 @@ class Generation:
         elif request.is_kept:  # the client asks for event ids, which contain resume tokens
             raise invalid("resumable", NO_RESUME_TOKENS)
         due = claims  # content of the next resume token to send; None: none has to be sent
-        collected: list[Delta] = []  # the parts of an answer that the client gets in one piece
+        # Parts that are sent after the worker's stream has ended: all parts of an answer that is not streamed, or the last part of an answer
+        # that a stop string has ended.
+        collected: list[Delta] = []
         allowance: RateLimitStatus | None = None
         counted_tokens = 0
         # Do not rely on `resumed.is_free`: another request with the same resume token may have been admitted meanwhile, and only

@@ -469,8 +469,8 @@ class Monitors(_Values, frozen=True):
 
 class MetricsKey(_Values, frozen=True):
     name: Name = ""
-    """Name of a Secret in the release's namespace. Empty: the PodMonitor of the routers sends no key, and with `keySha256` there is no
-    PodMonitor for the operator and the planner."""
+    """Name of a Secret in the release's namespace. Empty: the PodMonitors send no key, and the operator and the planner have a PodMonitor only
+    if `open` is true or their own `settings` contain `metrics_access`."""
 
     key: str = "key"
     """Key in the Secret whose value is the metrics key."""

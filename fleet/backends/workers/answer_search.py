@@ -44,7 +44,7 @@ class AnswerSearch:
             send: Sends a message to all workers that keep answers; returns the workers to which it was sent.
         """
         self._send = send
-        self._searches: dict[int, list[_RunningSearch]] = {}  # searches that have not ended, by the answer's key
+        self._searches: dict[int, list[_RunningSearch]] = {}  # searches on whose result calls wait, by the answer's key
         self._unsent: list[tuple[WantedAnswer, _RunningSearch]] = []
 
     async def tokens(self, key: int, most: int) -> tuple[int, ...]:

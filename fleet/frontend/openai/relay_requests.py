@@ -75,7 +75,7 @@ def read_body(content: bytes, path: str) -> RelayTextBody | RelayRawBody:
     """Decode the fields of a body that placement needs.
 
     Raises:
-        RequestRejected: INVALID_ARGUMENT; the error names the field as the client wrote it.
+        RequestRejected: INVALID_ARGUMENT. If one field is wrong, the error names it as the client wrote it.
     """
     if path == COMPLETIONS:
         try:

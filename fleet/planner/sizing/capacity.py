@@ -95,7 +95,7 @@ class PredictedLatency(Struct, frozen=True, kw_only=True):
 
 
 class CapacityModel(Protocol):
-    """Port of a model that predicts the rates and latencies of pools."""
+    """Port of a model that predicts the highest request rate that pools serve within the goals, and their latencies at a given rate."""
 
     def highest_rate(self, pool: PlannedPool, load: OfferedLoad, goals: PlanGoals, replicas: int) -> float:
         """Return how many requests per second the replicas serve together within the goals.
@@ -126,7 +126,10 @@ class PoolEngine(Struct, frozen=True, kw_only=True):
 
 
 class StepCapacity:
-    """Predicts rates and latencies by the step models of the pools' engines. Implements `CapacityModel`."""
+    """Predicts the highest request rate that pools serve within the goals, and their latencies at a given rate.
+
+    It uses the step models of the pools' engines. Implements `CapacityModel`.
+    """
 
     def __init__(self, engines: Mapping[PoolName, PoolEngine], headroom: float = 0.9) -> None:
         """Create the model.

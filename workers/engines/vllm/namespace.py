@@ -78,7 +78,7 @@ def check_groups(groups: "KVCacheConfig") -> None:
     """Refuse blocks that the store cannot hold: several kinds, or blocks that vLLM drops while their request runs.
 
     Raises:
-        LayoutMismatch: vLLM has chosen such blocks. This is known only after vLLM has started.
+        LayoutMismatch: vLLM has chosen such blocks. This is known only while vLLM starts, when it has chosen its groups.
     """
     from vllm.v1.kv_cache_interface import FullAttentionSpec  # noqa: PLC0415 - slow to import
 

@@ -162,9 +162,8 @@ class LoadRule:
         dollars = sum(pool.replica_dollars * used[pool.name] for pool in self._pools)
         for pool in self._pools:
             while replicas[pool.name] < most[pool.name]:
-                free = (
-                    replicas[pool.name] < held[pool.name]
-                )  # True if the pool already holds this replica, so that `gpus` and `dollars` contain its cost
+                # True if the pool already holds this replica, so that `gpus` and `dollars` contain its cost.
+                free = replicas[pool.name] < held[pool.name]
                 own, price = (0, 0.0) if free else (pool.replica_gpus, pool.replica_dollars)
                 over = budget.gpus is not None and own and gpus + own > budget.gpus
                 dear = budget.dollars_per_hour is not None and price and dollars + price > budget.dollars_per_hour

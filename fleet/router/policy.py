@@ -103,9 +103,8 @@ class Candidates(Struct, frozen=True, eq=False):
 
     everybody: Sequence[WorkerId]
     columns: Floats  # one row for each quantity, one column for each candidate
-    rows: Rows | None = (
-        None  # positions of the candidates in `everybody`, in the order of the columns; None: all workers are candidates
-    )
+    # Positions of the candidates in `everybody`, in the order of the columns; None: all workers are candidates.
+    rows: Rows | None = None
     # False if it is certain that no worker and no store holds the beginning of the prompt, or will soon hold it.
     warm: bool = True
     even: bool = False  # True if the speeds of prefill and decoding are 1 for all workers of the model

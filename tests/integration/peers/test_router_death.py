@@ -428,6 +428,7 @@ async def test_foreign_tokens_are_refused_and_limits_count_once(workers, folder)
         async def resumed(token: str, key: str) -> str:
             message = inference_pb2.GenerateRequest(text="a prompt of acme")
             message.sampling.max_tokens, message.sampling.temperature = 5, 0
+            message.sampling.ignore_eos = True
             message.resume.token = token
             message.resume.token_ids.extend(token_ids)
             async with grpc.aio.insecure_channel(second.grpc) as channel:

@@ -35,7 +35,7 @@ class BlockValues:
         """Prepare the copies that bring a block's values into the order of the array.
 
         Raises:
-            LayoutMismatch: The namespace's layout is invalid.
+            LayoutMismatch: The namespace's layout is invalid, or its block size does not match its other fields.
             ValueError: The values are not 16-bit floating-point numbers.
         """
         self.half = HalfFormat(namespace.dtype)

@@ -65,7 +65,7 @@ class _ChainRun(Generic[K]):
         self.row = row
         # The run's blocks in the order of the chain. Some of them may have been evicted, or moved to another run.
         self.keys: list[K] = []
-        self.live = 0  # number of blocks that are still held and in this run
+        self.live = 0  # number of the run's blocks that were neither evicted nor moved to another run
         self.cohort: ReuseCohort
         self.following: _ChainRun[K] | None = None  # run that continued the chain when this run was last used
 
@@ -74,7 +74,7 @@ class HazardEviction(Generic[K]):
     """Eviction policy that evicts the block with the least expected value, by the rules of this module."""
 
     def __init__(self, saving: Callable[[K, int], float] | None = None, *, remembered: int = REMEMBERED):
-        """Start without observations; the policy then evicts in LRU order.
+        """Start without observations. Until the policy has learned, blocks with equal savings are evicted in LRU order.
 
         Args:
             saving: Function of a block's key and size in bytes. It returns the seconds per byte that a use of the block
@@ -91,7 +91,7 @@ class HazardEviction(Generic[K]):
         self._burst: list[K] = []
         self._burst_at, self._size = Nanos(0), 0
         self._now = Nanos(0)  # instant of the latest admission; never decreases
-        self._uses = 0  # number of block uses
+        self._uses = 0  # number of block uses since the policy was made
         self._learnt_at_uses = 0
         self._ranked_at = Nanos(0)
         self._victim: _ChainRun[K] | None = None

@@ -83,7 +83,7 @@ class ReuseCohort:
         self.of = of  # number of the class
         self.used_at = used_at
         self.bucket = 0  # last bucket in which the blocks were counted as at risk
-        self.alive = 0  # number of blocks that were neither used again nor forgotten
+        self.alive = 0  # number of the blocks that were neither used again nor forgotten by the policy
 
 
 class ReuseTimes:
@@ -105,7 +105,8 @@ class ReuseTimes:
         self.ageing: list[list[deque[ReuseCohort]]] = [[deque() for _ in EDGES] for _ in range(self.classes)]
         self._values: list[list[float]] = []
         self._surviving: list[list[float]] = []
-        self._blocks = self._squares = 0.0  # sums over all runs: number of blocks, and the square of that number
+        # Sums over all used runs (rule 3): number of blocks, and the square of this number. Older runs weigh less (rule 6).
+        self._blocks = self._squares = 0.0
         self._learnt_at = Nanos(0)
         self.learn(self._learnt_at)
 

@@ -172,7 +172,7 @@ class Demotions:
 
 
 class _Demotion(Struct, frozen=True):
-    """One batch of blocks that is being copied to a tier."""
+    """One batch of blocks for which a `Demote` was decided, until the copying thread reports that it is done."""
 
     id: DemotionId
     tier: int

@@ -33,8 +33,8 @@ class Conversion:
         """Make the plans for both directions.
 
         Raises:
-            LayoutMismatch: The layout is invalid, or the heads cannot be divided among the ranks. The error names the
-                field.
+            LayoutMismatch: The layout or a size is invalid, or the heads cannot be divided among the ranks. The error
+                names the field.
         """
         stored = replace(engine, layout=AT_REST, tp=1)
         self._reading = _make_plans(stored, engine)

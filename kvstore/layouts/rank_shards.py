@@ -43,7 +43,7 @@ class WriteGrant(Struct, frozen=True, kw_only=True):
     That rank sends the grant to the other ranks, encoded by the library msgspec.
     """
 
-    incarnation: str  # incarnation of the node
+    incarnation: str  # incarnation of the node that has reserved the slots
     places: ClientWriteReservation
 
     def some(self, first: int, end: int) -> "WriteGrant":

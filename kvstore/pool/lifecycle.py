@@ -5,7 +5,7 @@ from enum import StrEnum
 
 
 class BlockState(StrEnum):
-    RESERVED = "reserved"  # a writer is writing its bytes
+    RESERVED = "reserved"  # has a place in the pool, into which a writer may write the bytes
     HELD = "held"  # readable; may be evicted
     PINNED = "pinned"  # readable; a lease prevents its eviction
     CONDEMNED = "condemned"  # the bytes are wrong; the place is reused after the last pin has ended

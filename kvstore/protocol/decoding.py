@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class _Undecodable(Struct, frozen=True):
-    """Takes the place of a message that could not be decoded."""
+    """Takes the place of a request that could not be decoded, until the call is refused."""
 
 
 UNDECODABLE = _Undecodable()

@@ -89,7 +89,7 @@ class FramedCallServer:
             return b"", refusal_message(code, field, str(error))
 
     def cut_stalled(self, now: Nanos) -> None:
-        """Close connections whose peer has stopped within a request or an answer; call this periodically."""
+        """Close connections whose client has stopped within a request or reads no answers (rule 4); call this periodically."""
         for caller in list(self.callers):
             caller.cut_if_stalled(now)
 

@@ -59,13 +59,13 @@ they are released."""
 MAX_EVACUATED = 4096
 """Maximum number of blocks that one request evacuates; all of them are looked up at once, while other clients wait."""
 
-MAX_TEXT = 512  # maximum number of characters of a text field
+MAX_TEXT = 512  # maximum number of characters of a text field in a client's request
 MAX_WAIT_MS = 60_000
 MAX_MESSAGE_BYTES = 16 << 20
 """Maximum length of a gRPC message: 65,536 slots take 1.3 MiB, and a cache dump is divided into several messages."""
 
 FIELD_KEY = "kvstore-field"
-"""Key of the trailing metadata that names the offending field."""
+"""Key in the trailing metadata of a refused call; its value is the name of the offending field."""
 
 _CODES: dict[type[StoreError], grpc.StatusCode] = {
     InvalidArgument: grpc.StatusCode.INVALID_ARGUMENT,

@@ -66,7 +66,8 @@ class LoadedCredentials(Struct, frozen=True, kw_only=True):
     def control_key(self) -> AuthenticationKey | None:
         """The key for the proofs of both ends of a call over TCP.
 
-        It is None if there is no secret, or if TLS has proven the identity of both peers.
+        It is None if there is no secret, or if both `certificate` and `authority` are set: TLS then proves who the peers
+        are (rule 3).
         """
         return AuthenticationKey(self.secret, self.purpose) if self.secret and not self._certified else None
 
@@ -174,7 +175,8 @@ def load(
     `purpose` is the purpose of the proofs on calls. `field` is the name of the settings section, for error messages.
 
     Raises:
-        BadCredentials: A file cannot be read, or the secret is too short; the message names the field.
+        BadCredentials: A file cannot be read, a certificate file is too large or is a pipe, or the secret is too short.
+            The message names the field.
     """
     secret = _read(f"{field}.secret_file", credentials.secret_file).strip()
     if credentials.secret_file and len(secret) < SECRET_BYTES:

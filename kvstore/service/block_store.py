@@ -54,7 +54,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 CONDEMNED_BYTES = 8 << 20
 """Maximum number of bytes whose checksums are computed in one iteration of the event loop when a client condemns
-blocks. This takes a millisecond."""
+blocks, unless one block is larger. This takes a millisecond."""
 
 CONDEMNED_NAMES = 64  # maximum number of condemned blocks that are checked in one iteration of the event loop
 
@@ -116,7 +116,7 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
         self._max_reservation = nanos(settings.reservation_seconds)
         self._max_hold = nanos(settings.max_hold_seconds)
         self._watchers = Watchers(settings.watch_queue)
-        # Only one client at a time may condemn blocks, because the checks of the blocks occupy the event loop.
+        # Blocks of one client at a time are checked, because the checks of condemned blocks occupy the event loop.
         self._condemning = asyncio.Lock()
         self._mismatches = 0
         self._traces = traces
@@ -254,7 +254,7 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
             names = split(hashes)
             self._savings.report(digest, len(names), seconds(max_wait))
             self._hierarchy.prefetch(digest, names, held, max_wait, now, tenant)
-            self.settle()  # a tier that looks up blocks in memory may answer at once
+            self.settle()  # a tier with an index in memory answers at once, so that `loading` below is already right
         loading = self._hierarchy.loading(digest, split(hashes[held * HASH_BYTES :]))
         tell = lease and self._hierarchy.has_promoted
         promoted = (

@@ -32,7 +32,7 @@ from kvstore.messages import BlockKey, EvacuationResult
 from kvstore.pool.machine import BlockMachine
 from kvstore.service.backing_tiers import BackingTiers
 
-LOOK_AGAIN_SECONDS = 0.01  # pause between two checks of a tier's results; writing a batch takes longer than this
+LOOK_AGAIN_SECONDS = 0.01  # pause between two checks whether writes have ended; writing a batch takes longer than this
 # Maximum number of blocks for which a tier is asked at once whether it still has them. For 256 blocks this takes one round
 # trip to Redis, or half a second of requests to an object store.
 ASKED_AT_ONCE = 256
@@ -128,17 +128,17 @@ class Evacuation:
         Nothing is copied yet. `charge` charges one write and returns False if the budget is used up. `failures` returns
         the number of the tier's failures since it was opened.
         """
-        self.moved = self.there = self.refused = 0  # numbers of blocks that are done, by result
+        self.moved = self.there = self.refused = 0  # numbers of blocks that are done, by result (`EvacuationResult`)
         self.hierarchy = hierarchy
         self._tier = evacuation_tier
         self._keys = keys
         self._charge = charge
         self._failures = failures
         # The fields below hold the indices of blocks in `keys`.
-        self._unsure: list[int] = []  # blocks that the tier is believed to have, but was not queried for yet
-        self._confirming: list[int] = []  # blocks that are being confirmed
+        self._unsure: list[int] = []  # blocks that the tier is believed to have, and for which it was not queried yet
+        self._confirming: list[int] = []  # blocks for which the tier is being queried now
         self._waiting: list[int] = []
-        # blocks that are being demoted, each with the number of the tier's failures before its demotion
+        # blocks that are being demoted, each with the number of the tier's failures when its demotion was queued
         self._under_way: dict[int, int] = {}
         self._paid: set[int] = set()
         self._failed_at: dict[int, int] = {}  # for each block that failed: number of moved blocks at its first failure

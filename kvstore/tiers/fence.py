@@ -24,7 +24,7 @@ class Fence:
 
     def __init__(self) -> None:
         self._score = 0
-        self._pause = Nanos(0)  # length of the last pause; zero once the score has fallen to zero
+        self._pause = Nanos(0)  # length of the last pause (rule 3); zero if there was none since the score was zero
         self._closed_until: Nanos | None = None
 
     @property

@@ -37,12 +37,12 @@ class Reading(Protocol):
 
 
 class ReadingVerdict(Enum):
-    """Result of reading one value once or twice."""
+    """Result of reading a value again, once or twice, after it was found bad."""
 
-    SOUND = auto()  # the value is correct
+    SOUND = auto()  # the value shows no damage when it is read again, so the damage happened in transit
     CORRUPT = auto()  # the stored value is damaged
     UNSURE = auto()  # the readings do not agree, so the damage may have happened in transit
-    UNREAD = auto()  # a reading failed
+    UNREAD = auto()  # the value was not read again, or a reading failed, so nothing is known
     GONE = auto()  # the value no longer exists
 
     @property
@@ -51,11 +51,11 @@ class ReadingVerdict(Enum):
 
 
 Proof = Callable[[int, Read], bytes | None]
-"""A function that returns the proof that a value is corrupt, or None if it is sound. Its arguments are the value's
+"""A function that returns the proof that a value is corrupt, or None if the value is sound. Its arguments are the value's
 length and a function that fetches the value's bytes."""
 
 Open = Callable[[], AbstractContextManager[Reading | None]]
-"""A function that opens a connection for one reading; the context yields None if there is no value."""
+"""A function that opens a connection for one reading; the context yields None if the server has no such value."""
 
 
 class ReadingsDiffer(OSError):

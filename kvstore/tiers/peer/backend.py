@@ -38,7 +38,7 @@ from kvstore.tiers.second_reading import ReadingVerdict
 from kvstore.tiers.statistics import TierStatistics
 
 HINTS = 1 << 16  # maximum number of blocks in `PeerHints`, which remembers the peer that had each block
-SUSPECTS = 4096  # maximum number of blocks that are remembered because they were found bad
+SUSPECTS = 4096  # maximum number of blocks in `SuspectBlocks`, which remembers blocks that were found bad
 SUSPECT_FOR = Nanos(60 * SECOND)
 """Time for which no peer is asked for a block that was found bad. A worker can meanwhile write the block again."""
 

@@ -18,7 +18,7 @@ from kvstore.tiers.fence import Fence
 from kvstore.tiers.remote import BackendHealth
 
 RUNS = 8  # maximum number of runs of consecutive blocks that one call fetches from, or looks up at, one peer
-LEASE_AFTER_SECONDS = 1.0  # a lease that is not released ends this long after the deadline of its call
+LEASE_AFTER_SECONDS = 1.0  # a read lease that is not released ends this long after the deadline of its `fetch` call
 
 log = logging.getLogger(__name__)
 

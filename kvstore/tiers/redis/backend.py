@@ -25,7 +25,7 @@ from kvstore.tiers.remote_records import HEAD_BYTES, FramedRecord, RecordFramer,
 from kvstore.tiers.second_reading import ReadingsDiffer, ReadingVerdict, judge
 from kvstore.tiers.statistics import TierStatistics
 
-FIND_BLOCKS = 256  # maximum number of blocks that are looked up in one round trip
+FIND_BLOCKS = 256  # maximum number of blocks that `find` and `holds` look up in one round trip
 VALUE_BYTES = 512 << 20  # maximum length of a value in bytes that a server accepts (proto-max-bulk-len)
 
 
@@ -205,7 +205,7 @@ class RedisBackend:
                 answers[index] = GONE
                 continue
             answers[index] = self._records.take(wanted.key, value, wanted.into)
-            value.skip()  # The answer is recorded first, because skipping an oversized value may exceed the deadline.
+            value.skip()  # after the answer was recorded, because skipping a value that is too long may take until the deadline
 
     @contextmanager
     def _reading(self, key: BlockKey, deadline: Nanos) -> Iterator["ValueReading | None"]:

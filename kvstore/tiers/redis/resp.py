@@ -42,7 +42,7 @@ class RedisPipeline:
         self._deadline = Nanos(0)
         self._buffer = bytearray(BUFFER_BYTES)
         self._view = memoryview(self._buffer)
-        self._start = self._end = 0  # where the unread bytes in the buffer begin and end
+        self._start = self._end = 0  # offsets in the buffer: the bytes between them were received and not read yet
         self.answered = False  # True if a reply has arrived in this turn
 
     def begin(self, deadline: Nanos) -> None:

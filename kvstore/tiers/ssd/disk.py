@@ -252,6 +252,8 @@ def _is_ours(entry: "os.DirEntry[str]") -> bool:
 def _can_write(path: Path, flags: int) -> bool:
     """Return True if a page can be written to a file opened with these flags, or if the disk is full.
 
+    Return False if the file system does not support the flags.
+
     Raises:
         OSError: The write failed, and the flags are not the cause.
     """

@@ -20,7 +20,7 @@ from kvstore.tiers.ssd.settings import MIN_SEGMENTS, SsdSettings, footprint
 from kvstore.tiers.ssd.state import SsdState
 from kvstore.tiers.ssd.volume import AdmitRewrite, Volume
 
-SPARE_FILES = 256  # number of file descriptors that are left for the rest of the process
+SPARE_FILES = 256  # number of file descriptors that are left for everything else in the process
 
 Disks = Callable[[str], Disk]
 MakeVolume = Callable[[Disk], Volume]

@@ -1,4 +1,4 @@
-"""Record reads: read records from a segment, mostly directly into the callers' memory, and verify them."""
+"""Record reads: read records from a segment, directly into the callers' memory where possible, and verify them."""
 
 from collections.abc import Sequence
 from enum import Enum, auto
@@ -26,7 +26,7 @@ class RecordRead(Struct, frozen=True):
     The object is created with positional arguments, because this is faster and one object is made for each block.
     """
 
-    index: int  # index of the block in the call
+    index: int  # index of the block among the keys of the call `BackingTier.get`
     key: BlockKey
     place: RecordLocation
     codec: Codec

@@ -30,7 +30,7 @@ class SsdCounters(Struct):
     bytes_written: int = 0
     refused: int = 0
     evicted: int = 0
-    rescued: int = 0  # number of blocks that were copied from evicted segments to new ones
+    rescued: int = 0  # number of blocks that were copied from evicted segments to new segments
     corrupt: int = 0
     failures: int = 0
 
@@ -45,7 +45,7 @@ class SsdState:
         # Blocks that were read from an evicted segment, and have not been written to a new one yet.
         self.rescuing: set[Key] = set()
         self.count = SsdCounters()
-        self.sequence = 0  # the sequence number that was assigned last
+        self.sequence = 0  # the sequence number that was assigned last, to a record, a segment or a footer
         self._codecs = codecs
         self._gone: deque[Key] = deque(maxlen=GONE_KEYS)
 

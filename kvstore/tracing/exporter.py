@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-BATCH_SPANS = 512  # spans of one export: about 500 KB, an eighth of what gRPC servers accept by default
+BATCH_SPANS = 512  # an export begins with this many spans: about 500 KB, an eighth of gRPC's default limit
 CLOSE_SECONDS = 2.0  # time limit to send the waiting spans when the process ends
-LONGEST_CAUSE = 500  # maximum number of characters of a collector's message that are logged
+LONGEST_CAUSE = 500  # maximum number of characters that are logged of the message why an export failed
 # Words of headers' values with at least this number of characters are masked in messages. Shorter words are not secret,
 # and masking them would also change other words that contain them.
 SHORTEST_SECRET = 4
@@ -53,7 +53,8 @@ class TraceExporter:
         `cause` returns why the collector has not taken the latest spans; empty if that is not known.
         """
         self.exported = 0  # number of spans that the collector has taken
-        # number of spans that the collector has not taken; an entry whose spans cannot be made counts as one
+        # number of spans that were dropped because the collector did not take them; an entry whose spans cannot be made
+        # counts as one
         self.failed = 0
         self.overflowed = 0  # number of entries that were dropped because the queue was full
         self._send = send
@@ -114,7 +115,7 @@ class TraceExporter:
     def _export(self, batch: Sequence[SpanRecord]) -> None:
         try:
             taken = self._send(batch)
-        except Exception:  # supervisor: the next batch may succeed
+        except Exception:  # supervisor: the library may raise any exception; only this batch is dropped
             log.exception("trace export failed")
             taken = False
         if taken:

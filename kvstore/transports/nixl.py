@@ -52,7 +52,7 @@ SHORTEST = Nanos(50 * MILLISECOND)  # minimum time that a call waits for transfe
 
 REOPENING = Nanos(10 * SECOND)
 
-SPINS = 200  # number of polls of a transfer before the first pause; small transfers need no more
+SPINS = 200  # number of polls of a transfer without a pause between them; small transfers end within them
 PAUSE_SECONDS = 50e-6
 PAUSE = threading.Event()  # never set; waiting for it with a timeout is a pause
 HAND_OVER_SECONDS = 0.002
@@ -259,7 +259,7 @@ class _NixlConnection:
             self._agent.register(spans([(address, self._stamps.nbytes)]))
             self._into = spans([(address + index * STAMP_BYTES, STAMP_BYTES) for index in range(BATCH)])
             self._peer = self._agent.add_peer(offer.metadata)
-            self.holds([Slot(0, 0)], deadline)  # read one stamp, to find out whether transfers work
+            self.holds([Slot(0, 0)], deadline)  # reads one stamp, only to find out whether transfers work
         except BaseException:
             self._agent.close()
             raise

@@ -16,7 +16,7 @@ from kvstore.security.open_ports import NO_CREDENTIALS, UCX_PORTS, OpenPort, war
 from kvstore.tiers.shared_memory import SharedMemoryTier
 from kvstore.transports.nixl import NixlOffer
 
-STARTING_SECONDS = 60.0  # UCX examines all devices of the machine, which takes seconds on a busy host
+STARTING_SECONDS = 60.0  # time limit for a start; UCX examines all devices, which takes seconds on a busy host
 ENDING_SECONDS = 2.0
 FIRST_PAUSE_SECONDS = 1.0
 LONGEST_PAUSE_SECONDS = 60.0

@@ -93,7 +93,7 @@ class DataPlaneServer:
         self.clock = clock
         self.key = key
         self.connections: set[DataPlaneConnection] = set()
-        self.refused = 0  # number of clients whose proof was wrong
+        self.refused = 0  # number of connections that were refused since the start because the client's proof was wrong
         self.crowded_out = 0  # number of unproven connections that were closed for a new one
         self._unproven: UnprovenConnections[DataPlaneConnection] = UnprovenConnections(MAX_UNPROVEN)
         self._listener: socket.socket | None = None
@@ -191,7 +191,7 @@ class DataPlaneConnection:
         self._turn = 0  # number of bytes moved since the other connections were served last (rule 3)
         self._scratch: bytearray | None = None
         self._low_water = 1
-        self.busy = True  # True in the middle of an exchange
+        self.busy = True  # True in the handshake, and from the first byte of a request to the last byte of its reply
         self.began_at = self.moved_at = plane.clock.now()  # `moved_at`: instant of its latest moved byte
 
     def proceed(self) -> None:

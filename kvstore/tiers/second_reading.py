@@ -17,8 +17,8 @@ from enum import Enum, auto
 from typing import Protocol
 
 Read = Callable[[int, int], bytes]
-"""A function that returns the bytes of a value from the first argument up to the second argument (exclusive), as
-offsets."""
+"""A function that returns bytes of a value. Its arguments are the offset of the first byte, and the offset after the last
+one."""
 
 
 class Reading(Protocol):
@@ -28,7 +28,7 @@ class Reading(Protocol):
     def length(self) -> int: ...
 
     def read(self, start: int, stop: int) -> bytes:
-        """Fetch all bytes from offset `start` up to `stop`.
+        """Fetch all bytes from offset `start` up to offset `stop` (exclusive).
 
         Raises:
             OSError: The bytes did not arrive, or the server answered another request.

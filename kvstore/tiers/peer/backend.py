@@ -332,7 +332,7 @@ def ranking(peers: Sequence[str], key: BlockKey) -> list[str]:
 
 
 class PeerHints:
-    """Remembers for each block the peer that was last found to have it."""
+    """Remembers the peer that was last found to have a block, for the `HINTS` blocks that were found last."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -354,7 +354,7 @@ class PeerHints:
 
 
 class SuspectBlocks:
-    """Remembers which blocks were found bad lately."""
+    """Remembers for `SUSPECT_FOR` which blocks were found bad, at most `SUSPECTS` blocks."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -115,7 +115,7 @@ class RedisBackend:
         return [self._records.key_state(key, head) is RemoteKeyState.HELD for key, head in heads]
 
     def _heads(self, pipe: RedisPipeline, keys: Sequence[BlockKey]) -> list[bytes]:
-        """Return the first bytes of each key's value; empty if there is no value, or if it is not a string."""
+        """Return the first `HEAD_BYTES` bytes of each key's value; empty if there is no value, or if it is not a string."""
         last = b"%d" % (HEAD_BYTES - 1)
         pipe.send([b"".join(request(b"GETRANGE", self._name(key), b"0", last) for key in keys)])
         heads = []

@@ -69,7 +69,7 @@ class SsdState:
             segment.readers += 1
 
     def release(self, segment: Segment, readers: int = 1) -> None:
-        """Record that readers have finished with the segment."""
+        """Record that `readers` calls no longer read from the segment. Without readers, a LEAVING segment becomes FREE."""
         with self.lock:
             segment.readers -= readers
             if segment.state is SegmentState.LEAVING and not segment.readers:

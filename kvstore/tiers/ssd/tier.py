@@ -174,7 +174,7 @@ class SsdTier:
 
     @property
     def rescued(self) -> int:
-        """Number of blocks that were copied from evicted segments to new segments, to keep them."""
+        """Number of blocks since the opening that were copied from evicted segments to new segments, to keep them."""
         return self.state.count.rescued
 
     def close(self) -> None:

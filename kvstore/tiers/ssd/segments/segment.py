@@ -135,6 +135,6 @@ def record_pages(length: int) -> int:
 
 
 def largest_payload_bytes(segment_bytes: int) -> int:
-    """Return the largest payload that fits into a segment of that size."""
+    """Return the length in bytes of the largest payload that fits into a segment of that size."""
     pages = segment_bytes // PAGE_BYTES - FIRST_PAGE - footer_pages(1)
     return (pages - 1) * PAGE_BYTES

@@ -127,5 +127,5 @@ class TierFailed(StoreError):
 class UndecodableBlock(StoreError):
     """Bytes from a backing tier cannot be decoded.
 
-    They are damaged, belong to another block, or are encrypted with an unknown secret.
+    They are damaged, belong to another block, or were stored with a codec, version or secret that this node does not use.
     """

@@ -241,7 +241,7 @@ class ClientWriteReservation(Struct, frozen=True, kw_only=True):
 
 
 class LeasedSlots(Struct, frozen=True, kw_only=True):
-    """Answer of the pool machine to a match: the slots of the matched blocks, and the lease that pins them."""
+    """Answer of the pool machine to a match: the slots of the matched blocks, and the lease that pins them, or `NO_LEASE`."""
 
     lease_id: LeaseId
     slots: Slots

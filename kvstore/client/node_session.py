@@ -27,9 +27,9 @@ WILDCARDS = ("0.0.0.0", "[::]", "::")  # noqa: S104 - compared with a node's ans
 
 
 class NodeSession(Struct, frozen=True, kw_only=True):
-    """Result of a handshake with one incarnation of a node: the node's limits, its calls and the data path.
+    """Result of a handshake with one incarnation of a node.
 
-    `max_lease`, `max_reservation` and `max_hold` limit the duration of leases, write reservations and session pins.
+    `calls` makes the frequent calls, and `transport` is the open data path of the kind `path`. `max_lease`, `max_reservation` and `max_hold` limit the duration of leases, write reservations and session pins.
     """
 
     store_id: str

@@ -290,9 +290,9 @@ class StoreClient:
         tenant: bytes = b"",
         trace: bytes = b"",
     ) -> Match:
-        """Match a chain.
+        """Match a chain, with the arguments of `match`.
 
-        If blocks of it are being promoted, wait for them, at most for the max wait, and match again.
+        If blocks of it are being promoted, wait for them, at most for `max_wait_seconds`, and match again.
         """
         deadline = Nanos(self._clock.now() + nanos(max_wait_seconds))
         found = self.match(
@@ -346,7 +346,7 @@ class StoreClient:
         *,
         deadline: Nanos | None = None,
     ) -> list[bool]:
-        """Read one rank's shard of each block as `read` does; the checksums of the whole blocks are verified."""
+        """Read one rank's shard (`share`) of each block, as `read` does; the checksums of the whole blocks are verified."""
 
         def get(session: NodeSession, slots: Slots, until: Nanos) -> Sequence[BlockOutcome]:
             if isinstance(session.transport, SharedMemoryTransport):
@@ -483,8 +483,8 @@ class StoreClient:
 
         Several ranks can then write the blocks, each rank its shards (rule 3).
 
-        The reservation ends with `publish` or at its deadline. The arguments are those of `write`. Return None if
-        `hashes` is empty, or if the node cannot be reached.
+        The reservation ends with `publish`, or after the time that the node allows (`NodeSession.max_reservation`). The
+        arguments are those of `write`. Return None if `hashes` is empty, or if the node cannot be reached.
         """
         asked = hashes[: wire.MAX_HASHES]
         found = self.request_slots(asked, tenant, deadline) if asked else None

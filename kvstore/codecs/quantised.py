@@ -66,7 +66,7 @@ class BlockValues:
 
 
 class Fp8Codec:
-    """Codec for E4M3 values, rounded to nearest even.
+    """Codec that stores each value as an E4M3 number, rounded to the nearest one, ties to even.
 
     Format of the body: one exponent as int16 for each head of each layer, then one byte per value.
     """
@@ -111,7 +111,7 @@ class Fp8Codec:
 
 
 class Int8Codec:
-    """Codec for integers from -127 to 127.
+    """Codec that stores each value as an integer from -127 to 127.
 
     Format of the body: the scale of each channel as bfloat16, then one byte per value.
     """

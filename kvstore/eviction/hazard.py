@@ -240,7 +240,7 @@ class HazardEviction(Generic[K]):
     def _move(self, keys: list[K], old: _ChainRun[K] | None, run: _ChainRun[K]) -> None:
         """Move consecutive blocks of a chain from the run `old`, if any, to `run`.
 
-        Some of them may have been evicted before.
+        Blocks among them that were evicted are held again.
         """
         held_before = len(self.held)
         self.held.update(dict.fromkeys(keys, run))

@@ -48,7 +48,7 @@ class Hierarchy:
 
     @property
     def refused(self) -> int:
-        """Number of promotions that were not begun because too many others were running."""
+        """Number of promotions since the node started that were not begun because too many others were running."""
         return self._promotions.refused
 
     def promotion_seconds(self, key: BlockKey, size_bytes: int) -> float | None:

@@ -79,7 +79,7 @@ class Conversion:
 def _make_plans(writer: Fingerprint, reader: Fingerprint) -> Sequence[RepackPlan]:
     """Return a plan for each rank of the reader.
 
-    The result is empty if both sides have the same layout, so that nothing is converted.
+    The result is empty if both have the same layout and number of ranks, so that nothing is converted.
     """
     agreement = negotiate(writer=writer, reader=reader)
     match agreement:

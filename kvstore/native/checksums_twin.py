@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 ByteArray: TypeAlias = NDArray[np.uint8]
-"""Bytes of one contiguous piece, as an array that shares the memory of the piece."""
+"""Bytes of one contiguous piece, as a one-dimensional array that shares the memory of the piece."""
 
 # Size of a step of a copy, small enough that the bytes are still in the processor's cache for their checksum.
 CHUNK_BYTES = 256 << 10

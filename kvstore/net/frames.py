@@ -273,7 +273,7 @@ class FrameConnection(asyncio.Protocol):
         self.allow(limit)
 
     def pause_reading(self) -> None:
-        """Stop reading from the socket.
+        """Stop reading from the socket. The receiver may still get frames of the last piece that was read (rule 4).
 
         If the peer continues to send, its end of the connection becomes `full` after a while.
         """

@@ -36,11 +36,11 @@ READABLE = frozenset({BlockState.HELD, BlockState.PINNED})
 
 
 class IllegalBlockTransition(AssertionError):
-    """The table has no such transition from this state, so the pool machine has a bug."""
+    """The table `NEXT` has no such transition from this state, so the pool machine has a bug."""
 
 
 def advance(state: BlockState, step: BlockTransition) -> BlockState:
-    """Return the state that follows a transition; raise IllegalBlockTransition if the table has none."""
+    """Return the state that follows a transition; raise IllegalBlockTransition if the table `NEXT` has none."""
     following = NEXT.get((state, step))
     if following is None:
         raise IllegalBlockTransition(f"a block in state {state} cannot {step}")

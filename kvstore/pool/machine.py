@@ -350,7 +350,7 @@ class BlockMachine:
         return self._allocator.changes()
 
     def held(self) -> list[BlockChanges]:
-        """Return all readable blocks, one item for each namespace: the first message of a watch."""
+        """Return all readable blocks, one item for each namespace, for the cache dump at the beginning of a watch."""
         return [
             BlockChanges(digest=opened.digest, stored=tuple(opened.readable.names())) for opened in self._namespaces
         ]

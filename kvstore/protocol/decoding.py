@@ -41,7 +41,7 @@ class DecodingInterceptor(grpc.aio.ServerInterceptor):
 
     def __init__(self) -> None:
         self.refused = 0
-        """Number of refused requests since the server started."""
+        """Number of requests since the server started that were refused because they are no valid messages."""
 
     async def intercept_service(
         self,

@@ -176,7 +176,7 @@ def parse_hashes(hashes: bytes) -> list[BlockHash]:
 
 
 def parse_lease(lease_ms: int, least_ms: int, limit: Nanos, field: str = "lease_ms") -> Nanos:
-    """Return the duration of a lease; raise InvalidArgument if it is too short, or longer than the node allows."""
+    """Return the duration of a lease; raise InvalidArgument if it is below `least_ms`, or above `limit`."""
     limit_ms = limit // MILLISECOND
     if not least_ms <= lease_ms <= limit_ms:
         raise InvalidArgument(field, f"{lease_ms} is not within {least_ms}..{limit_ms}")
@@ -217,7 +217,10 @@ def parse_session(session: str) -> str:
 
 
 def parse_checksums(request: pb.PublishRequest) -> dict[int, int]:
-    """Return the CRC-32C by index; raise InvalidArgument unless each index occurs once and has a checksum."""
+    """Return the CRC-32C of each written block, by the index of the block in the reserved chain.
+
+    Raise InvalidArgument unless each index occurs once and has a checksum.
+    """
     if len(request.crc32c) != len(request.indices):
         raise InvalidArgument("crc32c", f"{len(request.crc32c)} for {len(request.indices)} indices")
     checksums = dict(zip(request.indices, request.crc32c, strict=True))

@@ -67,8 +67,8 @@ class Evacuations:
     ) -> EvacuationResult:
         """Evacuate the blocks of `names` that are in the pool, in the order of `names`, and answer by the deadline.
 
-        The caller puts the most valuable blocks first. `leaving` is True if the node will end too. Raise
-        NamespaceUnknown if the namespace is not open.
+        The caller puts the most valuable blocks first. `leaving` is True if the node will end together with its worker.
+        Raise NamespaceUnknown if the namespace is not open.
         """
         block_bytes = self._machine.block_bytes(digest)
         evacuation_tier = self._backing.evacuation_tier(leaving=leaving, is_given_up=self._is_given_up)

@@ -120,7 +120,7 @@ class NixlNode:
                 log.info("nixl process restarted")
 
     async def stop(self) -> None:
-        """End the process."""
+        """End the agent process, if it runs."""
         process, self.process, self._offer = self.process, None, None
         if process is None or process.returncode is not None:
             return

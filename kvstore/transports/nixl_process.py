@@ -29,7 +29,7 @@ STDIN, STDOUT, STDERR = 0, 1, 2
 
 
 def serve(pool: int, capacity_bytes: int) -> None:
-    """Serve peers until standard input ends."""
+    """Map and register the pool, write the offer to standard output, and serve peers until standard input ends."""
     answer = os.dup(STDOUT)
     os.dup2(STDERR, STDOUT)  # sends the output of NIXL and UCX to standard error, so that it is not part of the answer
     mapping = Mapping(pool, capacity_bytes)

@@ -219,7 +219,7 @@ class MemoryHandout:
         self._waiting: dict[int, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
-        """Serve until cancelled."""
+        """Serve connections until cancelled."""
         loop = asyncio.get_running_loop()
         async with asyncio.TaskGroup() as tasks:
             for number in itertools.count():

@@ -67,7 +67,7 @@ class HitRateEstimate(Struct, frozen=True, kw_only=True):
 
 
 class _SampledCache(Generic[K]):
-    """Simulates one scenario for the blocks in the sample. It stores the keys of blocks, but not their bytes."""
+    """Simulates one scenario for the blocks in the sample (rule 1). It stores the keys of blocks, but not their bytes."""
 
     def __init__(self, rule: EvictionPolicy[K], capacity_blocks: int):
         self._policy = rule

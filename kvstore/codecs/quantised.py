@@ -68,7 +68,8 @@ class BlockValues:
 class Fp8Codec:
     """Codec that stores each value as an E4M3 number, rounded to the nearest one, ties to even.
 
-    Format of the body: one exponent as int16 for each head of each layer, then one byte per value.
+    Format of the body (`kvstore.codecs.encoded_block`): one exponent as int16 for each head of each layer, then one byte
+    per value.
     """
 
     codec_id = 3
@@ -113,7 +114,7 @@ class Fp8Codec:
 class Int8Codec:
     """Codec that stores each value as an integer from -127 to 127.
 
-    Format of the body: the scale of each channel as bfloat16, then one byte per value.
+    Format of the body (`kvstore.codecs.encoded_block`): the scale of each channel as bfloat16, then one byte per value.
     """
 
     codec_id = 4

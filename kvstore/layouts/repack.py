@@ -31,11 +31,11 @@ from kvstore.native import kernels
 from kvstore.native.kernels_twin import COPY_AXES, COPY_COLUMNS
 
 RUN_FIELDS = ("source", "source_offset", "destination", "destination_offset", "length")
-"""Columns of `RepackPlan.runs`. Source and destination are indices of objects; offsets and lengths are in bytes."""
+"""Columns of `RepackPlan.runs`. Source and destination are indices of objects (rule 1); offsets and lengths are in bytes."""
 
 
 class StridedCopy(Struct, frozen=True, kw_only=True):
-    """Copy of runs of equal length from one object to another; the runs are evenly spaced along some axes.
+    """Copy of runs (contiguous bytes) of equal length from one object to another; they are evenly spaced along some axes.
 
     All sizes, offsets and strides are in bytes.
     """

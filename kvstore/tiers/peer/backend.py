@@ -323,7 +323,7 @@ class PeerBackend:
 
 
 def ranking(peers: Sequence[str], key: BlockKey) -> list[str]:
-    """Return the peers in rendezvous order for a call that begins with this block."""
+    """Return the peers in rendezvous order (rule 2) for a call that begins with this block."""
 
     def weight(address: str) -> tuple[int, str]:
         return xxhash.xxh3_64_intdigest(key.digest + key.name + address.encode()), address

@@ -14,12 +14,12 @@ from kvstore.namespace import DIGEST_BYTES
 from kvstore.tiers.ssd.segments.record_format import Key
 from kvstore.tiers.ssd.segments.segment import Segment, record_pages
 
-ORDINAL_BITS = 20  # number of bits of a record's ordinal: a segment of 2 GiB has fewer than 2**20 records
+ORDINAL_BITS = 20  # number of bits of an ordinal (the number of a record in its segment): a segment of 2 GiB has fewer than 2**20 records
 ORDINALS = (1 << ORDINAL_BITS) - 1
 
 
 class RecordLocation(Struct, frozen=True):
-    """The location of a block's record: its segment, and its position in the segment.
+    """The location of a block's record (`segments.record_format`): its segment, and its position in the segment.
 
     The object is created with positional arguments, because this is faster and one object is made for each block.
     """

@@ -42,7 +42,7 @@ class OpenFolder(Struct, frozen=True):
 def open_volumes(
     settings: SsdSettings, state: SsdState, clock: Clock, *, disks: Disks, score: Score, admit_rewrite: AdmitRewrite
 ) -> list[Volume]:
-    """Open one volume for each directory, and add the blocks that are found in the directories to the index.
+    """Open one `Volume` for each directory, and add the blocks that are found in the directories to the index.
 
     A directory whose disk has failed is left out (`_has_failed`).
 

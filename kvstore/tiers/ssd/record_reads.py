@@ -82,7 +82,7 @@ class _PendingRecord(Struct, frozen=True):
     """The buffers that receive one record.
 
     A plain payload is read directly into the destination (`RecordRead.into`), if that is aligned. All other bytes are
-    read into scratch memory.
+    read into buffers of the operation (`Scratch`).
     """
 
     wanted: RecordRead
@@ -137,7 +137,7 @@ def _is_plain(wanted: RecordRead) -> bool:
 
 
 def _copied_bytes(wanted: RecordRead) -> int:
-    """Return how many bytes of a payload have to go through scratch memory, rounded up to whole pages."""
+    """Return how many bytes of a payload have to go through the buffers of `Scratch`, rounded up to whole pages."""
     length = wanted.place.length
     if _is_plain(wanted) and wanted.into.nbytes == length and is_aligned(wanted.into):
         return 0

@@ -57,7 +57,7 @@ class SsdState:
             return None
 
     def take_sequences(self, count: int = 1) -> int:
-        """Assign `count` sequence numbers, and return the first one."""
+        """Assign `count` sequence numbers to records, a segment or a footer, and return the first one."""
         with self.lock:
             first = self.sequence + 1
             self.sequence += count

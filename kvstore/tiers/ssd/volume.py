@@ -252,7 +252,7 @@ class Volume:
             self._active = segment
 
     def _begin(self, rescued: list[SsdWrite], needed_pages: int, deadline: Nanos) -> Segment:
-        """Return a segment that is ready for appending, and write rescued blocks to it.
+        """Return a segment that is ready for appending, and write the rescued blocks (rule 2) to it.
 
         Raise the same errors as `_rotate`.
         """
@@ -270,7 +270,7 @@ class Volume:
         return segment
 
     def _stop_appending(self) -> None:
-        """Stop appending to the active segment."""
+        """Make the active segment FULL, so that nothing is appended to it, and seal it if no call writes to it."""
         with self._state.lock:
             segment, self._active = self._active, None
             if segment is None:
@@ -296,7 +296,7 @@ class Volume:
             self._state.lock.notify_all()
 
     def _free_segment(self, rescued: list[SsdWrite], needed_pages: int, deadline: Nanos) -> Segment:
-        """Return a free segment: new, unused, or evicted. Add the rescued blocks of an evicted one to `rescued`."""
+        """Return a free segment: new, unused, or evicted. Add the blocks that are rescued (rule 2) to `rescued`."""
         spare_bytes = self._settings.segment_bytes * 15 // 16 - needed_pages * PAGE_BYTES
         share_bytes = int(min(self._settings.rescue_share * self._settings.segment_bytes, spare_bytes))
         while True:

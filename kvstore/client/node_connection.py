@@ -294,10 +294,7 @@ class NodeConnection:
         self._breaker.failed(started, self._clock.now())
 
     def _diagnose_tls(self) -> None:
-        """Find out in a thread whether TLS is the cause of a failure; if so, log it.
-
-        Callers do not wait for the thread.
-        """
+        """Find out in a new thread whether TLS is the cause of a failed call, and log it if so. Do not wait for the thread."""
         if not self._access.has_authority:
             return
 

@@ -260,7 +260,7 @@ class FrameConnection(asyncio.Protocol):
         self._flush()
 
     def allow(self, limit: int) -> None:
-        """Allow payloads of up to `limit` bytes: at once for sending, and for receiving from the next piece on."""
+        """Allow payloads of up to `limit` bytes: at once for sending, for receiving from the next piece of the stream on."""
         self._limit = limit
         self._decoder.allow(limit)
 
@@ -453,7 +453,7 @@ async def open_server(
     called before this receiver gets anything. `guard` decides which TCP connections are admitted; None: all of them.
 
     Raises:
-        StoreNotStarted: The address is invalid, in use, or not of this machine.
+        StoreNotStarted: The address is invalid or in use, or this process cannot listen at it.
     """
     connections: set[_AcceptedConnection] = set()
     ended = asyncio.Event()

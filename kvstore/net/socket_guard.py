@@ -134,7 +134,7 @@ class SocketGuard(grpc.aio.ServerInterceptor):
         self._calls: Counter[Peer] = Counter()
         self._called: set[Peer] = set()
         self._seen_at: dict[Peer, float] = {}
-        self._other_files = 0  # number of open files at the last survey that were not connections of the port
+        self._other_files = 0  # number of open files at the last `_survey` that were not connections of the port
 
     async def intercept_service(
         self,

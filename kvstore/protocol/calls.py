@@ -66,7 +66,7 @@ class Method(IntEnum):
 
 
 class CallRefused(grpc.RpcError):
-    """A framed call failed. The error has the same interface as an error of gRPC, so callers handle both alike."""
+    """A call by frames (`kvstore.net.frames`) failed. The error has the same interface as an error of gRPC, so callers handle both alike."""
 
     def __init__(self, code: grpc.StatusCode, details: str, field: str = ""):
         super().__init__(details)

@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 
 class FramedCallServer:
-    """Answers framed calls, by the rules of this module."""
+    """Answers framed calls (`kvstore.protocol.calls`), by the rules of this module."""
 
     def __init__(self, handlers: Mapping[Method, CallHandler]):
         self._handlers = {bytes((method,)): handler for method, handler in handlers.items()}

@@ -111,7 +111,7 @@ class LoadedCredentials(Struct, frozen=True, kw_only=True):
         return [ProofServerInterceptor(self.control_key, now)] if self.control_key else []
 
     def channel(self, address: str, options: Options, now: Calendar = unix_seconds) -> grpc.Channel:
-        """Open a channel to a node for synchronous calls."""
+        """Open a channel to a node for synchronous calls, with TLS and proofs as these credentials require (rule 3)."""
         if address.startswith("unix:"):
             return grpc.insecure_channel(address, options=options)
         channel: Any
@@ -123,7 +123,7 @@ class LoadedCredentials(Struct, frozen=True, kw_only=True):
         return grpc.intercept_channel(channel, ProofUnaryInterceptor(key, now)) if key else channel
 
     def aio_channel(self, address: str, options: Options, now: Calendar = unix_seconds) -> grpc.aio.Channel:
-        """Open a channel to a node for calls on an event loop."""
+        """Open a channel to a node for calls on an event loop, with TLS and proofs as these credentials require (rule 3)."""
         key = None if address.startswith("unix:") else self.control_key
         interceptors: list[grpc.aio.ClientInterceptor] = (
             [ProofStreamInterceptor(key, now), ProofAioUnaryInterceptor(key, now)] if key else []

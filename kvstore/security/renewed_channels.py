@@ -59,7 +59,7 @@ class _RenewedChannel:
 
     @property
     def current(self) -> Any:
-        """The channel with the certificate in use."""
+        """The newest channel. The first use after a renewal of the certificates opens a new one."""
         generation, pem = self._files.latest()
         if generation != self._generation:
             self._generation = generation
@@ -70,7 +70,7 @@ class _RenewedChannel:
         return self._channel
 
     def _discard(self, channel: Any) -> None:
-        """Close a channel that is too old to be kept."""
+        """Close an earlier channel, because more than `KEPT_CHANNELS` of them are open."""
         raise NotImplementedError
 
     def __getattr__(self, name: str) -> Any:

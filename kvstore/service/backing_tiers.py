@@ -34,7 +34,7 @@ LEAST_BURST_BYTES = 1 << 30
 
 
 class _SharedBudget(WriteBudget):
-    """Write budget of one tier. A lock guards it, because the event loop and the tier's threads use it."""
+    """Write budget of one tier, guarded by a lock, because the event loop and the tier's threads charge writes to it."""
 
     def __init__(self, bytes_per_day: int, burst_bytes: int, *, now: Nanos):
         super().__init__(bytes_per_day, burst_bytes, now=now)

@@ -66,7 +66,7 @@ ones are not counted. Uncounted uses only make the demotions and the ghost cache
 
 
 class NodeIdentity(Struct, frozen=True, kw_only=True):
-    """The facts about a node that it sends to each client in the handshake."""
+    """The facts about a node that it sends to each client in the handshake (the call `Hello`)."""
 
     store_id: str
     incarnation: str
@@ -333,7 +333,7 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
         return [blocks[start : start + step] for start in range(0, len(blocks), step)]
 
     def _condemn(self, digest: bytes, blocks: Sequence[tuple[BlockHash, int]], now: Nanos) -> int:
-        """Remove the blocks of a batch that are really corrupt; return their number."""
+        """Remove the blocks of a batch whose bytes in the pool are wrong (`_is_corrupt`); return their number."""
         return sum(
             self._machine.condemn(digest, name, generation, now)
             for name, generation in blocks
@@ -346,7 +346,7 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
         return message
 
     def _is_corrupt(self, digest: bytes, name: BlockHash, generation: int) -> bool:
-        """Return whether a block is really corrupt.
+        """Return whether the block's bytes in the pool do not match its published checksum.
 
         The client may have received wrong bytes although the block in the pool is intact. Removing an intact block
         would harm other clients.

@@ -109,7 +109,7 @@ class _EmbeddedNode:
         try:
             with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
                 runner.run(self._serve())
-        except BaseException as error:  # noqa: BLE001 - supervisor: the host program gets the exception and ends
+        except BaseException as error:  # noqa: BLE001 - supervisor: the host program gets any exception of the node from `ended`
             cause = None if self._asked_to_stop and isinstance(error, asyncio.CancelledError) else error
         # Free the pool's memory at once. Without this call the memory would stay, because the node has reference
         # cycles.

@@ -52,7 +52,7 @@ LATENCY_BUCKETS = (
     *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0),
     *(60.0, 120.0, 300.0, 600.0),
 )
-"""Upper bounds of the histogram's buckets in seconds, three per decade: from a look-up in memory to a hanging disk."""
+"""Upper bounds of the buckets of `OPERATIONS` in seconds, three per decade: from a look-up in memory to a hanging disk."""
 
 COUNTERS: Mapping[str, CounterDefinition] = CounterDefinition.by_field(
     "kvstore_tier_",

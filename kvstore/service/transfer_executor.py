@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 class TransferExecutor:
-    """Performs the transfers of one hierarchy. `settle` has to be called after each call of the hierarchy."""
+    """Performs the transfers of one hierarchy. The caller has to call `settle` after each call of a method of `Hierarchy`."""
 
     def __init__(
         self,

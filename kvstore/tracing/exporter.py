@@ -56,7 +56,7 @@ class TraceExporter:
         # number of spans that were dropped because the collector did not take them; an entry whose spans cannot be made
         # counts as one
         self.failed = 0
-        self.overflowed = 0  # number of entries that were dropped because the queue was full
+        self.overflowed = 0  # number of entries (rule 1) that were dropped because too many waited
         self._send = send
         self._most_waiting = most_waiting
         self._export_seconds = export_seconds
@@ -68,7 +68,7 @@ class TraceExporter:
         self._thread.start()
 
     def put(self, ended: EndedSpans, share: float = 1.0) -> bool:
-        """Queue an entry for the next export, or drop it and return False if too many wait. Any thread may call this.
+        """Queue an entry (rule 1) for the next export, or drop it and return False if too many wait. Any thread may call this.
 
         Args:
             ended: The entry.
@@ -82,11 +82,11 @@ class TraceExporter:
 
     @property
     def waiting(self) -> int:
-        """The number of entries that wait for the collector."""
+        """The number of entries (rule 1) that wait for the next export."""
         return len(self._waiting)
 
     def close(self) -> None:
-        """Send the waiting entries; wait at most `CLOSE_SECONDS` until this is done."""
+        """Send the spans of the waiting entries (rule 1); wait at most `CLOSE_SECONDS` until this is done."""
         self._stop.set()
         self._thread.join(CLOSE_SECONDS)
 

@@ -20,7 +20,7 @@ from kvstore.transports.nixl_agent import NixlAgent, spans
 
 IDLE_SECONDS = 0.01
 """Pause between two polls while no peer needs help with its transfers. Such polling costs 1 % of a core. A client that
-connects, or that calls `nudge`, waits up to this time."""
+connects, or that calls `NixlAgent.nudge`, waits up to this time."""
 
 BUSY_SECONDS = 0.0001
 BUSY_AFTER_A_NUDGE = Nanos(1 * SECOND)

@@ -47,7 +47,7 @@ from kvstore.transports.tcp_frames import (
 )
 
 STALLED = Nanos(10 * SECOND)
-"""A connection is closed if it has moved no byte for this long in the middle of an exchange. An unproven connection is
+"""A connection is closed if it has moved no byte for this long within its handshake or a request. An unproven connection is
 also closed this long after its start."""
 
 CONNECTIONS = 512
@@ -94,7 +94,7 @@ class DataPlaneServer:
         self.key = key
         self.connections: set[DataPlaneConnection] = set()
         self.refused = 0  # number of connections that were refused since the start because the client's proof was wrong
-        self.crowded_out = 0  # number of unproven connections that were closed for a new one
+        self.crowded_out = 0  # number of unproven connections (rule 5) that were closed for a new one, since the start
         self._unproven: UnprovenConnections[DataPlaneConnection] = UnprovenConnections(MAX_UNPROVEN)
         self._listener: socket.socket | None = None
         self._accepts = False
@@ -117,7 +117,7 @@ class DataPlaneServer:
         return f"[{bound[0]}]:{bound[1]}" if ":" in bound[0] else f"{bound[0]}:{bound[1]}"
 
     def cut_stalled(self, now: Nanos) -> None:
-        """Close connections that have stalled in the middle of an exchange, or were unproven for too long (rule 5).
+        """Close connections that have stalled (`STALLED`) within a request, or were unproven for too long (rule 5).
 
         Accept connections again if accepting was stopped.
 
@@ -167,7 +167,7 @@ class DataPlaneServer:
         connection.proceed()
 
     def admit(self, connection: "DataPlaneConnection") -> bool:
-        """Count a connection as proven; return False if there are too many proven connections."""
+        """Count a connection as proven (rule 5); return False if `CONNECTIONS` connections are proven already."""
         if len(self.connections) - len(self._unproven) >= CONNECTIONS:
             return False
         self._unproven.discard(connection)

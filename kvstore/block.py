@@ -17,9 +17,9 @@ tests/unit/kvstore/chain_vectors.json):
    SHA-256 of its content (32 bytes).
 
 A hash therefore covers the whole prefix. Tenants with different salts, and different adapters, never share a block. An
-adapter that is merged into the weights is part of the namespace instead (`kvstore.namespace`). Hashes have 128 bits because a collision
-would give one prompt's KV to another prompt. SHA-256 is the default because clients choose the tokens and must not be
-able to construct a collision.
+adapter that is merged into the weights is part of the namespace instead (`kvstore.namespace`). Hashes have 128 bits
+because a collision would give one prompt's KV to another prompt. SHA-256 is the default because clients choose the
+tokens and must not be able to construct a collision.
 """
 
 import hashlib

@@ -16,8 +16,8 @@ Rules:
    *row*, ordered by last use. The value as a function of the age has a single maximum, so the least valuable run of a
    row is its first or its last one. Only these two are candidates. A choice therefore costs a few steps per row; the
    number of blocks does not matter.
-4. A chain is evicted from its end: if the next run of the same chain is still held, it is evicted before the chosen
-   run.
+4. A chain is evicted from its end: if later runs of the chain of the chosen run are still held, the last of them is
+   evicted instead.
 5. Uses within `SAME_USE` count as one use.
 6. Evicted blocks are remembered for a while, so that the policy learns from their return. The memory is bounded.
 """

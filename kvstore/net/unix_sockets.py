@@ -1,4 +1,4 @@
-"""Unix sockets: listen at a path, also if a killed node has left a socket there, and connect to a busy socket."""
+"""Unix sockets: listen at a path where a killed node may have left its socket, and connect to a socket with a full queue."""
 
 import contextlib
 import errno

@@ -1,8 +1,8 @@
 """gRPC channels that follow renewed certificates: the first call after a renewal opens a new channel.
 
 Running calls go on over the earlier channel. For these calls, the last `KEPT_CHANNELS` earlier channels stay open;
-older channels are closed, which ends their calls. Renewals are at least hours apart, so an earlier channel usually
-stays open until its calls have ended.
+older channels are closed, which ends their calls. Renewals are usually hours or days apart, so almost all calls end
+before their channel is closed.
 """
 
 import asyncio

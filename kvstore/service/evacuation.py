@@ -7,9 +7,9 @@ Rules:
    its peers' memory (`PeerBackend.leave`), or, without a peer tier, to its disk, where its successor finds them. A tier
    with `keep = "none"` is never written, and the write budget applies. If a tier fails repeatedly, the next tier in
    this order is used.
-2. Blocks are demoted as usual (`kvstore.hierarchy.machine`): through the tier's bounded queue, its circuit breaker and
-   its checksums, with the same events for watchers. The only difference is that the tier's admission rule is not
-   applied, because the requester has chosen the blocks.
+2. Blocks are demoted in the same way as without an evacuation (`kvstore.hierarchy.machine`): through the tier's bounded
+   queue, circuit breaker and checksums, with the same events for watchers. The only difference is that the tier's
+   admission rule is not applied, because the requester has chosen the blocks.
 3. Only the requester waits for an evacuation, at most until the deadline. Blocks that are not in the pool, or that the
    tier has, are skipped. A tier that may have lost a block without reporting it is queried again, for many blocks at a
    time.

@@ -6,7 +6,8 @@ Rules:
    never below zero. The fence closes when the score reaches `LIMIT`. Four damaged blocks in a row therefore close it,
    and a server stays in use while less than one block in seventeen is damaged. While the fence is closed, the server is
    not used.
-2. A closed fence opens after a pause, at first `FIRST_PAUSE`. The score is then one damaged block below the limit.
+2. A closed fence opens after a pause, at first `FIRST_PAUSE`. The score is then `LIMIT` - `DAMAGE`, so the fence
+   closes again if the next block is damaged.
 3. If the fence closes again before the score has fallen to zero, the new pause is twice the last one, but at most
    `LONGEST_PAUSE`.
 """

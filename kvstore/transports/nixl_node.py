@@ -1,7 +1,7 @@
 """NIXL node: starts the process with a node's NIXL agent, and replaces it when it dies.
 
-The agent runs in a separate process. When a peer disappears, UCX may end the process that uses it, and this must not
-end the node.
+The agent runs in a separate process. When a peer disappears, UCX may end the process in which UCX itself runs, and this
+must not end the node.
 """
 
 import asyncio

@@ -1,8 +1,8 @@
 """SSD index: which blocks the tier holds, and in which record each block lies. A block takes about 200 bytes of memory.
 
-One dictionary serves all namespaces. It maps the 32 bytes of a key to a number: the high bits are the segment's slot, and
-the low bits are the record's ordinal within the segment. The page and the length of a record are in the segment's
-arrays. The index is changed only under the lock of `kvstore.tiers.ssd.state.SsdState`; look-ups need no lock.
+One dictionary serves all namespaces. It maps the 32 bytes of a key to an integer. The high bits are the number of the
+segment (`Segment.slot`), and the low bits are the number of the record within the segment (its ordinal). The page and
+the length of a record are in arrays of the segment. The index is changed only under the lock of `kvstore.tiers.ssd.state.SsdState`; look-ups need no lock.
 """
 
 from collections.abc import Container, Iterable, Sequence

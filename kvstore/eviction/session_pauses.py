@@ -52,8 +52,8 @@ class PausePolicy(StrEnum):
 class BlockCosts(Struct, frozen=True, kw_only=True):
     """The time that it takes to get one block, in nanoseconds, for each place where the block can be."""
 
-    memory: int  # the block is in memory
-    below: int  # the block is in the lower tier
+    memory: int  # time if the block is in memory
+    below: int  # time if the block is in the lower tier, and not in memory
     compute: int
 
 

@@ -106,7 +106,7 @@ class Demotions:
         self._late.add(demotion_id)
 
     def confirm(self, tier: TierState, keys: Sequence[BlockKey], now: Nanos) -> bool:
-        """Ask a tier which of these blocks it still has. Blocks that have a pending `Confirm` are not asked for again.
+        """Ask a tier which of these blocks it still has. Blocks of a pending `Confirm` command are not asked for again.
 
         Return False if the tier's circuit breaker does not allow a call now, otherwise True.
         """
@@ -155,7 +155,7 @@ class Demotions:
         assert self._unconfirmed == {(each.tier, key) for each in self._confirmations.values() for key in each.keys}
 
     def _ended(self, demotion_id: DemotionId, now: Nanos) -> tuple["_Demotion", TierState, bool]:
-        """Remove a demotion that has ended. Return the demotion, its tier, and True if it had missed its deadline."""
+        """Remove a demotion that has ended, and unpin its blocks. Return it, its tier, and True if it had been late."""
         demotion = self._demotions.pop(demotion_id)
         tier = self._tiers[demotion.tier]
         was_late = demotion_id in self._late

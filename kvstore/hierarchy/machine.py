@@ -155,7 +155,7 @@ class Hierarchy:
         return not self._tiers[tier].rule.finds_in_memory
 
     def confirm(self, tier: int, keys: Sequence[BlockKey], now: Nanos) -> bool:
-        """Ask a tier which of these blocks it still has. Blocks that have a pending `Confirm` are not asked for again.
+        """Ask a tier which of these blocks it still has. Blocks of a pending `Confirm` command are not asked for again.
 
         Return False if the tier's circuit breaker does not allow a call now; the caller may try again later.
         """

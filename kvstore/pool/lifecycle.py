@@ -15,8 +15,8 @@ class BlockState(StrEnum):
 class BlockTransition(StrEnum):
     PUBLISH = "publish"
     ABANDON = "abandon"
-    PIN = "pin"  # the first pin
-    UNPIN = "unpin"  # the end of the last pin
+    PIN = "pin"  # a block without a pin gets one; further pins change no state
+    UNPIN = "unpin"  # the last pin of the block ends
     EVICT = "evict"
     CONDEMN = "condemn"
 

@@ -136,7 +136,7 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
         self.settle()
 
     def settle(self) -> None:
-        """Perform the commands of the pool machine and the transfers of the hierarchy."""
+        """Perform the commands of the pool machine, and begin the transfers that the hierarchy has decided."""
         self._perform()
         self._executor.settle()
         # A tier with an index in memory answers at once, and its answer may cause new commands of the pool machine.

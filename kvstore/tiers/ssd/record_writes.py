@@ -1,4 +1,4 @@
-"""Record writes: compose the records of a segment from pieces of memory, mostly without copying the blocks."""
+"""Record writes: compose the records of a segment from pieces of memory. Blocks that begin on a page are not copied."""
 
 from collections.abc import Sequence
 

@@ -38,13 +38,13 @@ once."""
 
 COHORT = Nanos(1 * SECOND)
 PRIOR = 10.0
-"""Weight of a prior hazard, as a number of runs (rule 3). Values from 3 to 30 are equally good for chats; lower values are worse for
-agents."""
+"""Weight of a prior hazard, as a number of runs (rule 3). Values from 3 to 30 are equally good for chats; lower values
+are worse for agents."""
 
 HALF_LIFE = Nanos(12 * 3600 * SECOND)
 """Half-life of the observations. It must be much longer than the widest relevant bucket (rule 1). A block is counted as at risk
-when it enters a bucket, and as used only later; with a short half-life, the first count would fade before the
-second."""
+when it enters a bucket, and as used only later; with a short half-life, the first count
+would fade before the second."""
 
 BELIEF_SECONDS = 30.0
 """Parameter of the prior hazard (rule 3), in seconds. The prior assumes that half of the blocks are used again within three

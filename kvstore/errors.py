@@ -127,5 +127,6 @@ class TierFailed(StoreError):
 class UndecodableBlock(StoreError):
     """Bytes from a backing tier cannot be decoded.
 
-    They are damaged, belong to another block, or were stored with a codec, version or secret that this node does not use.
+    They are damaged, belong to another block, or were stored with a codec, version or secret that this node does not
+    use.
     """

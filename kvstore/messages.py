@@ -111,7 +111,8 @@ class Match(Struct, frozen=True, kw_only=True):
     lease_id: LeaseId = NO_LEASE
     names: tuple[BlockHash, ...] = ()
     slots: Slots = Slots()
-    # number of consecutive blocks after the matched ones that are being promoted or looked for; a later match finds them
+    # number of consecutive blocks after the matched ones that are being promoted or looked for; a later match finds
+    # them
     loading: int = 0
     # Number of promoted blocks in this match, by tier; empty without a lease. Each promoted block is reported in one
     # match only.

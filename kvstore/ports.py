@@ -161,7 +161,8 @@ class Transport(Protocol):
     def put_summing(self, slots: AnySlots, blocks: Sequence[Block], deadline: Nanos) -> list[FetchResult]:
         """Write blocks as `put` does, but into slots without a checksum; return the checksums of the moved blocks too.
 
-        If this process copies the bytes itself, it computes the checksums during the copy, which takes little extra time.
+        If this process copies the bytes itself, it computes the checksums during the copy, which takes little extra
+        time.
         """
 
     def close(self) -> None: ...

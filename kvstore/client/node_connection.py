@@ -264,8 +264,8 @@ class NodeConnection:
     def _judge(self, error: grpc.RpcError, started: Nanos) -> None:
         """Handle a failed call by its gRPC status.
 
-        FAILED_PRECONDITION marks the session as outdated (rule 3), and INVALID_ARGUMENT raises InvalidArgument. Any other
-        status counts as a failure.
+        FAILED_PRECONDITION marks the session as outdated (rule 3), and INVALID_ARGUMENT raises InvalidArgument. Any
+        other status counts as a failure.
         """
         match error.code():
             case grpc.StatusCode.FAILED_PRECONDITION:

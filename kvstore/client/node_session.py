@@ -29,7 +29,8 @@ WILDCARDS = ("0.0.0.0", "[::]", "::")  # noqa: S104 - compared with a node's ans
 class NodeSession(Struct, frozen=True, kw_only=True):
     """Result of a handshake with one incarnation of a node.
 
-    `calls` makes the frequent calls, and `transport` is the open data path of the kind `path`. `max_lease`, `max_reservation` and `max_hold` limit the duration of leases, write reservations and session pins.
+    `calls` makes the frequent calls, and `transport` is the open data path of the kind `path`. `max_lease`,
+    `max_reservation` and `max_hold` limit the duration of leases, write reservations and session pins.
     """
 
     store_id: str
@@ -102,8 +103,8 @@ def shake_hands(
 def with_shared_memory(session: NodeSession, namespace: KvNamespace, clock: Clock, deadline: Nanos) -> NodeSession:
     """Return a copy of the session that uses shared memory as its data path.
 
-    Raise StoreUnreachable if the memory still cannot be mapped, and NamespaceUnknown if the namespace is not open at the
-    node any more, for example because the node has restarted.
+    Raise StoreUnreachable if the memory still cannot be mapped, and NamespaceUnknown if the namespace is not open at
+    the node any more, for example because the node has restarted.
     """
     transport = SharedMemoryTransport(session.memory, namespace.digest, namespace.block_bytes, clock, deadline)
     return replace(session, path=DataPath.SHM, transport=transport, memory="")

@@ -62,7 +62,8 @@ transfer is slower, the engine can compute the blocks faster."""
 LOOK_AGAIN_SECONDS = 0.002
 
 LEAST_BATCH = 32  # minimum size of a batch (`batch_blocks`) in blocks, even if they are larger than `BATCH_BYTES`
-# Size of a batch (`batch_blocks`) in bytes. Small blocks are moved in large batches, because each batch has a fixed cost.
+# Size of a batch (`batch_blocks`) in bytes. Small blocks are moved in large batches, because each batch has a fixed
+# cost.
 BATCH_BYTES = 16 << 20
 
 MOVED, CORRUPT = BlockOutcome.MOVED, BlockOutcome.CORRUPT

@@ -68,8 +68,8 @@ class BlockValues:
 class Fp8Codec:
     """Codec that stores each value as an E4M3 number, rounded to the nearest one, ties to even.
 
-    Format of the body (`kvstore.codecs.encoded_block`): one exponent as int16 for each head of each layer, then one byte
-    per value.
+    Format of the body (`kvstore.codecs.encoded_block`): one exponent as int16 for each head of each layer, then one
+    byte per value.
     """
 
     codec_id = 3

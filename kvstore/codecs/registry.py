@@ -37,8 +37,8 @@ class CodecSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Compression and encryption of blocks that leave a node's memory for a backing tier."""
 
     compression: Compression = Compression.NONE
-    """Compression of blocks. The default is none: one core compresses at most about 3 GB/s, so compression is useful only
-    for tiers that are slower than that."""
+    """Compression of blocks. The default is none: one core compresses at most about 3 GB/s, so compression is useful
+    only for tiers that are slower than that."""
 
     sealing_secrets: tuple[str, ...] = ()
     """Secrets for encryption, newest first, each of at least 64 hexadecimal digits (``openssl rand -hex 32``). Empty:

@@ -138,8 +138,8 @@ class GhostCache(Generic[K]):
             scenario: _SampledCache(_policy(scenario), max(1, round(capacity_blocks * self.share * scenario.scale)))
             for scenario in scenarios
         }
-        # Number of looked-up blocks in the sample, and the number that the sampled share predicts (rule 4). Older look-ups
-        # have less weight in both (rule 5).
+        # Number of looked-up blocks in the sample, and the number that the sampled share predicts (rule 4). Older
+        # look-ups have less weight in both (rule 5).
         self._looked_up = self._expected = 0.0
         self._faded_at = Nanos(0)
 

@@ -49,8 +49,8 @@ Row = tuple[int, float]
 
 
 Candidate = tuple[float, Nanos, Row, bool]
-"""Candidate for eviction: the run at one end of a row (rule 3). The tuple has the run's value, the instant of its last use, the
-key of the row, and True if the run is the newest one of the row."""
+"""Candidate for eviction: the run at one end of a row (rule 3). The tuple has the run's value, the instant of its last
+use, the key of the row, and True if the run is the newest one of the row."""
 
 
 class _ChainRun(Generic[K]):

@@ -42,13 +42,13 @@ PRIOR = 10.0
 are worse for agents."""
 
 HALF_LIFE = Nanos(12 * 3600 * SECOND)
-"""Half-life of the observations. It must be much longer than the widest relevant bucket (rule 1). A block is counted as at risk
-when it enters a bucket, and as used only later; with a short half-life, the first count
-would fade before the second."""
+"""Half-life of the observations. It must be much longer than the widest relevant bucket (rule 1). A block is counted as
+at risk when it enters a bucket, and as used only later; with a short half-life, the first count would fade
+before the second."""
 
 BELIEF_SECONDS = 30.0
-"""Parameter of the prior hazard (rule 3), in seconds. The prior assumes that half of the blocks are used again within three
-times this number of seconds."""
+"""Parameter of the prior hazard (rule 3), in seconds. The prior assumes that half of the blocks are used again within
+three times this number of seconds."""
 
 
 def _edges() -> tuple[int, ...]:
@@ -105,7 +105,8 @@ class ReuseTimes:
         self.ageing: list[list[deque[ReuseCohort]]] = [[deque() for _ in EDGES] for _ in range(self.classes)]
         self._values: list[list[float]] = []
         self._surviving: list[list[float]] = []
-        # Sums over all used runs (rule 3): number of blocks, and the square of this number. Older runs weigh less (rule 6).
+        # Sums over all used runs (rule 3): number of blocks, and the square of this number. Older runs weigh less
+        # (rule 6).
         self._blocks = self._squares = 0.0
         self._learnt_at = Nanos(0)
         self.learn(self._learnt_at)

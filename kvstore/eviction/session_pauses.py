@@ -132,9 +132,10 @@ class _PauseReplay:
         self.written = self.prefetched = self.holds = self.overdue = self.most_held = 0
 
     def resume(self, request: TraceRequest) -> tuple[int, int, int] | None:
-        """Replay a request; return how many of its blocks come from memory, come from the lower tier, and are computed (rule 1).
+        """Replay a request (rule 1).
 
-        The result is None for the first request of a session, and for requests without a session.
+        Return how many of its blocks come from memory, come from the lower tier, and are computed. The result is None
+        for the first request of a session, and for requests without a session.
         """
         now = request.arrival
         while self._due and self._due[0][0] <= now:

@@ -50,7 +50,8 @@ class TierRule(Struct, frozen=True, kw_only=True):
     # Maximum number of blocks that the node remembers as stored in the tier. These blocks are not offered to it again.
     remember_blocks: int = 1 << 20
     finds_in_memory: bool = (
-        # True if the tier's `find` reads an index in memory. A successful `find` then does not show that its disk works.
+        # True if the tier's `find` reads an index in memory. A successful `find` then does not show that its
+        # disk works.
         False
     )
 

@@ -61,7 +61,8 @@ class TierCounters(Struct, kw_only=True):
     loaded: int = 0  # number of blocks that were promoted from the tier
     kept: int = 0  # number of blocks that were demoted to the tier, including those that it had already
     dropped: int = 0  # number of blocks that were not demoted because the tier's queue was full
-    # number of batches that the tier had, but that were not copied because computing the blocks was predicted to be faster
+    # number of batches that the tier had, but that were not copied because computing the blocks was predicted to be
+    # faster
     too_slow: int = 0
     failures: int = 0  # number of transfers that failed or missed their deadline
     fenced: int = 0  # number of times that a failure opened the tier's circuit breaker

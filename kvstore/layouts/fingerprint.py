@@ -1,7 +1,7 @@
 """Fingerprint: describes the meaning and the memory layout of blocks, and compares two descriptions.
 
-A reader and a writer of blocks, such as an engine and a store, have one fingerprint each. Each rank of an engine has its
-part of a block in one object, a contiguous piece of memory. A store has one object with the whole block.
+A reader and a writer of blocks, such as an engine and a store, have one fingerprint each. Each rank of an engine has
+its part of a block in one object, a contiguous piece of memory. A store has one object with the whole block.
 
 `negotiate` finds out whether a reader can use a writer's blocks, and at what cost. It returns one of three answers:
 

@@ -2,8 +2,8 @@
 
 Rules:
 
-1. An object is a contiguous piece of memory with a block or a part of it. A plan is made once for a set of source objects
-   and a set of destination objects, and is used for every block. Only the descriptions of the objects
+1. An object is a contiguous piece of memory with a block or a part of it. A plan is made once for a set of source
+   objects and a set of destination objects, and is used for every block. Only the descriptions of the objects
    (`kvstore.layouts.shards.BlockShard`) are needed to make it, so a mismatch is an error before any byte moves.
 2. A plan of `plan_fill` writes every byte of every destination exactly once. If that is impossible, `plan_fill` raises
    `LayoutMismatch`.
@@ -35,7 +35,7 @@ RUN_FIELDS = ("source", "source_offset", "destination", "destination_offset", "l
 
 
 class StridedCopy(Struct, frozen=True, kw_only=True):
-    """Copy of runs (contiguous bytes) of equal length from one object to another; they are evenly spaced along some axes.
+    """Copy of runs (contiguous bytes) of equal length from one object to another, evenly spaced along some axes.
 
     All sizes, offsets and strides are in bytes.
     """

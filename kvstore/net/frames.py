@@ -207,7 +207,8 @@ class FrameConnection(asyncio.Protocol):
         self._limit = limit
         self._send_limit = send_limit
         self._turn_frames = turn_frames
-        # Received frames that are passed on in later iterations of the event loop (rule 4); reading is paused meanwhile.
+        # Received frames that are passed on in later iterations of the event loop (rule 4); reading is paused
+        # meanwhile.
         self._waiting: deque[bytes] = deque()
         self._decoder = FrameDecoder(limit)
         self._leaving: list[bytes] = []  # parts to send at the end of this iteration of the event loop

@@ -19,8 +19,8 @@ from kvstore.errors import Exhausted
 from kvstore.pool.open_namespaces import OpenNamespace, StoredBlock
 
 SLACK = 64
-"""The ids of ended leases and reservations are removed from the heap (rule 1) when the heap has more entries than twice the
-number of open ones plus this number."""
+"""The ids of ended leases and reservations are removed from the heap (rule 1) when the heap has more entries than twice
+the number of open ones plus this number."""
 
 
 class BlockLease:

@@ -66,8 +66,8 @@ class LoadedCredentials(Struct, frozen=True, kw_only=True):
     def control_key(self) -> AuthenticationKey | None:
         """The key for the proofs of both ends of a call over TCP.
 
-        It is None if there is no secret, or if both `certificate` and `authority` are set: TLS then proves who the peers
-        are (rule 3).
+        It is None if there is no secret, or if both `certificate` and `authority` are set: TLS then proves who the
+        peers are (rule 3).
         """
         return AuthenticationKey(self.secret, self.purpose) if self.secret and not self._certified else None
 

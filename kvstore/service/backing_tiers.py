@@ -75,8 +75,8 @@ class BackingTiers:
     ) -> "BackingTiers":
         """Open all tiers. This may take seconds for a large SSD tier. The tiers are closed when `held` is closed.
 
-        `namespaces` returns a namespace by its digest or raises NamespaceUnknown. `credentials` are those for connections
-        to peer nodes.
+        `namespaces` returns a namespace by its digest or raises NamespaceUnknown. `credentials` are those for
+        connections to peer nodes.
 
         Raises:
             StoreNotStarted: A tier cannot be opened; the message begins with the setting, such as ``tiers[0].url: …``.

@@ -149,8 +149,8 @@ async def open_node(settings: StoreSettings, clock: Clock) -> AsyncIterator[Stor
             shm_socket = _absolute(settings.shm_socket)
             listener = sockets.listen("shm_socket", shm_socket)
             stack.callback(listener.close)
-            # The path is removed before the listener is closed: while it listens, no other process puts its own socket at
-            # the path.
+            # The path is removed before the listener is closed: while it listens, no other process puts its own socket
+            # at the path.
             stack.callback(sockets.remove, shm_socket, sockets.identity(shm_socket))
         identity = NodeIdentity(
             store_id=settings.store_id,

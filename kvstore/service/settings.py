@@ -86,8 +86,8 @@ class StoreSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """
 
     max_leases: Annotated[int, Meta(ge=1)] = 65_536
-    """Maximum number of leases, session pins and write reservations of all clients at a time; further ones are refused. It
-    limits the harm of a client that never releases its leases."""
+    """Maximum number of leases, session pins and write reservations of all clients at a time; further ones are refused.
+    It limits the harm of a client that never releases its leases."""
 
     max_hold_seconds: Annotated[float, Meta(ge=0.001, le=86_400)] = 600
     """Maximum duration of a session pin, which keeps the blocks of a session that waits for a tool or a person."""
@@ -98,8 +98,8 @@ class StoreSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """
 
     tenant_quota_bytes: Annotated[int, Meta(ge=0)] = 0
-    """Quota of each tenant: the maximum number of bytes of its blocks in the pool. A tenant above it evicts its own blocks, in
-    the order of `eviction`. 0: no limit. Chains without a salt belong to no tenant and have no quota.
+    """Quota of each tenant: the maximum number of bytes of its blocks in the pool. A tenant above it evicts its own
+    blocks, in the order of `eviction`. 0: no limit. Chains without a salt belong to no tenant and have no quota.
     """
 
     tenant_quotas: dict[TenantSalt, Annotated[int, Meta(ge=0)]] = {}

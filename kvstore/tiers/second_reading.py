@@ -17,8 +17,8 @@ from enum import Enum, auto
 from typing import Protocol
 
 Read = Callable[[int, int], bytes]
-"""A function that returns bytes of a value. Its arguments are the offset of the first byte, and the offset after the last
-one."""
+"""A function that returns bytes of a value. Its arguments are the offset of the first byte, and the offset after the
+last one."""
 
 
 class Reading(Protocol):
@@ -51,8 +51,8 @@ class ReadingVerdict(Enum):
 
 
 Proof = Callable[[int, Read], bytes | None]
-"""A function that returns the proof that a value is corrupt, or None if the value is sound. Its arguments are the value's
-length and a function that fetches the value's bytes."""
+"""A function that returns the proof that a value is corrupt, or None if the value is sound. Its arguments are the
+value's length and a function that fetches the value's bytes."""
 
 Open = Callable[[], AbstractContextManager[Reading | None]]
 """A function that opens a connection for one reading; the context yields None if the server has no such value."""

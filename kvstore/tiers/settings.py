@@ -20,9 +20,9 @@ class TierSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Settings of one tier; `kind` names the tier. The node asks its tiers in the order of the settings."""
 
     keep: KeepPolicy = KeepPolicy.REUSED
-    """Which blocks are copied to the tier. With ``reused``, the blocks of a prompt that comes only once are not written.
-    With ``all``, these blocks are written too, so they are found after a restart or by other nodes that share the tier.
-    With ``none``, the tier is only read."""
+    """Which blocks are copied to the tier. With ``reused``, the blocks of a prompt that comes only once are not
+    written. With ``all``, these blocks are written too, so they are found after a restart or by other nodes that share
+    the tier. With ``none``, the tier is only read."""
 
     daily_write_bytes: Annotated[int, Meta(ge=0)] = 0
     """Maximum number of bytes that are written to the tier in a day, for disks that wear out. 0: no limit."""

@@ -68,7 +68,9 @@ class TraceExporter:
         self._thread.start()
 
     def put(self, ended: EndedSpans, share: float = 1.0) -> bool:
-        """Queue an entry (rule 1) for the next export, or drop it and return False if too many wait. Any thread may call this.
+        """Queue an entry (rule 1) for the next export, or drop it and return False if too many wait.
+
+        Any thread may call this.
 
         Args:
             ended: The entry.

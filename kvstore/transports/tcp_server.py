@@ -47,8 +47,8 @@ from kvstore.transports.tcp_frames import (
 )
 
 STALLED = Nanos(10 * SECOND)
-"""A connection is closed if it has moved no byte for this long within its handshake or a request. An unproven connection is
-also closed this long after its start."""
+"""A connection is closed if it has moved no byte for this long within its handshake or a request. An unproven
+connection is also closed this long after its start."""
 
 CONNECTIONS = 512
 """Maximum number of proven connections at a time. A client keeps at most four."""

@@ -2,8 +2,8 @@
 
 Rules:
 
-1. By default, this tier only reads blocks that peers have put into their own pools. If `push` is set, it also writes the
-   blocks of each call to the pool of their owner (rule 2).
+1. By default, this tier only reads blocks that peers have put into their own pools. If `push` is set, it also writes
+   the blocks of each call to the pool of their owner (rule 2).
 2. Rendezvous hashing of the peers' addresses and the first block of a call of the tier gives an order of the peers, the
    rendezvous order; the first peer in it is the owner. This needs no table, and the order hardly changes when peers
    come and go. Calls that begin with different blocks of a chain have different orders.

@@ -100,8 +100,8 @@ class PeerNodeConnection:
         A run ends at a block that the peer does not have, and the next run begins after this block.
 
         Raises:
-            TierFailed: No block arrived, because the peer is fenced, cannot be reached, did not answer, or did not deliver
-                blocks that it had announced.
+            TierFailed: No block arrived, because the peer is fenced, cannot be reached, did not answer, or did not
+                deliver blocks that it had announced.
         """
         store = self._open(deadline)
         answers = [GONE] * len(names)

@@ -2,7 +2,8 @@
 
 One dictionary serves all namespaces. It maps the 32 bytes of a key to an integer. The high bits are the number of the
 segment (`Segment.slot`), and the low bits are the number of the record within the segment (its ordinal). The page and
-the length of a record are in arrays of the segment. The index is changed only under the lock of `kvstore.tiers.ssd.state.SsdState`; look-ups need no lock.
+the length of a record are in arrays of the segment. The index is changed only under the lock of
+`kvstore.tiers.ssd.state.SsdState`; look-ups need no lock.
 """
 
 from collections.abc import Container, Iterable, Sequence

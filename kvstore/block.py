@@ -9,17 +9,17 @@ tests/unit/kvstore/chain_vectors.json):
 3. The root is H("fleet.chain.v1" ‖ 0x00 ‖ algorithm id in ASCII ‖ 0x00 ‖ salt). The salt is empty or has 32 bytes:
    HMAC-SHA-256 of the tenant's name under the deployment's secret. If the client sends a `cache_salt`, the salt is
    HMAC-SHA-256("fleet.client.v1" ‖ 0x00 ‖ the client's text) under the tenant's salt. If the request names a LoRA
-   adapter, the salt is SHA-256("fleet.adapter.v1" ‖ 0x00 ‖ the adapter's identity in UTF-8 ‖ 0x00 ‖ S). S is the salt that
-   the request would have without the adapter.
+   adapter, the salt is SHA-256("fleet.adapter.v1" ‖ 0x00 ‖ A ‖ 0x00 ‖ S). A is a text in UTF-8 that identifies the
+   adapter's weights. S is the salt that the request would have without the adapter.
 4. The hash of block i is H(P ‖ the block's tokens ‖ the block's extras). P is the hash of block i-1, or the root for
    the first block. Extras stand for inputs that are not tokens (images, audio). For each item that overlaps the block,
    in order of position, the extras contain its offset from the block's start (4 bytes, little-endian, signed) and the
    SHA-256 of its content (32 bytes).
 
-A hash therefore covers the whole prefix, and two tenants or two adapters never share a block. An adapter that is
-merged into the weights is part of the namespace instead (`kvstore.namespace`). Hashes have 128 bits because a collision
-would give one prompt's KV to another prompt. SHA-256 is the default because clients choose the tokens and must not be
-able to construct a collision.
+A hash therefore covers the whole prefix. Tenants with different salts, and different adapters, never share a block. An
+adapter that is merged into the weights is part of the namespace instead (`kvstore.namespace`). Hashes have 128 bits
+because a collision would give one prompt's KV to another prompt. SHA-256 is the default because clients choose the
+tokens and must not be able to construct a collision.
 """
 
 import hashlib
@@ -37,7 +37,7 @@ try:
     from kvstore.native import _chain
 
     BUILT = True
-    """True if the native module (`chain.c`) runs."""
+    """True if the native module (`chain.c`) could be imported. `extend` then uses it for SHA-256 without extras."""
 except ImportError:  # either the native module is not built, or the processor has no SHA instructions
     BUILT = False
 
@@ -47,8 +47,8 @@ SALT_BYTES = 32
 _NAME = np.dtype((np.void, HASH_BYTES))
 
 BlockHash = bytes
-"""Hash that identifies a block. It has 16 bytes and depends on the block's tokens, on all tokens before them and on the
-salt."""
+"""Hash that identifies a block, in 16 bytes. It depends on the tokens and extras of the block and of all blocks before
+it, on the salt and on the algorithm (rules 2 to 4)."""
 
 
 class HashAlgorithm(StrEnum):
@@ -112,7 +112,7 @@ def chain(
     algorithm: HashAlgorithm = HashAlgorithm.SHA256_128,
     extras: Mapping[int, bytes] | None = None,
 ) -> list[BlockHash]:
-    """Return the hashes of the full blocks of a prompt."""
+    """Return the hashes of the full blocks of a prompt; the arguments are those of `root` and `extend`."""
     return extend(root(salt, algorithm), tokens, block_tokens, algorithm=algorithm, extras=extras)
 
 

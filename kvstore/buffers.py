@@ -25,12 +25,12 @@ Block: TypeAlias = "Piece | Sequence[Piece]"
 MutableBlock: TypeAlias = "WriteableBuffer | NDArray[Any] | Sequence[WriteableBuffer | NDArray[Any]]"
 
 ByteArray: TypeAlias = checksums_twin.ByteArray
-"""Bytes of one contiguous piece, as an array that shares the memory of the piece."""
+"""Bytes of one contiguous piece, as a one-dimensional array that shares the memory of the piece."""
 
 _BYTE = np.dtype(np.uint8)
 
 IOV_MAX = 1024
-"""Maximum number of buffers that Linux accepts in one call (limits.h)."""
+"""Maximum number of buffers that Linux accepts in one vectored system call, such as `sendmsg` or `preadv` (limits.h)."""
 
 
 def pieces(block: Block) -> list[ByteArray]:
@@ -90,7 +90,7 @@ def _as_bytes(part: Piece) -> ByteArray:
     if isinstance(part, np.ndarray):
         if not part.flags.c_contiguous:
             raise ValueError(f"a piece of shape {part.shape} and strides {part.strides} is not contiguous")
-        if part.ndim == 1 and part.dtype is _BYTE:  # the usual case: the array consists of single bytes already
+        if part.ndim == 1 and part.dtype is _BYTE:  # the usual case: a one-dimensional array of bytes
             return cast("ByteArray", part)
         return cast("ByteArray", part.reshape(-1).view(np.uint8))
     return np.frombuffer(memoryview(part), dtype=np.uint8)
@@ -99,7 +99,8 @@ def _as_bytes(part: Piece) -> ByteArray:
 class BufferRun:
     """Tells which bytes of a list of buffers the next read or write has to transfer.
 
-    One system call may transfer only a part of the bytes, so the number of transferred bytes is remembered.
+    A system call may transfer only a part of the bytes. The caller passes the number of transferred bytes to `advance`;
+    `front` then returns the rest.
     """
 
     def __init__(self, buffers: Iterable[memoryview]):
@@ -111,7 +112,7 @@ class BufferRun:
 
     def front(self, limit_bytes: int) -> list[memoryview]:
         """Return views of the bytes to transfer next: at most `limit_bytes` in total, and at most `IOV_MAX` views."""
-        # The usual case: all remaining bytes fit, so no buffer has to be divided.
+        # The usual case: all remaining bytes are within the limit, and no buffer has been transferred in part.
         if not self._start and self.left <= limit_bytes:
             return self._buffers[self._next : self._next + IOV_MAX]
         taken: list[memoryview] = []

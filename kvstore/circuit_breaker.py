@@ -4,7 +4,8 @@ from kvstore.clock import SECOND, Nanos
 
 FIRST_PAUSE = Nanos(SECOND // 10)
 LONGEST_PAUSE = Nanos(1 * SECOND)
-"""Maximum pause after attempts that fail quickly. After a restart, a node is therefore used again within this time."""
+"""Maximum pause after a failed attempt, unless the attempt was so slow that `COST_FACTOR` demands a longer one. A node
+that has restarted is therefore tried again within this time."""
 COST_FACTOR = 4
 """A pause lasts at least this many times as long as the failed attempt before it. If a node hangs, callers therefore
 spend at most a fifth of their time on attempts."""

@@ -19,7 +19,10 @@ class StoreError(Exception):
 
 
 class StoreUnreachable(StoreError):
-    """The node did not answer in time, no process listens at its address, or no data path to it works.
+    """The node cannot be used now.
+
+    It did not answer in time, no process listens at its address, or no data path to it works. Or it refused the
+    handshake, for example because the client's secret is wrong or too many namespaces are open.
 
     The caller continues without the node and retries later.
     """
@@ -47,9 +50,9 @@ class LayoutMismatch(StoreError):
 
 
 class StoreNotStarted(StoreError):
-    """The node's settings cannot be used on this machine, for example because an address is in use.
+    """The settings of a process cannot be used on this machine, for example because an address is in use.
 
-    Nothing was started.
+    Nothing was started. Routers and workers get this error too, from code that they share with store nodes.
     """
 
 
@@ -124,5 +127,6 @@ class TierFailed(StoreError):
 class UndecodableBlock(StoreError):
     """Bytes from a backing tier cannot be decoded.
 
-    They are damaged, belong to another block, or are encrypted with an unknown secret.
+    They are damaged, belong to another block, or were stored with a codec, version or secret that this node does not
+    use.
     """

@@ -41,7 +41,7 @@ class BlockKey(Struct, frozen=True, order=True, gc=False):
 class Slot(Struct, frozen=True, gc=False):
     """The place of a block's bytes in the pool, in the form in which clients get it."""
 
-    offset: int  # bytes from the start of the pool
+    offset: int  # offset of the block's first byte, in bytes from the start of the pool
     generation: int  # slot generation: changes when the place is given to another block
     crc32c: int = 0  # CRC-32C of the block's bytes; 0 before they are published
 
@@ -96,7 +96,7 @@ class Address(Struct, frozen=True, kw_only=True, gc=False):
     """The place of a block's bytes in the pool, in the form in which the node uses it."""
 
     key: BlockKey
-    offset: int  # number of bytes from the start of the pool
+    offset: int  # offset of the block's first byte, in bytes from the start of the pool
     length: int  # number of bytes of the block
     generation: int
 
@@ -104,14 +104,16 @@ class Address(Struct, frozen=True, kw_only=True, gc=False):
 class Match(Struct, frozen=True, kw_only=True):
     """Longest prefix of a chain that is in a node's pool. With a lease, its blocks are pinned until the lease ends.
 
-    A match can be pickled or encoded by msgspec. Another process than the one that made the match can read its blocks.
+    A match can be pickled or encoded by msgspec. Another process can therefore receive the match and read its blocks.
     """
 
     incarnation: str  # incarnation of the node that made the match
     lease_id: LeaseId = NO_LEASE
     names: tuple[BlockHash, ...] = ()
     slots: Slots = Slots()
-    loading: int = 0  # number of blocks after the matched ones that are being promoted; match again to find them
+    # number of consecutive blocks after the matched ones that are being promoted or looked for; a later match finds
+    # them
+    loading: int = 0
     # Number of promoted blocks in this match, by tier; empty without a lease. Each promoted block is reported in one
     # match only.
     promoted: dict[str, int] = {}
@@ -123,7 +125,7 @@ class Match(Struct, frozen=True, kw_only=True):
 def merge_promoted(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
     """Add up the promoted blocks, by tier, of two matches of the same chain.
 
-    The caller ensures that no block is in both.
+    The caller ensures that no block is counted in both.
     """
     return {tier: one.get(tier, 0) + other.get(tier, 0) for tier in {**one, **other}}
 
@@ -153,10 +155,10 @@ class BlockOutcome(StrEnum):
 
 
 class FetchResult(Struct, frozen=True, gc=False):
-    """Result of reading one block from a backing tier."""
+    """Result of reading one block from a backing tier, or of writing one block by `Transport.put_summing`."""
 
     outcome: BlockOutcome
-    crc32c: int = 0  # CRC-32C of the bytes in the destination; 0 unless the outcome is MOVED
+    crc32c: int = 0  # CRC-32C of the bytes that were moved; 0 unless the outcome is MOVED
 
 
 GONE = FetchResult(BlockOutcome.GONE)
@@ -198,13 +200,13 @@ class BlockChanges(Struct, frozen=True, kw_only=True):
 
 
 class Claim(Struct, frozen=True, gc=False):
-    """Command: mark a place in the pool as belonging to this block, whose bytes a writer will write."""
+    """Command: mark the place at `address` as given to the block of `address`, whose bytes a writer will write later."""
 
     address: Address
 
 
 class Discard(Struct, frozen=True, gc=False):
-    """Command: mark a block's place as empty, so that clients that still read there notice that the block has gone."""
+    """Command: mark the place at `address` as empty, so that clients that still read there notice that the block is gone."""
 
     address: Address
 
@@ -240,7 +242,7 @@ class ClientWriteReservation(Struct, frozen=True, kw_only=True):
 
 
 class LeasedSlots(Struct, frozen=True, kw_only=True):
-    """Answer of the pool machine to a match: the slots of the matched blocks, and the lease that pins them."""
+    """Answer of the pool machine to a match: the slots of the matched blocks, and the lease that pins them, or `NO_LEASE`."""
 
     lease_id: LeaseId
     slots: Slots
@@ -280,15 +282,15 @@ class StoreClientCounters(Struct, frozen=True, kw_only=True):
 
     hits: int = 0  # number of blocks that were matched under a lease
     misses: int = 0  # number of blocks that were requested under a lease and not found
-    bytes_read: int = 0  # number of bytes that were read and whose checksum was right
+    bytes_read: int = 0  # number of bytes of the blocks that were read with the right checksum
     bytes_written: int = 0  # number of bytes of published blocks
-    corrupt: int = 0  # number of blocks whose checksum was wrong
+    corrupt: int = 0  # number of blocks that were read with a wrong checksum
     # number of corrupt blocks that the node did not condemn, usually because they were damaged only in transit
     damaged: int = 0
     # number of matched blocks that could not be read, for example because the lease had ended already
     lost: int = 0
-    dropped: int = 0  # number of blocks that were not written, for example because the store was full
-    failures: int = 0  # number of calls that the node did not answer, or refused because a limit was reached
+    dropped: int = 0  # number of blocks that should be stored and were not, for example because the pool was full
+    failures: int = 0  # number of calls that the node did not answer, or refused because one of its limits was reached
 
 
 class TenantStats(Struct, frozen=True, kw_only=True):
@@ -317,16 +319,17 @@ class Stats(Struct, frozen=True, kw_only=True):
     written: int  # number of published blocks
     evicted: int
     corrupt: int  # number of condemned blocks
-    expired: int  # number of reservations and leases that ended at their deadline
+    expired: int  # number of reservations and leases that ended at their deadline, and not earlier by a call
     pinned: int  # number of blocks that are pinned now
-    bytes_matched: int = 0  # number of bytes of the matched blocks
-    bytes_written: int = 0  # number of bytes of the published blocks
-    refused: int = 0  # number of blocks that were not stored for lack of space
+    bytes_matched: int = 0  # number of bytes of the blocks that `hits` counts
+    bytes_written: int = 0  # number of bytes of the blocks that `written` counts
+    refused: int = 0  # number of blocks that were not stored, because the pool or a tenant's quota had no room
     leases: int = 0  # number of leases that are open now, including session pins and the node's own pins
     reservations: int = 0  # number of reservations that are open now
     held_bytes: int = 0  # number of bytes that session pins keep in the pool now
     tiers: tuple[TierStatus, ...] = ()  # state of each backing tier
-    tenants: tuple[TenantStats, ...] = ()  # tenants with a quota that used the node recently
+    # One for each tenant with a quota whose account the node has not forgotten (`kvstore.pool.quotas`, rule 4).
+    tenants: tuple[TenantStats, ...] = ()
 
 
 class DataPath(StrEnum):

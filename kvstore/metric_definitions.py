@@ -133,7 +133,7 @@ class HistogramDefinition(MetricDefinition, frozen=True):
         return MetricType.HISTOGRAM
 
     def samples(self, values: Mapping[Labels, BucketCounts]) -> HistogramMetricFamily:
-        """Return a metric family with one histogram for each entry of `values`, which maps label values to its data."""
+        """Return a metric family with one histogram for each entry of `values`, which maps label values to the data."""
         family = HistogramMetricFamily(self.name, self.meaning, labels=self.labels)
         for labels, (counts, total) in values.items():
             below = accumulate(counts)

@@ -37,8 +37,8 @@ ELEMENT_BYTES: Mapping[str, int] = {
     "fp8_e5m2": 1,
     "int8": 1,
 }
-"""Number of bytes per value for each known data type. For an unknown type, this number is computed from the size of the
-block."""
+"""Number of bytes per value for each known data type. For an unknown type, `KvNamespace.element_bytes` computes this
+number from the size of the block."""
 
 
 class KvNamespace(Struct, frozen=True, kw_only=True):

@@ -12,15 +12,15 @@ class MemoryTier(Protocol):
     """The pool: a bounded space in memory for the bytes of blocks.
 
     The tier moves bytes and decides nothing: the `BlockMachine` decides where each block lies, who may read it and
-    which block is evicted. A read or write fails if the generation of its address differs from the generation of the
-    last claim of this place. Calls do not wait, and may come from several threads for different addresses.
+    which block is evicted. `read` and `write` return False if the place was discarded, or if its last `claim` had
+    another generation than the address. Calls do not wait, and may come from several threads for different addresses.
     """
 
     @property
     def capacity_bytes(self) -> int: ...
 
     def claim(self, address: Address) -> None:
-        """Give the place at this address to a block; its bytes are written later."""
+        """Give the place at this address to the block `address.key`; the bytes of the block are written later."""
 
     def write(self, address: Address, block: Block) -> bool:
         """Write the `address.length` bytes of a claimed block; return False if the place is not claimed any more."""
@@ -161,7 +161,8 @@ class Transport(Protocol):
     def put_summing(self, slots: AnySlots, blocks: Sequence[Block], deadline: Nanos) -> list[FetchResult]:
         """Write blocks as `put` does, but into slots without a checksum; return the checksums of the moved blocks too.
 
-        If this process copies the bytes itself, it computes the checksums during the copy, which takes no extra time.
+        If this process copies the bytes itself, it computes the checksums during the copy, which takes little extra
+        time.
         """
 
     def close(self) -> None: ...

@@ -12,10 +12,11 @@ Rules:
    handshake, opens a data path to the new pool and repeats the call, within the same deadline.
 4. If TLS is the reason why a node cannot be reached, the error or a log line says so
    (`kvstore.security.tls_diagnosis`).
-5. If shared memory could not be mapped, perhaps because too many clients asked for it, a thread tries again
-   periodically. Later calls then use shared memory.
+5. If shared memory could not be mapped at the handshake, perhaps because too many clients asked for it, later calls
+   start a thread that tries again. After each failure there is a pause. Calls use shared memory once it is mapped.
 6. A connection may be opened before its node answers. A thread then performs the handshake as soon as the node answers.
-   Until then, each call returns None at once. One log line for each cause says why the node does not answer.
+   Until then, each call returns None at once. The log says why the node cannot be used yet, and again when the cause
+   changes.
 """
 
 import contextlib
@@ -43,7 +44,7 @@ CHANNEL_OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),  # each client has its own connection, so no two share a broken one
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 500),  # when a node has restarted, the client connects again within this time
+    ("grpc.max_reconnect_backoff_ms", 500),  # maximum pause before the next attempt to connect to a restarted node
     ("grpc.max_receive_message_length", wire.MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", wire.MAX_MESSAGE_BYTES),
 )
@@ -54,7 +55,7 @@ JOIN_SECONDS = 5.0
 """Time limit for one attempt to join a node, that is, to perform the first handshake with it. An attempt waits for a
 node that is still starting, and succeeds as soon as the node answers."""
 
-JOIN_PAUSE_SECONDS = 1.0  # pause between two attempts to join a node
+JOIN_PAUSE_SECONDS = 1.0  # pause after a failed attempt to join a node
 
 log = logging.getLogger(__name__)
 
@@ -111,8 +112,8 @@ class NodeConnection:
         self._handshake = threading.Lock()
         self._memory_breaker = CircuitBreaker()  # decides when to try again to map shared memory (rule 5)
         self.seeking = threading.Lock()
-        # data paths from before shared memory was mapped; they stay open, because calls in other threads may still use
-        # them
+        # Data paths of the session from before shared memory was mapped. They stay open until the session ends, because
+        # calls in other threads may still use them.
         self._slower: list[Transport] = []
 
     def open(self, deadline: Nanos) -> None:
@@ -144,7 +145,7 @@ class NodeConnection:
 
     @property
     def answers(self) -> bool:
-        """True if no call has failed since the last call that the node answered."""
+        """False from a call that the node did not answer until the next call that it answers; True at the start."""
         return self._breaker.closed
 
     def call(self, act: Callable[[NodeSession, float], Answer], until: Nanos | None = None) -> Answer | None:
@@ -263,7 +264,8 @@ class NodeConnection:
     def _judge(self, error: grpc.RpcError, started: Nanos) -> None:
         """Handle a failed call by its gRPC status.
 
-        Mark the session as outdated, raise an exception, or count a failure.
+        FAILED_PRECONDITION marks the session as outdated (rule 3), and INVALID_ARGUMENT raises InvalidArgument. Any
+        other status counts as a failure.
         """
         match error.code():
             case grpc.StatusCode.FAILED_PRECONDITION:
@@ -292,10 +294,7 @@ class NodeConnection:
         self._breaker.failed(started, self._clock.now())
 
     def _diagnose_tls(self) -> None:
-        """Find out in a thread whether TLS is the cause of a failure; if so, log it.
-
-        Callers do not wait for the thread.
-        """
+        """Find out in a new thread whether TLS is the cause of a failed call, and log it if so. Do not wait for the thread."""
         if not self._access.has_authority:
             return
 

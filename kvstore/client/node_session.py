@@ -27,9 +27,10 @@ WILDCARDS = ("0.0.0.0", "[::]", "::")  # noqa: S104 - compared with a node's ans
 
 
 class NodeSession(Struct, frozen=True, kw_only=True):
-    """Result of a handshake with one incarnation of a node: the node's limits, its calls and the data path.
+    """Result of a handshake with one incarnation of a node.
 
-    `max_lease`, `max_reservation` and `max_hold` limit the duration of leases, write reservations and session pins.
+    `calls` makes the frequent calls, and `transport` is the open data path of the kind `path`. `max_lease`,
+    `max_reservation` and `max_hold` limit the duration of leases, write reservations and session pins.
     """
 
     store_id: str
@@ -57,9 +58,9 @@ def shake_hands(
     """Agree with the node on the protocol and the namespace, and open the first data path of `prefer` that works.
 
     Raises:
-        StoreUnreachable: The node does not answer by the deadline, it has too many open namespaces, or no data path
-            works. If client and node speak no common version of the protocol, the error is its subclass
-            IncompatibleVersion.
+        StoreUnreachable: The node does not answer by the deadline, no data path works, or the node refuses the client,
+            for example because the secret is wrong or too many namespaces are open. If client and node speak no common
+            version of the protocol, the error is the subclass IncompatibleVersion.
         LayoutMismatch: The node stores this model's blocks in another layout; the error names the field that differs.
         InvalidArgument: The namespace is invalid for the node; the error names the field.
     """
@@ -102,7 +103,8 @@ def shake_hands(
 def with_shared_memory(session: NodeSession, namespace: KvNamespace, clock: Clock, deadline: Nanos) -> NodeSession:
     """Return a copy of the session that uses shared memory as its data path.
 
-    Raise StoreUnreachable if the memory still cannot be mapped, and NamespaceUnknown if the node has restarted.
+    Raise StoreUnreachable if the memory still cannot be mapped, and NamespaceUnknown if the namespace is not open at
+    the node any more, for example because the node has restarted.
     """
     transport = SharedMemoryTransport(session.memory, namespace.digest, namespace.block_bytes, clock, deadline)
     return replace(session, path=DataPath.SHM, transport=transport, memory="")
@@ -160,7 +162,7 @@ def reachable(data_address: str, control_address: str) -> str:
     """Return the address at which this client reaches the node's TCP data server.
 
     A node that listens on all its addresses reports a wildcard as its host. The host of the control address is then
-    used instead.
+    used instead, or 127.0.0.1 if that is a Unix socket.
     """
     host, _, port = data_address.rpartition(":")
     if host not in WILDCARDS:

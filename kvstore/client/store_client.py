@@ -5,7 +5,8 @@ Rules:
 1. After `connect` or `join`, a failure of the node raises no exception. If the node does not answer, is slow or full,
    or has restarted, calls find or store fewer blocks. The client counts failures and logs when they begin
    (`kvstore.client.node_connection`). An exception means a bug in the caller.
-2. A match that one process made can be read by another process, if that process has a client of the same node.
+2. A match that one process made can be read by another process, if that process has a client for the same node and
+   namespace.
 3. The ranks of one engine, each in its own process, share whole blocks (`kvstore.layouts.shards`): one rank reserves
    slots, each rank writes its shard, and the rank that has reserved publishes. Writing shards requires the node's
    shared memory; the blocks can be read over every data path.
@@ -60,8 +61,9 @@ transfer is slower, the engine can compute the blocks faster."""
 # because each disk needs more time than this for a batch.
 LOOK_AGAIN_SECONDS = 0.002
 
-LEAST_BATCH = 32  # minimum number of blocks in a batch, even if these blocks together are larger than `BATCH_BYTES`
-# Size of a batch of blocks in bytes. Small blocks are moved in large batches, because each batch has a fixed cost.
+LEAST_BATCH = 32  # minimum size of a batch (`batch_blocks`) in blocks, even if they are larger than `BATCH_BYTES`
+# Size of a batch (`batch_blocks`) in bytes. Small blocks are moved in large batches, because each batch has a fixed
+# cost.
 BATCH_BYTES = 16 << 20
 
 MOVED, CORRUPT = BlockOutcome.MOVED, BlockOutcome.CORRUPT
@@ -71,7 +73,7 @@ log = logging.getLogger(__name__)
 
 
 def batch_blocks(block_bytes: int) -> int:
-    """Return the number of blocks that `StoreClient.write` requests from its source at a time.
+    """Return the number of blocks in a batch: `StoreClient.write` requests so many blocks from its source at a time.
 
     A source that copies blocks into buffers needs buffers for this number of blocks only. It may use the buffer of a
     block again when this number of other blocks has been requested after that block.
@@ -130,8 +132,9 @@ class StoreClient:
             clock: Clock of all deadlines; by default the monotonic clock of the system.
 
         Raises:
-            StoreUnreachable: No node answers in time, no data path works, or client and node speak no common version of
-                the protocol (its subclass IncompatibleVersion).
+            StoreUnreachable: No node answers in time, no data path works, or the node refuses the client, for example
+                because the secret is wrong or too many namespaces are open. If client and node speak no common version
+                of the protocol, the error is the subclass IncompatibleVersion.
             LayoutMismatch: The node stores these weights in another layout; the error names the field that differs.
             InvalidArgument: The node cannot store such blocks; the error names the invalid field of the namespace.
             BadCredentials: A file of the credentials cannot be used; the error names the field.
@@ -161,10 +164,11 @@ class StoreClient:
     ) -> Self:
         """Connect to a node, or make a client that connects as soon as the node answers.
 
-        Until the client has connected (`joined`), each call returns at once and finds nothing. If the node answers, but
-        stores the blocks in another layout, the client does not use it. The log says why the node is not used yet. This
-        call waits for the node for at most `wait_seconds`, or not at all if this is 0. The other arguments and the
-        errors are those of `connect`, but StoreUnreachable is not raised.
+        This call waits for the node for at most `wait_seconds`, or not at all if this is 0. It raises the errors of
+        `connect` except StoreUnreachable; without a wait, only BadCredentials. The other arguments are also those of
+        `connect`. Until the client has connected (`joined`), each call returns at once and finds nothing. If the node
+        answers later, but stores the blocks in another layout, the client does not use it. The log says why the node is
+        not used yet.
         """
         failure = ""
         if wait_seconds > 0:
@@ -220,7 +224,7 @@ class StoreClient:
 
     @property
     def answers(self) -> bool:
-        """True if no call has failed since the last call that the node answered."""
+        """False from a call that the node did not answer until the next call that it answers; True at the start."""
         return self.connection.answers
 
     def match(
@@ -287,9 +291,9 @@ class StoreClient:
         tenant: bytes = b"",
         trace: bytes = b"",
     ) -> Match:
-        """Match a chain.
+        """Match a chain, with the arguments of `match`.
 
-        If blocks of it are being promoted, wait for them, at most for the max wait, and match again.
+        If blocks of it are being promoted, wait for them, at most for `max_wait_seconds`, and match again.
         """
         deadline = Nanos(self._clock.now() + nanos(max_wait_seconds))
         found = self.match(
@@ -343,7 +347,7 @@ class StoreClient:
         *,
         deadline: Nanos | None = None,
     ) -> list[bool]:
-        """Read one rank's shard of each block as `read` does; the checksums of the whole blocks are verified."""
+        """Read one rank's shard (`share`) of each block, as `read` does; the checksums of the whole blocks are verified."""
 
         def get(session: NodeSession, slots: Slots, until: Nanos) -> Sequence[BlockOutcome]:
             if isinstance(session.transport, SharedMemoryTransport):
@@ -367,7 +371,7 @@ class StoreClient:
 
         The pin ends at its deadline, with `release_hold`, or when the same session pins again. When the session
         continues, the caller first matches the chain and then releases the pin, so the blocks are pinned without a gap.
-        Return None if the node cannot be reached.
+        Return how many blocks are pinned; None if the node cannot be reached.
 
         Args:
             session: Name of the session. The same name in another namespace is another session.
@@ -480,8 +484,8 @@ class StoreClient:
 
         Several ranks can then write the blocks, each rank its shards (rule 3).
 
-        The reservation ends with `publish` or at its deadline. The arguments are those of `write`. Return None if
-        `hashes` is empty, or if the node cannot be reached.
+        The reservation ends with `publish`, or after the time that the node allows (`NodeSession.max_reservation`). The
+        arguments are those of `write`. Return None if `hashes` is empty, or if the node cannot be reached.
         """
         asked = hashes[: wire.MAX_HASHES]
         found = self.request_slots(asked, tenant, deadline) if asked else None
@@ -539,7 +543,8 @@ class StoreClient:
 
         def call(session: NodeSession, timeout_seconds: float) -> Stats:
             asked = self._clock.now()
-            # Wait until the node has received the releases, so that it does not count released blocks as pinned.
+            # Wait until the node has answered the calls of `release` that were sent without waiting. Otherwise it could
+            # still count the released blocks as pinned.
             session.calls.settle(timeout_seconds)
             left = max(timeout_seconds - seconds(self._clock.now() - asked), 0.001)
             return wire.parse_stats(self.connection.stub.Stats(pb.StatsRequest(), timeout=left))

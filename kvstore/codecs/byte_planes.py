@@ -22,7 +22,7 @@ from kvstore.native import kernels
 
 
 class Compressor(Protocol):
-    """Port of a general compressor of bytes, which compresses one byte plane at a time. Thread-safe."""
+    """Port of a compressor of bytes. It gets one byte plane at a time: byte i of every value of a block. Thread-safe."""
 
     @property
     def codec_id(self) -> int:
@@ -41,7 +41,7 @@ class Compressor(Protocol):
 
 
 class SplitCodec:
-    """Codec that compresses the byte planes of a block with a given compressor."""
+    """Codec that compresses the byte planes of a block (plane i has byte i of every value) with a given compressor."""
 
     def __init__(self, namespace: KvNamespace, compressor: Compressor):
         self.codec_id = compressor.codec_id

@@ -60,7 +60,7 @@ def pack(
 ) -> ByteArray:
     """Return an encoded block.
 
-    The check in its header is the hash of the bytes `check`, or of the body if `check` is None.
+    The check in its header, which detects damage, is the hash of the bytes `check`, or of the body if `check` is None.
     """
     prefix = _PREFIX.pack(VERSION, form, 0, bound.relative, bound.of_largest, bound.least)
     hasher = xxhash.xxh3_64(seed=_seed(codec_id, key, prefix))

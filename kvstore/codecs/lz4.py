@@ -8,7 +8,7 @@ from kvstore.errors import UndecodableBlock
 
 
 class Lz4:
-    """Compresses byte planes with LZ4."""
+    """Compresses byte planes (`kvstore.codecs.byte_planes`) with LZ4."""
 
     codec_id = 2
 

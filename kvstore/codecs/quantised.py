@@ -35,7 +35,7 @@ class BlockValues:
         """Prepare the copies that bring a block's values into the order of the array.
 
         Raises:
-            LayoutMismatch: The namespace's layout is invalid.
+            LayoutMismatch: The namespace's layout is invalid, or its block size does not match its other fields.
             ValueError: The values are not 16-bit floating-point numbers.
         """
         self.half = HalfFormat(namespace.dtype)
@@ -66,9 +66,10 @@ class BlockValues:
 
 
 class Fp8Codec:
-    """Codec for E4M3 values, rounded to nearest even.
+    """Codec that stores each value as an E4M3 number, rounded to the nearest one, ties to even.
 
-    Format of the body: one exponent as int16 for each head of each layer, then one byte per value.
+    Format of the body (`kvstore.codecs.encoded_block`): one exponent as int16 for each head of each layer, then one
+    byte per value.
     """
 
     codec_id = 3
@@ -111,9 +112,9 @@ class Fp8Codec:
 
 
 class Int8Codec:
-    """Codec for integers from -127 to 127.
+    """Codec that stores each value as an integer from -127 to 127.
 
-    Format of the body: the scale of each channel as bfloat16, then one byte per value.
+    Format of the body (`kvstore.codecs.encoded_block`): the scale of each channel as bfloat16, then one byte per value.
     """
 
     codec_id = 4

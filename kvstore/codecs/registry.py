@@ -25,18 +25,20 @@ INSTALL = "install it with: pip install 'fleet-serving[codecs]'"
 
 class Compression(StrEnum):
     NONE = "none"
-    ZSTD = "zstd"  # lossless; 0.7 of the size for bfloat16 values
-    LZ4 = "lz4"  # lossless; 0.9 of the size, and faster to decompress than zstd
-    FP8 = "fp8"  # half the size; the error of a value is at most 1/16 of the value
-    INT8 = "int8"  # 0.56 of the size at 16 tokens per block; the error is at most 0.4 % of the channel's largest value
+    ZSTD = "zstd"  # lossless; shrinks blocks of bfloat16 values to 0.7 of their size
+    LZ4 = "lz4"  # lossless; shrinks blocks of bfloat16 values to 0.9 of their size; decompresses faster than zstd
+    FP8 = "fp8"  # halves the size; the error of a value is at most 1/16 of the value, except near zero
+    # Shrinks blocks of 16 tokens to 0.56 of their size. The error of a value is at most 0.4 % of its channel's largest
+    # value (`kvstore.codecs.quantised`).
+    INT8 = "int8"
 
 
 class CodecSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Compression and encryption of blocks that leave a node's memory for a backing tier."""
 
     compression: Compression = Compression.NONE
-    """Compression of blocks. The default is none, because one core compresses at most about 3 GB/s. Compression is
-    therefore useful only for tiers that are slower than that."""
+    """Compression of blocks. The default is none: one core compresses at most about 3 GB/s, so compression is useful
+    only for tiers that are slower than that."""
 
     sealing_secrets: tuple[str, ...] = ()
     """Secrets for encryption, newest first, each of at least 64 hexadecimal digits (``openssl rand -hex 32``). Empty:

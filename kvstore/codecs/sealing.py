@@ -57,7 +57,10 @@ _ID_INFO = b"fleet.kvstore.secret-id.v1\0"
 
 
 class SealingKeys(Struct, frozen=True):
-    """Encryption keys of one namespace. `repr` shows only the ids of the secrets."""
+    """Encryption keys of one namespace: `by_id` maps the id of each secret (rule 4) to the namespace's key (rule 2).
+
+    `repr` shows only the ids of the secrets.
+    """
 
     newest: bytes  # id of the newest secret
     by_id: Mapping[bytes, bytes]

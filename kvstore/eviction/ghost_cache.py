@@ -37,8 +37,8 @@ SAMPLED_BLOCKS = 4096
 HALF_LIFE = Nanos(3600 * SECOND)
 FADE_EVERY = Nanos(60 * SECOND)
 
-SCALES = (0.5, 1.0, 2.0, 4.0)  # cache sizes that are simulated with the pool's policy, relative to the pool's size
-ALTERNATIVES = ("lru", "hazard")  # policies that are simulated with the pool's size
+SCALES = (0.5, 1.0, 2.0, 4.0)  # sizes that are simulated with the pool's own policy, as multiples of the pool's size
+ALTERNATIVES = ("lru", "hazard")  # other policies that are simulated with the pool's own size
 MAX_GHOST_CACHES = 8
 """Maximum number of namespaces with a ghost cache. Most nodes have one or two namespaces; nodes with adapters that are
 merged into the weights have many."""
@@ -53,8 +53,8 @@ to 1."""
 class GhostCacheScenario(Struct, frozen=True):
     """The eviction policy and the cache size of one simulation."""
 
-    policy: str  # name of the policy
-    scale: float = 1.0  # capacity relative to the live pool
+    policy: str  # name of the policy, as in `kvstore.eviction.policies`
+    scale: float = 1.0  # capacity of the simulated pool, divided by the capacity of the live pool
 
 
 class HitRateEstimate(Struct, frozen=True, kw_only=True):
@@ -67,7 +67,7 @@ class HitRateEstimate(Struct, frozen=True, kw_only=True):
 
 
 class _SampledCache(Generic[K]):
-    """Simulates one scenario for the blocks in the sample. It stores the keys of blocks, but not their bytes."""
+    """Simulates one scenario for the blocks in the sample (rule 1). It stores the keys of blocks, but not their bytes."""
 
     def __init__(self, rule: EvictionPolicy[K], capacity_blocks: int):
         self._policy = rule
@@ -106,7 +106,7 @@ class _SampledCache(Generic[K]):
 class GhostCache(Generic[K]):
     """Simulates all scenarios for one namespace.
 
-    The caller reports all look-ups and publications in the live pool to this object.
+    The caller reports to this object each chain that a client looks up in the live pool or writes to it.
     """
 
     def __init__(
@@ -138,7 +138,8 @@ class GhostCache(Generic[K]):
             scenario: _SampledCache(_policy(scenario), max(1, round(capacity_blocks * self.share * scenario.scale)))
             for scenario in scenarios
         }
-        # number of looked-up blocks in the sample, and the number that would be expected from the sampled share
+        # Number of looked-up blocks in the sample, and the number that the sampled share predicts (rule 4). Older
+        # look-ups have less weight in both (rule 5).
         self._looked_up = self._expected = 0.0
         self._faded_at = Nanos(0)
 
@@ -154,9 +155,9 @@ class GhostCache(Generic[K]):
                 cache.look(sampled, now)
 
     def stored(self, chain: Sequence[K], now: Nanos) -> None:
-        """Record that a client published the missing blocks of a chain.
+        """Record that a client writes the missing blocks of a chain.
 
-        Pass the whole chain, not only the new blocks.
+        Pass the whole chain, not only the missing blocks.
         """
         sampled = self._sample(chain, self.share)
         if sampled:
@@ -199,7 +200,7 @@ class _NamespaceUse:
     def __init__(self, block_bytes: int) -> None:
         self.block_bytes = block_bytes
         self.ghost_cache: GhostCache[BlockHash] | None = None
-        self.used = 0.0  # number of looked-up blocks, in which older look-ups have less weight
+        self.used = 0.0  # number of looked-up blocks; each look-up loses half of its weight in `HALF_LIFE`
 
 
 class GhostCaches:
@@ -240,7 +241,7 @@ class GhostCaches:
             use.ghost_cache.looked_up(chain, now)
 
     def stored(self, digest: bytes, chain: Sequence[BlockHash], now: Nanos) -> None:
-        """Record that a client published the missing blocks of a chain; `chain` is the whole chain."""
+        """Record that a client writes the missing blocks of a chain; `chain` is the whole chain."""
         use = self.namespaces.get(digest)
         if use is not None and use.ghost_cache is not None:
             use.ghost_cache.stored(chain, now)

@@ -16,8 +16,8 @@ Rules:
    *row*, ordered by last use. The value as a function of the age has a single maximum, so the least valuable run of a
    row is its first or its last one. Only these two are candidates. A choice therefore costs a few steps per row; the
    number of blocks does not matter.
-4. A chain is evicted from its end: if the next run of the same chain is still held, it is evicted before the chosen
-   run.
+4. A chain is evicted from its end: if later runs of the chain of the chosen run are still held, the last of them is
+   evicted instead.
 5. Uses within `SAME_USE` count as one use.
 6. Evicted blocks are remembered for a while, so that the policy learns from their return. The memory is bounded.
 """
@@ -36,25 +36,25 @@ RHYTHMS = (Nanos(30 * SECOND),)
 """Lower bounds of all rhythm classes except the first one. The rhythm of a chain is the time between its last two uses.
 The first class has the rhythms below the first bound, and the chains that were used only once."""
 
-LEARN_AFTER = 512  # minimum number of block uses between two updates of the learned values
+LEARN_AFTER = 512  # minimum number of block uses between two calls of `ReuseTimes.learn`
 LEARN_SHARE = 1 / 64  # the same minimum, as a share of all block uses until now; both minimums apply
-PAUSE = Nanos(1 * SECOND)  # minimum time between two rankings of all candidates for eviction
+PAUSE = Nanos(1 * SECOND)  # minimum time between two rankings of all candidates for eviction (rule 3)
 REMEMBERED = 32_768
 """Maximum number of evicted blocks that are remembered. If the pool holds more blocks than this, the maximum is the
 number of held blocks."""
 
 
 Row = tuple[int, float]
-"""Key of a row of runs: the class of the runs, and the seconds that a use saves per byte."""
+"""Key of a row of runs (rule 3): the class of the runs, and the seconds that a use saves per byte."""
 
 
 Candidate = tuple[float, Nanos, Row, bool]
-"""Candidate for eviction: the run at one end of a row. The tuple has the run's value, the instant of its last use, the
-key of the row, and True if the run is the newest one of the row."""
+"""Candidate for eviction: the run at one end of a row (rule 3). The tuple has the run's value, the instant of its last
+use, the key of the row, and True if the run is the newest one of the row."""
 
 
 class _ChainRun(Generic[K]):
-    """A run: consecutive blocks of one chain that were last used at the same instant, and equally often."""
+    """A run (rule 3): consecutive blocks of one chain that were last used at the same instant, and equally often."""
 
     __slots__ = ("cohort", "following", "keys", "live", "rhythm", "row", "used_at", "uses")
 
@@ -65,7 +65,7 @@ class _ChainRun(Generic[K]):
         self.row = row
         # The run's blocks in the order of the chain. Some of them may have been evicted, or moved to another run.
         self.keys: list[K] = []
-        self.live = 0  # number of blocks that are still held and in this run
+        self.live = 0  # number of the run's blocks that were neither evicted nor moved to another run
         self.cohort: ReuseCohort
         self.following: _ChainRun[K] | None = None  # run that continued the chain when this run was last used
 
@@ -74,7 +74,7 @@ class HazardEviction(Generic[K]):
     """Eviction policy that evicts the block with the least expected value, by the rules of this module."""
 
     def __init__(self, saving: Callable[[K, int], float] | None = None, *, remembered: int = REMEMBERED):
-        """Start without observations; the policy then evicts in LRU order.
+        """Start without observations. Until the policy has learned, blocks with equal savings are evicted in LRU order.
 
         Args:
             saving: Function of a block's key and size in bytes. It returns the seconds per byte that a use of the block
@@ -91,7 +91,7 @@ class HazardEviction(Generic[K]):
         self._burst: list[K] = []
         self._burst_at, self._size = Nanos(0), 0
         self._now = Nanos(0)  # instant of the latest admission; never decreases
-        self._uses = 0  # number of block uses
+        self._uses = 0  # number of block uses since the policy was made
         self._learnt_at_uses = 0
         self._ranked_at = Nanos(0)
         self._victim: _ChainRun[K] | None = None
@@ -146,7 +146,7 @@ class HazardEviction(Generic[K]):
     # The methods below record the uses of blocks.
 
     def _use(self) -> None:
-        """Sort the blocks admitted at one instant into runs, and learn from the times since their previous uses."""
+        """Sort the blocks admitted at one instant into runs (rule 3), and learn from the times since their previous uses."""
         chain = list(dict.fromkeys(reversed(self._burst)))
         self._burst.clear()
         self._victim = None
@@ -193,7 +193,7 @@ class HazardEviction(Generic[K]):
         heapq.heapify(self._ranking)
 
     def _former(self, chain: list[K]) -> list[_ChainRun[K] | None]:
-        """Return for each block the run that holds it, or held it before its eviction; None for unknown blocks.
+        """Return for each block its run (rule 3), or its last run if it was evicted; None for unknown blocks.
 
         The evicted blocks among them are removed from `gone`.
         """
@@ -211,7 +211,7 @@ class HazardEviction(Generic[K]):
         return known.rhythm if age <= SAME_USE else bisect_right(RHYTHMS, age)
 
     def _uses_after(self, run: _ChainRun[K], blocks: int) -> int:
-        """Take blocks out of a run's cohort because they are used again now, and return how often each has been used.
+        """Take blocks out of a run's `cohort` because they are used again now, and return how often each has been used.
 
         The result includes this use, unless this use is part of the last one (rule 5). It is at most the last number of
         `USES`.
@@ -240,7 +240,7 @@ class HazardEviction(Generic[K]):
     def _move(self, keys: list[K], old: _ChainRun[K] | None, run: _ChainRun[K]) -> None:
         """Move consecutive blocks of a chain from the run `old`, if any, to `run`.
 
-        Some of them may have been evicted before.
+        Blocks among them that were evicted are held again.
         """
         held_before = len(self.held)
         self.held.update(dict.fromkeys(keys, run))
@@ -253,7 +253,7 @@ class HazardEviction(Generic[K]):
         run.cohort = self.times.used(run.row[0], len(run.keys), self._now)
 
     def _leave(self, run: _ChainRun[K], blocks: int) -> None:
-        """Record that this number of the run's blocks were evicted or have moved to another run."""
+        """Record that `blocks` blocks of the run were evicted or have moved to another run."""
         run.live -= blocks
         if run.live or not blocks:
             return
@@ -267,7 +267,7 @@ class HazardEviction(Generic[K]):
     # The methods below choose the blocks to evict.
 
     def _least_valued(self) -> _ChainRun[K] | None:
-        """Return the run with the least value; None if no block is held.
+        """Return the run (rule 3) with the least value; None if no block is held.
 
         If later runs of the chain of this run are still held, return the last of them (rule 4).
         """

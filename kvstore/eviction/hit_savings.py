@@ -24,11 +24,12 @@ from kvstore.messages import BlockKey
 from kvstore.namespace import KvNamespace
 
 SAMPLES = 64
-# Number of namespaces whose reports are remembered; the one whose last report is the oldest is forgotten first.
+# Maximum number of namespaces whose reports are remembered; the one whose last report is the oldest is forgotten first.
 MAX_NAMESPACES = 256
-# the time that workers assume until they have measured it (`workers.engines.vllm.store_planner`)
+# seconds to compute a token that workers assume until they have measured them (`workers.engines.vllm.store_planner`)
 UNKNOWN_SECONDS_A_TOKEN = 0.0005
-MEMORY_BYTES_A_SECOND = 5e9  # speed at which one core copies bytes and computes their checksum
+# Assumed speed of reading the pool (rule 3): one core copies this many bytes per second and computes their checksum.
+MEMORY_BYTES_A_SECOND = 5e9
 LEAST = 2.0**-60  # smallest result of `saving`, in seconds per byte; also the result for blocks whose hits save nothing
 
 
@@ -44,7 +45,7 @@ class HitSavings:
         """
         self._seconds_a_token = seconds_a_token
         self._memory_seconds_a_byte = 1 / memory_bytes_a_second
-        # seconds per block that workers have reported, by namespace digest
+        # seconds per block in the last `SAMPLES` reports of the workers, by namespace digest
         self._reports: OrderedDict[bytes, deque[float]] = OrderedDict()
 
     def attach(self, namespace: Callable[[bytes], KvNamespace], below: Callable[[BlockKey, int], float | None]) -> None:

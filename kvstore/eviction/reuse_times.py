@@ -38,21 +38,21 @@ once."""
 
 COHORT = Nanos(1 * SECOND)
 PRIOR = 10.0
-"""Weight of a prior hazard, as a number of runs. Values from 3 to 30 are equally good for chats; lower values are worse for
-agents."""
+"""Weight of a prior hazard, as a number of runs (rule 3). Values from 3 to 30 are equally good for chats; lower values
+are worse for agents."""
 
 HALF_LIFE = Nanos(12 * 3600 * SECOND)
-"""Half-life of the observations. It must be much longer than the widest relevant bucket. A block is counted as at risk
-when it enters a bucket, and as used only later; with a short half-life, the first count would fade before the
-second."""
+"""Half-life of the observations. It must be much longer than the widest relevant bucket (rule 1). A block is counted as
+at risk when it enters a bucket, and as used only later; with a short half-life, the first count would fade
+before the second."""
 
 BELIEF_SECONDS = 30.0
-"""Parameter of the prior hazard, in seconds. The prior assumes that half of the blocks are used again within three
-times this number of seconds."""
+"""Parameter of the prior hazard (rule 3), in seconds. The prior assumes that half of the blocks are used again within
+three times this number of seconds."""
 
 
 def _edges() -> tuple[int, ...]:
-    """Return the ages in nanoseconds at which buckets begin: 0, 1 s, 2 s, and so on up to about a day.
+    """Return the ages in nanoseconds at which buckets begin (rule 1): 0, 1 s, 2 s, and so on up to about a day.
 
     Each age after 1 s is 1.3 times the age before it, plus 0.7 s.
     """
@@ -66,7 +66,7 @@ EDGES = _edges()
 BUCKETS = len(EDGES)
 WIDTHS = np.diff(np.array(EDGES)) / SECOND  # widths of the buckets in seconds
 LATER = np.triu(np.ones((BUCKETS, BUCKETS), dtype=bool), 1)  # LATER[i, j] is True if bucket j is later than bucket i
-SUREST = 0.95  # maximum hazard of a bucket; a hazard of 1 would claim that no block stays unused for longer
+SUREST = 0.95  # maximum hazard of a bucket (rule 1); a hazard of 1 would claim that no block stays unused for longer
 BELIEF = 1 - np.sqrt(
     (np.array(EDGES) / SECOND + BELIEF_SECONDS) / (np.array([*EDGES[1:], 2 * EDGES[-1]]) / SECOND + BELIEF_SECONDS)
 )
@@ -75,15 +75,15 @@ Floats = NDArray[np.float64]
 
 
 class ReuseCohort:
-    """Blocks of one class that were used at about the same time and have not been used since."""
+    """Blocks of one class that were last used within the same time `COHORT` (rule 2)."""
 
     __slots__ = ("alive", "bucket", "of", "used_at")
 
     def __init__(self, of: int, used_at: Nanos):
         self.of = of  # number of the class
         self.used_at = used_at
-        self.bucket = 0  # last bucket in which the blocks were counted as at risk
-        self.alive = 0  # number of blocks that were neither used again nor forgotten
+        self.bucket = 0  # last bucket in which the blocks were counted as at risk (rule 1)
+        self.alive = 0  # number of the blocks that were neither used again nor forgotten by the policy
 
 
 class ReuseTimes:
@@ -105,7 +105,9 @@ class ReuseTimes:
         self.ageing: list[list[deque[ReuseCohort]]] = [[deque() for _ in EDGES] for _ in range(self.classes)]
         self._values: list[list[float]] = []
         self._surviving: list[list[float]] = []
-        self._blocks = self._squares = 0.0  # sums over all runs: number of blocks, and the square of that number
+        # Sums over all used runs (rule 3): number of blocks, and the square of this number. Older runs weigh less
+        # (rule 6).
+        self._blocks = self._squares = 0.0
         self._learnt_at = Nanos(0)
         self.learn(self._learnt_at)
 
@@ -113,7 +115,7 @@ class ReuseTimes:
         return bisect_right(USES, uses) * self._rhythms + rhythm
 
     def used(self, of: int, blocks: int, now: Nanos) -> ReuseCohort:
-        """Record that a run of `blocks` blocks is used now, and then belongs to class `of`; return its cohort."""
+        """Record that a run (rule 3) of `blocks` blocks is used now, and then belongs to class `of`; return its cohort."""
         self._at_risk[of][0] += blocks
         self._blocks += blocks
         self._squares += blocks * blocks
@@ -150,7 +152,7 @@ class ReuseTimes:
         return 1 - then / now if now else 0.0
 
     def learn(self, now: Nanos) -> None:
-        """Compute the hazards and values again from all observations. This takes some tenths of a millisecond."""
+        """Compute the hazards (rules 1 and 3) and the values (rule 4) again from all observations. This takes some tenths of a millisecond."""
         for of in range(self.classes):
             self._age(of, now)
         reused, at_risk = np.array(self._reused), np.array(self._at_risk)
@@ -173,7 +175,7 @@ class ReuseTimes:
         self._surviving = surviving.reshape(-1, BUCKETS).tolist()
 
     def _age(self, of: int, now: Nanos) -> None:
-        """Move the cohorts that have reached their next bucket into it, and count their blocks as at risk in it."""
+        """Move the cohorts that have reached their next bucket into it, and count their blocks as at risk in it (rule 1)."""
         ageing, at_risk = self.ageing[of], self._at_risk[of]
         for bucket in range(BUCKETS - 2, -1, -1):
             here, latest = ageing[bucket], now - EDGES[bucket + 1]

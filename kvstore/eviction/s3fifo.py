@@ -5,8 +5,9 @@ Rules:
 
 1. A new block goes to the end of the small queue, or of the main queue if the ghost queue contains its key. A use is
    counted, up to `MOST_USES`, only if it is more than `SAME_USE` after the previous use.
-2. While the small queue has at least its share of all blocks, its first block is evicted. If at least two uses of that
-   block were counted, it moves to the end of the main queue instead, and its count starts again at zero.
+2. While the small queue has at least the share `SMALL` of all blocks, or the main queue is empty, the first block of
+   the small queue is evicted. If at least two uses of this block were counted, it moves to the end of the main queue
+   instead, and its count starts again at zero.
 3. Otherwise the first block of the main queue is evicted. If its count is positive, it moves to the end of the main
    queue instead, and its count is reduced by one.
 4. The ghost queue holds the keys that were evicted from the small queue last. It has at most as many keys as the main
@@ -24,8 +25,8 @@ from kvstore.clock import SECOND, Nanos
 from kvstore.eviction.policy import SAME_USE, K
 
 SMALL = 0.1
-"""Share of all blocks up to which the small queue evicts nothing (rule 2). The value is from the paper, which found
-that other values give similar results."""
+"""If the small queue has a smaller share of all blocks than this, the main queue evicts instead (rule 2). The value is
+from the paper, which found that other values give similar results."""
 
 MOST_USES = 3
 

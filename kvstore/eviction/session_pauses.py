@@ -44,7 +44,7 @@ CLASS_EDGES = tuple(each * SECOND for each in (5, 10, 20, 40, 80, 160, 640))
 
 
 class PausePolicy(StrEnum):
-    NOTHING = "nothing"  # no pins: memory and the lower tier are plain caches
+    NOTHING = "nothing"  # no pins and no prefetches: memory and the lower tier are plain LRU caches
     HOLD = "hold"
     ADAPT = "adapt"
 
@@ -52,8 +52,8 @@ class PausePolicy(StrEnum):
 class BlockCosts(Struct, frozen=True, kw_only=True):
     """The time that it takes to get one block, in nanoseconds, for each place where the block can be."""
 
-    memory: int  # the block is in memory
-    below: int  # the block is in the lower tier
+    memory: int  # time if the block is in memory
+    below: int  # time if the block is in the lower tier, and not in memory
     compute: int
 
 
@@ -70,7 +70,7 @@ class PauseReport(Struct, frozen=True, kw_only=True):
     written_blocks: int  # number of blocks written to the lower tier
     prefetched_blocks: int  # number of blocks loaded into memory before the session resumed
     holds: int
-    overdue: int  # number of pins that ended before their session resumed
+    overdue: int  # number of pins that ended at their deadline, before their session resumed
     most_held_blocks: int
 
 
@@ -84,7 +84,10 @@ class GapTimes:
         self._counts[_class(before)][bisect_right(GAP_EDGES, gap)] += 1
 
     def quantile(self, before: Nanos | None, share: float) -> tuple[Nanos, Nanos] | None:
-        """Return the two bounds between which the quantile `share` of the pauses lies; None if too few are known."""
+        """Return the two bounds between which the quantile `share` of the pause lengths lies.
+
+        Only pauses after a pause about as long as `before` count. Return None if fewer than `LEAST_SEEN` are known.
+        """
         counts = self._counts[_class(before)]
         total = sum(counts)
         if total < LEAST_SEEN:
@@ -106,8 +109,8 @@ class _Session:
 
     def __init__(self) -> None:
         self.chain: Sequence[int] = ()
-        self.last: Nanos | None = None  # time of the last request
-        self.gap: Nanos | None = None  # length of the pause before the last request
+        self.last: Nanos | None = None  # instant of the last request; None before the first one
+        self.gap: Nanos | None = None  # length of the pause before the last request; None before the second request
         self.held: Sequence[int] = ()
         # Number of the session's current pin or prefetch. Deadlines of `_due` with another number are ignored.
         self.hold = 0
@@ -129,9 +132,10 @@ class _PauseReplay:
         self.written = self.prefetched = self.holds = self.overdue = self.most_held = 0
 
     def resume(self, request: TraceRequest) -> tuple[int, int, int] | None:
-        """Replay a request; return how many of its blocks come from memory, come from the lower tier, and are computed.
+        """Replay a request (rule 1).
 
-        The result is None for the first request of a session, and for requests without a session.
+        Return how many of its blocks come from memory, come from the lower tier, and are computed. The result is None
+        for the first request of a session, and for requests without a session.
         """
         now = request.arrival
         while self._due and self._due[0][0] <= now:

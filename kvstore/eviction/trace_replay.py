@@ -53,7 +53,7 @@ class TraceReplayResult(Struct, frozen=True, kw_only=True):
     requests: int
     prompt_tokens: int
     hit_tokens: int
-    blocks_written: int  # number of blocks written to the cache
+    blocks_written: int  # number of blocks written to the cache; a block that is written again counts again
 
     @property
     def hit_rate(self) -> float:

@@ -115,7 +115,7 @@ class ReuseAdmission(Generic[K]):
         self._predict = predict
         self._likely = likely
         self._budget = budget
-        self.over_budget = 0  # number of blocks that were not written because the budget was too small
+        self.over_budget = 0  # number of blocks that were refused only because too little of the budget was left
 
     def admits(self, key: K, size_bytes: int, now: Nanos) -> bool:
         """Record that a block was written or used; return whether the tier should keep it.

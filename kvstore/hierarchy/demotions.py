@@ -81,7 +81,7 @@ class Demotions:
         return key in tier.queue or any(key in demotion.keys for demotion in demotions)
 
     def kept(self, demotion_id: DemotionId, answers: Sequence[bool], now: Nanos) -> None:
-        """Record the end of a `Demote`. `answers` tells for each of its blocks whether the tier has the block now."""
+        """Record the end of a `Demote` command. `answers` tells for each of its blocks whether the tier has the block now."""
         demotion, tier, was_late = self._ended(demotion_id, now)
         if any(answers) or now < demotion.until:
             tier.writing.succeeded()
@@ -93,20 +93,20 @@ class Demotions:
         self.begin_demotions(tier, now)
 
     def demotion_failed(self, demotion_id: DemotionId, started: Nanos, now: Nanos) -> None:
-        """Record that a `Demote` has failed."""
+        """Record that a `Demote` command has failed."""
         _, tier, was_late = self._ended(demotion_id, now)
         if not was_late:
             tier.failed(tier.writing, started, now)
         self.begin_demotions(tier, now)
 
     def demotion_is_late(self, demotion_id: DemotionId, started: Nanos, now: Nanos) -> None:
-        """Count a failure, because a `Demote` missed its deadline. The demotion ends only when its thread reports."""
+        """Count a failure, because a `Demote` command missed its deadline. The demotion ends only when its thread reports."""
         tier = self._tiers[self._demotions[demotion_id].tier]
         tier.failed(tier.writing, started, now)
         self._late.add(demotion_id)
 
     def confirm(self, tier: TierState, keys: Sequence[BlockKey], now: Nanos) -> bool:
-        """Ask a tier which of these blocks it still has. Blocks that have a pending `Confirm` are not asked for again.
+        """Ask a tier which of these blocks it still has. Blocks of a pending `Confirm` command are not asked for again.
 
         Return False if the tier's circuit breaker does not allow a call now, otherwise True.
         """
@@ -122,11 +122,11 @@ class Demotions:
         return True
 
     def is_being_confirmed(self, tier: TierState, key: BlockKey) -> bool:
-        """Return True while a `Confirm` for this block is pending at this tier."""
+        """Return True while a `Confirm` command for this block is pending at this tier."""
         return (tier.index, key) in self._unconfirmed
 
     def confirmed(self, confirm_id: ConfirmId, answers: Sequence[bool]) -> None:
-        """Record the end of a `Confirm`. `answers` tells for each of its keys whether the tier has the block."""
+        """Record the end of a `Confirm` command. `answers` tells for each of its keys whether the tier has the block."""
         confirmation = self._answered(confirm_id)
         if confirmation is None:
             return  # the deadline of the `Confirm` has passed, and its blocks count as lost already
@@ -135,7 +135,7 @@ class Demotions:
         self._tiers.forget(tier, [key for key, there in zip(confirmation.keys, answers, strict=True) if not there])
 
     def confirm_failed(self, confirm_id: ConfirmId, started: Nanos, now: Nanos) -> None:
-        """Record that a `Confirm` failed or missed its deadline. Its blocks count as lost (rule 3)."""
+        """Record that a `Confirm` command failed or missed its deadline. Its blocks count as lost (rule 3)."""
         confirmation = self._answered(confirm_id)
         if confirmation is None:
             return  # the deadline of the `Confirm` has passed, and its blocks count as lost already
@@ -155,7 +155,7 @@ class Demotions:
         assert self._unconfirmed == {(each.tier, key) for each in self._confirmations.values() for key in each.keys}
 
     def _ended(self, demotion_id: DemotionId, now: Nanos) -> tuple["_Demotion", TierState, bool]:
-        """Remove a demotion that has ended. Return the demotion, its tier, and True if it had missed its deadline."""
+        """Remove a demotion that has ended, and unpin its blocks. Return it, its tier, and True if it had been late."""
         demotion = self._demotions.pop(demotion_id)
         tier = self._tiers[demotion.tier]
         was_late = demotion_id in self._late
@@ -172,7 +172,7 @@ class Demotions:
 
 
 class _Demotion(Struct, frozen=True):
-    """One batch of blocks that is being copied to a tier."""
+    """One batch of blocks for which a `Demote` command was made, until the copying thread reports that it is done."""
 
     id: DemotionId
     tier: int

@@ -48,7 +48,7 @@ class Hierarchy:
 
     @property
     def refused(self) -> int:
-        """Number of promotions that were not begun because too many others were running."""
+        """Number of promotions since the node started that were not begun because too many others were running."""
         return self._promotions.refused
 
     def promotion_seconds(self, key: BlockKey, size_bytes: int) -> float | None:
@@ -75,11 +75,11 @@ class Hierarchy:
         return self._promotions.prefetch(digest, chain, held, max_wait, now, tenant)
 
     def found(self, promotion_id: PromotionId, count: int, now: Nanos) -> None:
-        """Record that a tier has the first `count` blocks that a `Find` asked for, and continue the promotion."""
+        """Record that a tier has the first `count` blocks of a `Find` command, and continue the promotion."""
         self._promotions.found(promotion_id, count, now)
 
     def fetched(self, promotion_id: PromotionId, answers: Sequence[FetchResult], now: Nanos) -> None:
-        """Record the results of a `Fetch`, one for each of its blocks, and continue the promotion."""
+        """Record the results of a `Fetch` command, one for each of its blocks, and continue the promotion."""
         self._promotions.fetched(promotion_id, answers, now)
 
     @property
@@ -140,7 +140,7 @@ class Hierarchy:
         return self._demotions.is_demoting(self._tiers[tier], key)
 
     def kept(self, demotion_id: DemotionId, answers: Sequence[bool], now: Nanos) -> None:
-        """Record the end of a `Demote`. `answers` tells for each of its blocks whether the tier has the block now."""
+        """Record the end of a `Demote` command. `answers` tells for each of its blocks whether the tier has the block now."""
         self._demotions.kept(demotion_id, answers, now)
 
     def has(self, tier: int, key: BlockKey) -> bool:
@@ -155,18 +155,18 @@ class Hierarchy:
         return not self._tiers[tier].rule.finds_in_memory
 
     def confirm(self, tier: int, keys: Sequence[BlockKey], now: Nanos) -> bool:
-        """Ask a tier which of these blocks it still has. Blocks that have a pending `Confirm` are not asked for again.
+        """Ask a tier which of these blocks it still has. Blocks of a pending `Confirm` command are not asked for again.
 
         Return False if the tier's circuit breaker does not allow a call now; the caller may try again later.
         """
         return self._demotions.confirm(self._tiers[tier], keys, now)
 
     def is_being_confirmed(self, tier: int, key: BlockKey) -> bool:
-        """Return True while a `Confirm` for this block is pending at this tier."""
+        """Return True while a `Confirm` command for this block is pending at this tier."""
         return self._demotions.is_being_confirmed(self._tiers[tier], key)
 
     def confirmed(self, confirm_id: ConfirmId, answers: Sequence[bool]) -> None:
-        """Record the end of a `Confirm`. `answers` tells for each of its keys whether the tier has the block."""
+        """Record the end of a `Confirm` command. `answers` tells for each of its keys whether the tier has the block."""
         self._demotions.confirmed(confirm_id, answers)
 
     def failed_writes(self, tier: int) -> int:

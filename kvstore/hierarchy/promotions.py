@@ -33,8 +33,7 @@ MAX_UNREPORTED = 1 << 16
 the oldest ones are reported as blocks that were in the pool already."""
 
 FETCH_AT_LEAST = Nanos(1 * SECOND)
-"""Minimum time between the decision to make a `Fetch` and its deadline, even if the max wait of the request ends
-earlier."""
+"""Minimum time from a `Fetch` command to its deadline, even if the max wait of the request ends earlier."""
 
 
 class Promotions:
@@ -104,7 +103,7 @@ class Promotions:
         return self.loading(digest, missing)
 
     def found(self, promotion_id: PromotionId, count: int, now: Nanos) -> None:
-        """Record that a tier has the first `count` blocks that a `Find` asked for, and continue the promotion."""
+        """Record that a tier has the first `count` blocks of a `Find` command, and continue the promotion."""
         promotion = self._promotions.get(promotion_id)
         if promotion is None:
             return  # the promotion has ended
@@ -145,7 +144,7 @@ class Promotions:
         self._queue.put(Fetch(promotion.id, tier.index, addresses, promotion.until))
 
     def fetched(self, promotion_id: PromotionId, answers: Sequence[FetchResult], now: Nanos) -> None:
-        """Record the results of a `Fetch`, one for each of its blocks, and continue the promotion."""
+        """Record the results of a `Fetch` command, one for each of its blocks, and continue the promotion."""
         promotion = self._promotions.get(promotion_id)
         if promotion is None:
             self._release(promotion_id, now)
@@ -198,7 +197,7 @@ class Promotions:
                 self._promoted.pop(BlockKey(digest, name), None)
 
     def failed(self, transfer: Find | Fetch, started: Nanos, now: Nanos) -> None:
-        """Record that a transfer failed, and continue its promotion with the next tier.
+        """Record that a `Find` or `Fetch` command failed, and continue its promotion with the next tier.
 
         If the promotion has ended already, release its slots.
         """
@@ -213,7 +212,7 @@ class Promotions:
         self._ask_tiers(promotion, promotion.tier + 1, now)
 
     def late(self, transfer: Find | Fetch, started: Nanos, now: Nanos) -> None:
-        """End a promotion whose transfer missed its deadline.
+        """End a promotion whose `Find` or `Fetch` command missed its deadline.
 
         Keep its slots reserved, because the thread may still write to them.
         """

@@ -50,7 +50,8 @@ class TierRule(Struct, frozen=True, kw_only=True):
     # Maximum number of blocks that the node remembers as stored in the tier. These blocks are not offered to it again.
     remember_blocks: int = 1 << 20
     finds_in_memory: bool = (
-        # True if the tier's `find` reads an index in memory. Its success then does not show that the tier can be read.
+        # True if the tier's `find` reads an index in memory. A successful `find` then does not show that its
+        # disk works.
         False
     )
 
@@ -84,7 +85,7 @@ class TierState:
         self.queue[key] = size_bytes
 
     def failed(self, breaker: CircuitBreaker, started: Nanos, now: Nanos) -> None:
-        """Record the failure of an operation that began at `started`."""
+        """Record the failure of an operation that began at `started`; `breaker` is `self.reading` or `self.writing`."""
         self.counters.failures += 1
         self.counters.fenced += breaker.closed
         breaker.failed(started, now)
@@ -160,12 +161,12 @@ class TierStates:
 
 
 class TierSpeed:
-    """Measures the recent speed of a tier: the average nanoseconds per byte over the last batches.
+    """Measures the recent speed of a tier: an average of the nanoseconds per byte of all batches (`SHARE`).
 
     The time of a batch includes the time that it waits in queues.
     """
 
-    SHARE = 0.25  # weight of the newest batch in the average
+    SHARE = 0.25  # weight of the newest batch in the average; the average of the batches before it has the rest
 
     def __init__(self) -> None:
         self._nanos_a_byte = 0.0

@@ -8,7 +8,7 @@ from kvstore.hierarchy.transfers import TierTransfer
 class TransferQueue:
     """Holds the transfers in the order in which they were decided.
 
-    Each transfer moves at most `batch_bytes`, or one block if a block is larger.
+    Callers that make a transfer put at most `batch_blocks` blocks into it, so that it moves at most `batch_bytes`.
     """
 
     def __init__(self, batch_bytes: int):

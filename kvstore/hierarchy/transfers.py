@@ -58,10 +58,11 @@ OPERATIONS = {Find: "find", Fetch: "fetch", Demote: "keep", Confirm: "confirm"}
 class TierCounters(Struct, kw_only=True):
     """Counters of the hierarchy for one tier since the node started. Only the tier hierarchy changes them."""
 
-    loaded: int = 0  # number of promoted blocks
-    kept: int = 0  # number of demoted blocks
-    dropped: int = 0  # number of blocks that were not demoted because the queue was full
-    # number of batches that a tier had, but that were not copied because computing was predicted to be faster
+    loaded: int = 0  # number of blocks that were promoted from the tier
+    kept: int = 0  # number of blocks that were demoted to the tier, including those that it had already
+    dropped: int = 0  # number of blocks that were not demoted because the tier's queue was full
+    # number of batches that the tier had, but that were not copied because computing the blocks was predicted to be
+    # faster
     too_slow: int = 0
     failures: int = 0  # number of transfers that failed or missed their deadline
     fenced: int = 0  # number of times that a failure opened the tier's circuit breaker

@@ -33,8 +33,8 @@ class Conversion:
         """Make the plans for both directions.
 
         Raises:
-            LayoutMismatch: The layout is invalid, or the heads cannot be divided among the ranks. The error names the
-                field.
+            LayoutMismatch: The layout or a size is invalid, or the heads cannot be divided among the ranks. The error
+                names the field.
         """
         stored = replace(engine, layout=AT_REST, tp=1)
         self._reading = _make_plans(stored, engine)
@@ -79,7 +79,7 @@ class Conversion:
 def _make_plans(writer: Fingerprint, reader: Fingerprint) -> Sequence[RepackPlan]:
     """Return a plan for each rank of the reader.
 
-    The result is empty if both sides have the same layout, so that nothing is converted.
+    The result is empty if both have the same layout and number of ranks, so that nothing is converted.
     """
     agreement = negotiate(writer=writer, reader=reader)
     match agreement:

@@ -1,6 +1,7 @@
 """Fingerprint: describes the meaning and the memory layout of blocks, and compares two descriptions.
 
-A reader and a writer of blocks, such as an engine and a store, have one fingerprint each.
+A reader and a writer of blocks, such as an engine and a store, have one fingerprint each. Each rank of an engine has
+its part of a block in one object, a contiguous piece of memory. A store has one object with the whole block.
 
 `negotiate` finds out whether a reader can use a writer's blocks, and at what cost. It returns one of three answers:
 
@@ -39,7 +40,8 @@ MUST_BE_EQUAL = (
     "head_dim",
     "hash_algorithm",
 )
-"""Fields that must be equal. The first field that differs is reported, so the most obvious fields come first."""
+"""Fields in which writer and reader must be equal. The first field that differs is reported, so the most obvious fields
+come first."""
 
 
 class Fingerprint(Struct, frozen=True, kw_only=True):
@@ -100,7 +102,7 @@ class ConversionCost(Struct, frozen=True, kw_only=True):
 
     bytes: int  # number of bytes that all ranks move; larger than a block if several ranks hold the same heads
     runs: int  # number of pieces that all ranks move; a piece is contiguous in the source and in the destination
-    bytes_a_rank: int  # number of bytes of the rank that moves most
+    bytes_a_rank: int  # number of bytes that the rank with the most bytes moves
     runs_a_rank: int
 
     def seconds(self, *, bytes_per_second: float, seconds_per_run: float) -> float:

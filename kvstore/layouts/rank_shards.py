@@ -43,7 +43,7 @@ class WriteGrant(Struct, frozen=True, kw_only=True):
     That rank sends the grant to the other ranks, encoded by the library msgspec.
     """
 
-    incarnation: str  # incarnation of the node
+    incarnation: str  # incarnation of the node that has reserved the slots
     places: ClientWriteReservation
 
     def some(self, first: int, end: int) -> "WriteGrant":
@@ -100,7 +100,7 @@ class RankShard:
         return cls(shape.bytes_of(shape.everything), [(row[start], row[length]) for row in rows])
 
     def put(self, parts: Sequence[ByteArray], block: ByteArray) -> int:
-        """Copy this rank's runs into a block; return their contribution to the block's checksum (`whole_checksums`)."""
+        """Copy this rank's runs (rule 1) into a block; return their contribution to the block's checksum (rule 2)."""
         register = 0
         for _, gap, start, end, index, within in self._copy_steps(parts):
             if gap is not None:
@@ -110,7 +110,7 @@ class RankShard:
         return _skip_zeros(register, _zeros(self.block_bytes - self._end))
 
     def get(self, block: ByteArray, parts: Sequence[ByteArray]) -> int:
-        """Copy this rank's runs out of a block, and return the checksum of the whole block.
+        """Copy this rank's runs (rule 1) out of a block, and return the checksum of the whole block.
 
         For the runs of this rank, the checksum is computed from the copied bytes.
         """
@@ -123,7 +123,7 @@ class RankShard:
         return checksums.extend(checksum, block[self._end :]) if self._end < self.block_bytes else checksum
 
     def take(self, block: ByteArray, parts: Sequence[ByteArray]) -> None:
-        """Copy this rank's runs out of a block, whose checksum the caller has verified."""
+        """Copy this rank's runs (rule 1) out of a block, whose checksum the caller has verified."""
         for _, _, start, end, index, within in self._copy_steps(parts):
             np.copyto(parts[index] if within is None else parts[index][within], block[start:end])
 
@@ -155,7 +155,7 @@ class RankShard:
 
 
 def whole_checksums(block_bytes: int, sums: Iterable[int]) -> int:
-    """Return the checksum of a block of `block_bytes` bytes; `sums` has the contributions of all its shards."""
+    """Return the checksum of a block of `block_bytes` bytes; `sums` has the contributions of all its shards (rule 2)."""
     checksum = _skip_zeros(ONES, _zeros(block_bytes)) ^ ONES
     for each in sums:
         checksum ^= each

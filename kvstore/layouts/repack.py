@@ -2,9 +2,9 @@
 
 Rules:
 
-1. A plan is made once for a set of source objects and a set of destination objects, and is used for every block. Only
-   the descriptions of the objects (`kvstore.layouts.shards`) are needed to make it, so a mismatch is an error before
-   any byte moves.
+1. An object is a contiguous piece of memory with a block or a part of it. A plan is made once for a set of source
+   objects and a set of destination objects, and is used for every block. Only the descriptions of the objects
+   (`kvstore.layouts.shards.BlockShard`) are needed to make it, so a mismatch is an error before any byte moves.
 2. A plan of `plan_fill` writes every byte of every destination exactly once. If that is impossible, `plan_fill` raises
    `LayoutMismatch`.
 3. If several source objects hold the same head, the first of them that is tried provides the head. To spread the load,
@@ -31,11 +31,11 @@ from kvstore.native import kernels
 from kvstore.native.kernels_twin import COPY_AXES, COPY_COLUMNS
 
 RUN_FIELDS = ("source", "source_offset", "destination", "destination_offset", "length")
-"""Columns of `RepackPlan.runs`. Source and destination are indices of objects; offsets and lengths are in bytes."""
+"""Columns of `RepackPlan.runs`. Source and destination are indices of objects (rule 1); offsets and lengths are in bytes."""
 
 
 class StridedCopy(Struct, frozen=True, kw_only=True):
-    """Copy of runs of equal length from one object to another; the runs are evenly spaced along some axes.
+    """Copy of runs (contiguous bytes) of equal length from one object to another, evenly spaced along some axes.
 
     All sizes, offsets and strides are in bytes.
     """
@@ -65,7 +65,7 @@ class StridedCopy(Struct, frozen=True, kw_only=True):
 class RepackPlan(Struct, frozen=True, kw_only=True, dict=True):
     """Copies that move one block from a set of source objects to a set of destination objects."""
 
-    source_bytes: tuple[int, ...]  # sizes of the source objects
+    source_bytes: tuple[int, ...]  # size of each source object in bytes
     destination_bytes: tuple[int, ...]
     copies: tuple[StridedCopy, ...]
 
@@ -112,7 +112,8 @@ def plan_fill(
     The source with index `first` is tried first (rule 3); the other sources follow in cyclic order.
 
     Raises:
-        LayoutMismatch: A layout is invalid, or the sources lack bytes that a destination needs.
+        LayoutMismatch: A layout is invalid, a destination is not within the block, or the sources lack bytes that a
+            destination needs.
     """
     copies = [
         _copy(shape, sources, source, destinations, destination, box)
@@ -205,7 +206,7 @@ def _merge(axes: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
 def _extents(shape: BlockShape, box: Box) -> dict[str, int]:
     """Return the sizes of the axes of a box.
 
-    An odd `head_dim` is not divided into keys and values (`BlockShape.axes`).
+    An odd `head_dim` is not divided into keys and values: the axis ``K`` then has the size 1.
     """
     halves = 1 if shape.head_dim % 2 else 2
     return {

@@ -142,7 +142,7 @@ class BlockShape(Struct, frozen=True, kw_only=True):
 
 
 def shards_by_rank(shape: BlockShape, layout: str, tp: int) -> Sequence[BlockShard]:
-    """Return the objects of all ranks of an engine, in order of rank.
+    """Return for each rank of an engine, in order, the description of the object with the rank's part of a block.
 
     Raises:
         LayoutMismatch: The heads cannot be divided among `tp` ranks.

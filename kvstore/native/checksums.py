@@ -9,7 +9,7 @@ try:
     from kvstore.native._checksum import copy, extend, get_blocks, put_blocks, sums
 
     BUILT = True
-    """True if the native module runs."""
+    """True if the functions of this module are those of the native module."""
 except ImportError:  # the native module is not built, or not for this processor
     from kvstore.native.checksums_twin import copy, extend, get_blocks, put_blocks, sums
 

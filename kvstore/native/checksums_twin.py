@@ -8,9 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 ByteArray: TypeAlias = NDArray[np.uint8]
-"""Bytes of one contiguous piece, as an array that shares the memory of the piece."""
+"""Bytes of one contiguous piece, as a one-dimensional array that shares the memory of the piece."""
 
-CHUNK_BYTES = 256 << 10  # size of a step of a copy, small enough that the bytes stay in the processor's cache
+# Size of a step of a copy, small enough that the bytes are still in the processor's cache for their checksum.
+CHUNK_BYTES = 256 << 10
 
 SLOT = struct.Struct("<QQI")  # offset, generation and CRC-32C of a slot, as in `kvstore.messages`
 MOVED, GONE, CORRUPT = range(3)

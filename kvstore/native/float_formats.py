@@ -69,7 +69,7 @@ def e4m3_codes(numbers: NDArray[np.float64]) -> NDArray[np.uint8]:
     exponents = np.where(magnitudes > 0, np.frexp(magnitudes)[1] - 1, _E4M3_LEAST_EXPONENT)
     exponents = np.maximum(exponents, _E4M3_LEAST_EXPONENT)
     eighths = np.rint(np.ldexp(magnitudes, _E4M3_FRACTION_BITS - exponents)).astype(np.int64)
-    # If rounding up gives the next power of two, the exponent grows by one.
+    # If rounding up has given the next power of two (`eighths` is 16), this sum increases the exponent by one.
     codes = ((exponents - _E4M3_LEAST_EXPONENT) << _E4M3_FRACTION_BITS) + eighths
     signs = np.where(np.signbit(numbers), 0x80, 0)
     result: NDArray[np.uint8] = (np.minimum(codes, _E4M3_LARGEST_CODE) | signs).astype(np.uint8)
@@ -79,7 +79,7 @@ def e4m3_codes(numbers: NDArray[np.float64]) -> NDArray[np.uint8]:
 def e4m3_numbers() -> NDArray[np.float64]:
     """Return the numbers of the 256 E4M3 codes, by code.
 
-    The code of NaN, which our encoder never produces, counts as 448.
+    The two codes of NaN, which `e4m3_codes` never returns, count as 448 and -448.
     """
     codes = np.minimum(np.arange(256) & 0x7F, _E4M3_LARGEST_CODE)
     exponents, eighths = codes >> _E4M3_FRACTION_BITS, codes & 7

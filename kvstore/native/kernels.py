@@ -8,7 +8,7 @@ try:
     from kvstore.native._kernels import copy, dequantise, join, narrow, quantise, split, widen
 
     BUILT = True
-    """True if the native kernels run."""
+    """True if the functions of this module are those of the native module."""
 except ImportError:  # the native module is not built
     from kvstore.native.kernels_twin import copy, dequantise, join, narrow, quantise, split, widen
 

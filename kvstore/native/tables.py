@@ -8,7 +8,7 @@ try:
     from kvstore.native._table import Table as BlockTable
 
     BUILT = True
-    """True if the native table is used."""
+    """True if `BlockTable` is the class of the native module."""
 except ImportError:  # the native module is not built
     from kvstore.native.tables_twin import BlockTable
 

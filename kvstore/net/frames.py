@@ -44,10 +44,10 @@ from kvstore.net.unix_sockets import BACKLOG
 HEAD = struct.Struct("<I")  # head of a frame: the length of the payload in bytes
 
 FRAME_BYTES = 64 << 20
-"""Default limit of a payload in bytes; a prompt of a million tokens has 4 MiB."""
+"""Default of `limit`: the maximum length of a payload in bytes (rule 1). A prompt of a million tokens has 4 MiB."""
 
 SEND_BYTES = 2 * FRAME_BYTES
-"""Default number of bytes that may wait to be sent on one connection."""
+"""Default of `send_limit`: the maximum number of bytes that may wait to be sent on one connection (rule 3)."""
 
 HIGH_WATER_BYTES = 256 << 10
 """A connection with more bytes than this to send is `full`. A network of 2 Gbit/s moves this number of bytes in a
@@ -79,7 +79,7 @@ HANDSHAKE_SECONDS = 5.0
 """Maximum duration of a TLS handshake. A handshake has some round trips, and its signatures take long on a busy
 machine."""
 
-STOP_SECONDS = 2  # time limit to send waiting bytes when a server stops
+STOP_SECONDS = 2  # time limit to send waiting bytes when a server stops; then the connections are aborted
 
 
 class FrameTooLong(ConnectionError):
@@ -207,13 +207,14 @@ class FrameConnection(asyncio.Protocol):
         self._limit = limit
         self._send_limit = send_limit
         self._turn_frames = turn_frames
-        # Frames that are handled in the next iterations of the event loop; reading is paused meanwhile.
+        # Received frames that are passed on in later iterations of the event loop (rule 4); reading is paused
+        # meanwhile.
         self._waiting: deque[bytes] = deque()
         self._decoder = FrameDecoder(limit)
         self._leaving: list[bytes] = []  # parts to send at the end of this iteration of the event loop
         self._leaving_bytes = 0
-        self._paused = False  # True if the transport's buffer is full
-        self._reading = True  # True if the receiver wants frames
+        self._paused = False  # True while more bytes wait to be sent than asyncio's limits allow (`full`)
+        self._reading = True  # False between `pause_reading` and `resume_reading`
         self._over = False  # True if the connection has ended or is being closed
         self._cause: Exception | None = None
         self._loop = asyncio.get_running_loop()
@@ -222,7 +223,7 @@ class FrameConnection(asyncio.Protocol):
 
     @property
     def full(self) -> bool:
-        """True while the send buffer is full; `FrameReceiver.resumed` is called when it has room again."""
+        """True while too many bytes wait to be sent (`HIGH_WATER_BYTES`). At its end, `FrameReceiver.resumed` is called."""
         return self._paused
 
     @property
@@ -260,7 +261,7 @@ class FrameConnection(asyncio.Protocol):
         self._flush()
 
     def allow(self, limit: int) -> None:
-        """Allow payloads of up to `limit` bytes: at once for sending, and for receiving from the next piece on."""
+        """Allow payloads of up to `limit` bytes: at once for sending, for receiving from the next piece of the stream on."""
         self._limit = limit
         self._decoder.allow(limit)
 
@@ -273,7 +274,7 @@ class FrameConnection(asyncio.Protocol):
         self.allow(limit)
 
     def pause_reading(self) -> None:
-        """Stop reading from the socket.
+        """Stop reading from the socket. The receiver may still get frames of the last piece that was read (rule 4).
 
         If the peer continues to send, its end of the connection becomes `full` after a while.
         """
@@ -449,11 +450,11 @@ async def open_server(
 ) -> AsyncIterator[str]:
     """Listen while the context is open; yield the address with the chosen port. Close all connections at the end.
 
-    `field` names the settings field in error messages. `accept` is called before anything is received on a connection.
-    `guard` decides which TCP connections are admitted; None: all are admitted.
+    `field` names the settings field in error messages. `accept` returns the receiver of an admitted connection, and is
+    called before this receiver gets anything. `guard` decides which TCP connections are admitted; None: all of them.
 
     Raises:
-        StoreNotStarted: The address is invalid, in use, or not of this machine.
+        StoreNotStarted: The address is invalid or in use, or this process cannot listen at it.
     """
     connections: set[_AcceptedConnection] = set()
     ended = asyncio.Event()

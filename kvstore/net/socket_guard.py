@@ -41,8 +41,9 @@ from msgspec import Struct
 UNPROVEN_SERVICES = ("/grpc.health.", "/grpc.reflection.")
 LOOK_SECONDS = 0.1
 SURVEY_SECONDS = 10.0
-"""Maximum time between two surveys of the sockets while many files are open. If other files were closed since the last
-survey, there may be too many connections although the number of open files has not grown."""
+"""Maximum time between two surveys of the sockets while the process has more open files than the port may have
+connections. If other files were closed since the last survey, there may be too many connections although the number of
+open files has not grown."""
 
 LOG_SECONDS = 10.0
 MAX_CONNECTIONS = 4096  # maximum number of connections of the port; a router's client ports have the same default
@@ -50,7 +51,7 @@ DESCRIPTOR_SHARE = 0.25  # maximum number of connections, as a share of the file
 ADDRESS_SHARE = 0.9  # maximum share of the connections for one address; a router's client ports have the same default
 
 DESCRIPTORS = "/proc/self/fd"
-LAST_RECEIVED = 52  # offset in the kernel's `tcp_info` of the milliseconds since bytes arrived
+LAST_RECEIVED = 52  # offset in the kernel's `tcp_info` of the milliseconds since bytes last arrived
 TCP_INFO_BYTES = 56
 
 AnyHandler = TypeVar("AnyHandler")
@@ -72,7 +73,10 @@ class GuardedConnection(Struct, frozen=True, kw_only=True):
 
 
 def select_displaced(connections: list[GuardedConnection], most: int, per_address: int) -> list[GuardedConnection]:
-    """Return the connections that have to be shut down by rules 2 to 4."""
+    """Return the connections that have to be shut down by rules 2 to 4.
+
+    The port may have `most` connections, and one address `per_address` of them.
+    """
     by_address: dict[str, list[GuardedConnection]] = defaultdict(list)
     for each in connections:
         by_address[each.peer[0]].append(each)
@@ -130,7 +134,7 @@ class SocketGuard(grpc.aio.ServerInterceptor):
         self._calls: Counter[Peer] = Counter()
         self._called: set[Peer] = set()
         self._seen_at: dict[Peer, float] = {}
-        self._other_files = 0  # number of open files at the last survey that are not connections of the port
+        self._other_files = 0  # number of open files at the last `_survey` that were not connections of the port
 
     async def intercept_service(
         self,

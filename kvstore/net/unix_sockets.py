@@ -1,4 +1,4 @@
-"""Unix sockets: listen at a path, also if a killed node has left a socket there, and connect to a busy socket."""
+"""Unix sockets: listen at a path where a killed node may have left its socket, and connect to a socket with a full queue."""
 
 import contextlib
 import errno
@@ -16,7 +16,7 @@ from kvstore.errors import StoreNotStarted, reason
 PATH_BYTES = 107  # maximum length of a socket's path: the field `sun_path` without its final zero; unix(7)
 PROBE_SECONDS = 1.0
 BACKLOG = 1024  # maximum number of connections that wait to be accepted
-ALONE_SECONDS = 3.0  # maximum wait while other nodes prepare their sockets in the same folder
+ALONE_SECONDS = 3.0  # maximum wait for the lock on a folder; other nodes hold it while they prepare their sockets
 ALONE_AGAIN_SECONDS = 0.01
 
 TIMEVAL = struct.Struct("@ll")  # seconds and microseconds, as SO_SNDTIMEO takes them

@@ -225,7 +225,7 @@ class PoolAllocator:
                 return None
             vacant = self._evict(victim)
             if occupied_bytes(victim.length) == occupied_bytes(length):
-                return vacant  # the common case: the evicted block leaves an extent of the right size
+                return vacant  # the common case: the place of the evicted block has the right size
             self._extents.give_back(vacant, victim.length)
         return offset
 

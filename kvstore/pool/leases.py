@@ -19,8 +19,8 @@ from kvstore.errors import Exhausted
 from kvstore.pool.open_namespaces import OpenNamespace, StoredBlock
 
 SLACK = 64
-"""Ended ids are removed from the heap when the heap has more entries than twice the number of open ids plus this
-number."""
+"""The ids of ended leases and reservations are removed from the heap (rule 1) when the heap has more entries than twice
+the number of open ones plus this number."""
 
 
 class BlockLease:
@@ -35,11 +35,11 @@ class BlockLease:
     def __init__(self, blocks: list[StoredBlock], *, is_use: bool, hold: tuple[bytes, str] | None = None):
         self.blocks = blocks
         self.is_use = is_use
-        self.hold = hold  # key of the session pin, if this lease is a session pin
+        self.hold = hold  # key of the session pin (`kvstore.pool.session_pins`); None if this lease is no session pin
 
 
 class PendingWrite:
-    """Records one write reservation: the requested chain, and the blocks of it that the owner will write, by index."""
+    """Records one write reservation: the requested chain, and its blocks that the owner will write, by index in the chain."""
 
     __slots__ = ("blocks", "names", "opened", "owner")
 
@@ -59,7 +59,7 @@ class LeaseTable:
         self._open: dict[int, BlockLease | PendingWrite] = {}
         self._unending: set[int] = set()
         self.deadlines = _Deadlines()
-        self.reservations = 0  # number of open reservations
+        self.reservations = 0  # number of open write reservations; the other entries of `_open` are leases
 
     def next_id(self) -> int:
         self._last_id += 1

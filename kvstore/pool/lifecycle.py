@@ -5,7 +5,7 @@ from enum import StrEnum
 
 
 class BlockState(StrEnum):
-    RESERVED = "reserved"  # a writer is writing its bytes
+    RESERVED = "reserved"  # has a place in the pool, into which a writer may write the bytes
     HELD = "held"  # readable; may be evicted
     PINNED = "pinned"  # readable; a lease prevents its eviction
     CONDEMNED = "condemned"  # the bytes are wrong; the place is reused after the last pin has ended
@@ -15,8 +15,8 @@ class BlockState(StrEnum):
 class BlockTransition(StrEnum):
     PUBLISH = "publish"
     ABANDON = "abandon"
-    PIN = "pin"  # the first pin
-    UNPIN = "unpin"  # the end of the last pin
+    PIN = "pin"  # a block without a pin gets one; further pins change no state
+    UNPIN = "unpin"  # the last pin of the block ends
     EVICT = "evict"
     CONDEMN = "condemn"
 
@@ -36,11 +36,11 @@ READABLE = frozenset({BlockState.HELD, BlockState.PINNED})
 
 
 class IllegalBlockTransition(AssertionError):
-    """The table has no such transition from this state, so the pool machine has a bug."""
+    """The table `NEXT` has no such transition from this state, so the pool machine has a bug."""
 
 
 def advance(state: BlockState, step: BlockTransition) -> BlockState:
-    """Return the state that follows a transition; raise IllegalBlockTransition if the table has none."""
+    """Return the state that follows a transition; raise IllegalBlockTransition if the table `NEXT` has none."""
     following = NEXT.get((state, step))
     if following is None:
         raise IllegalBlockTransition(f"a block in state {state} cannot {step}")

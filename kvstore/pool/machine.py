@@ -232,7 +232,7 @@ class BlockMachine:
             self._leases.require_room()
         account = self._quotas.account(tenant) if self._quotas is not None else None
         held = [block for block in map(opened.readable.get, names) if block is not None]
-        self._pin(held)  # keeps the chain's stored blocks from being evicted for its new ones
+        self._pin(held)  # keeps the chain's stored blocks from being evicted to make room for its new blocks
         blocks, reserved, refused = self._allocator.place_missing(opened, names, account, self._leases.next_id)
         self._unpin(held, now, is_use=False)
         self._refused += refused
@@ -350,7 +350,7 @@ class BlockMachine:
         return self._allocator.changes()
 
     def held(self) -> list[BlockChanges]:
-        """Return all readable blocks, one item for each namespace: the first message of a watch."""
+        """Return all readable blocks, one item for each namespace, for the cache dump at the beginning of a watch."""
         return [
             BlockChanges(digest=opened.digest, stored=tuple(opened.readable.names())) for opened in self._namespaces
         ]
@@ -414,7 +414,7 @@ class BlockMachine:
         self._unpin(entry.blocks, now, is_use=entry.is_use)
 
     def _pin(self, blocks: Iterable[StoredBlock]) -> None:
-        # The new state is looked up only once, because all blocks without a pin have the same state, HELD.
+        # The new state is looked up only once, because all these blocks without a pin have the same state, HELD.
         pinned = advance(BlockState.HELD, BlockTransition.PIN)
         fresh = 0
         for block in blocks:
@@ -429,7 +429,8 @@ class BlockMachine:
 
         If `is_use` is true, the eviction policy counts a use of the blocks.
         """
-        unpinned = advance(PINNED, BlockTransition.UNPIN)  # the new state of most blocks, looked up only once
+        # The new state of blocks that are not condemned is looked up only once.
+        unpinned = advance(PINNED, BlockTransition.UNPIN)
         for block in reversed(blocks):
             block.pins -= 1
             if not block.pins:

@@ -14,8 +14,8 @@ from kvstore.pool.lifecycle import BlockState
 from kvstore.pool.quotas import TenantAccount
 
 NAMESPACE_IDLE = Nanos(60 * SECOND)
-"""If a namespace was unused for this long, another namespace with the same weights may be opened. The restart of a
-worker takes less time, so the worker's namespace stays protected meanwhile.
+"""If a namespace was unused for this long, another namespace with the same weights may be opened
+(`kvstore.pool.machine`, rule 7). The restart of a worker takes less time, so its namespace stays protected meanwhile.
 """
 
 

@@ -30,7 +30,7 @@ class SessionPins:
         self.bytes = 0
 
     def fitting(self, blocks: Sequence[StoredBlock]) -> int:
-        """Return how many of these leading blocks may be pinned without exceeding the limit."""
+        """Return how many blocks, from the first of `blocks` on, can be pinned without exceeding the limit."""
         left = self._limit_bytes - self.bytes
         for count, block in enumerate(blocks):
             if block not in self._holders:

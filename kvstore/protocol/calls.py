@@ -52,7 +52,7 @@ BUFFER_BYTES = 64 << 10  # size of the buffer for answers; a longer answer is ra
 # A message of at most this size fits into the socket buffer, so sending it does not block.
 NON_BLOCKING_BYTES = 32 << 10
 CLOSE_SECONDS = 0.1  # maximum time for which `NodeCalls.retire` waits for the answers to releases
-# Maximum number of idle connections that are kept. More threads rarely make calls at the same time.
+# Maximum number of idle connections that a client keeps. More threads rarely make calls at the same time.
 IDLE_CONNECTIONS = 8
 
 Answer = TypeVar("Answer", bound=Message)
@@ -66,7 +66,7 @@ class Method(IntEnum):
 
 
 class CallRefused(grpc.RpcError):
-    """A framed call failed. The error has the same interface as an error of gRPC, so callers handle both alike."""
+    """A call by frames (`kvstore.net.frames`) failed. The error has the same interface as an error of gRPC, so callers handle both alike."""
 
     def __init__(self, code: grpc.StatusCode, details: str, field: str = ""):
         super().__init__(details)
@@ -123,7 +123,7 @@ class NodeCalls:
     def release_soon(self, request: pb.ReleaseRequest, timeout_seconds: float) -> None:
         """Release leases; wait for the node's answer only if the call uses gRPC.
 
-        `settle` waits for the other answers.
+        The answer to a framed call is read later, by `settle` or before the next request on the same connection.
         """
         deadline = Nanos(self._clock.now() + nanos(timeout_seconds))
         connection = self._connection(deadline) if self.path else None

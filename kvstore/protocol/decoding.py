@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class _Undecodable(Struct, frozen=True):
-    """Takes the place of a message that could not be decoded."""
+    """Takes the place of a request that could not be decoded, until the call is refused."""
 
 
 UNDECODABLE = _Undecodable()
@@ -41,7 +41,7 @@ class DecodingInterceptor(grpc.aio.ServerInterceptor):
 
     def __init__(self) -> None:
         self.refused = 0
-        """Number of refused requests since the server started."""
+        """Number of requests since the server started that were refused because they are no valid messages."""
 
     async def intercept_service(
         self,

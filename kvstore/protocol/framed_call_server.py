@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 
 class FramedCallServer:
-    """Answers framed calls, by the rules of this module."""
+    """Answers framed calls (`kvstore.protocol.calls`), by the rules of this module."""
 
     def __init__(self, handlers: Mapping[Method, CallHandler]):
         self._handlers = {bytes((method,)): handler for method, handler in handlers.items()}
@@ -89,7 +89,7 @@ class FramedCallServer:
             return b"", refusal_message(code, field, str(error))
 
     def cut_stalled(self, now: Nanos) -> None:
-        """Close connections whose peer has stopped within a request or an answer; call this periodically."""
+        """Close connections whose client has stopped within a request or reads no answers (rule 4); call this periodically."""
         for caller in list(self.callers):
             caller.cut_if_stalled(now)
 

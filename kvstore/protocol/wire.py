@@ -59,13 +59,13 @@ they are released."""
 MAX_EVACUATED = 4096
 """Maximum number of blocks that one request evacuates; all of them are looked up at once, while other clients wait."""
 
-MAX_TEXT = 512  # maximum number of characters of a text field
+MAX_TEXT = 512  # maximum number of characters of a text field in a client's request
 MAX_WAIT_MS = 60_000
 MAX_MESSAGE_BYTES = 16 << 20
 """Maximum length of a gRPC message: 65,536 slots take 1.3 MiB, and a cache dump is divided into several messages."""
 
 FIELD_KEY = "kvstore-field"
-"""Key of the trailing metadata that names the offending field."""
+"""Key in the trailing metadata of a refused call; its value is the name of the offending field."""
 
 _CODES: dict[type[StoreError], grpc.StatusCode] = {
     InvalidArgument: grpc.StatusCode.INVALID_ARGUMENT,
@@ -176,7 +176,7 @@ def parse_hashes(hashes: bytes) -> list[BlockHash]:
 
 
 def parse_lease(lease_ms: int, least_ms: int, limit: Nanos, field: str = "lease_ms") -> Nanos:
-    """Return the duration of a lease; raise InvalidArgument if it is too short, or longer than the node allows."""
+    """Return the duration of a lease; raise InvalidArgument if it is below `least_ms`, or above `limit`."""
     limit_ms = limit // MILLISECOND
     if not least_ms <= lease_ms <= limit_ms:
         raise InvalidArgument(field, f"{lease_ms} is not within {least_ms}..{limit_ms}")
@@ -217,7 +217,10 @@ def parse_session(session: str) -> str:
 
 
 def parse_checksums(request: pb.PublishRequest) -> dict[int, int]:
-    """Return the CRC-32C by index; raise InvalidArgument unless each index occurs once and has a checksum."""
+    """Return the CRC-32C of each written block, by the index of the block in the reserved chain.
+
+    Raise InvalidArgument unless each index occurs once and has a checksum.
+    """
     if len(request.crc32c) != len(request.indices):
         raise InvalidArgument("crc32c", f"{len(request.crc32c)} for {len(request.indices)} indices")
     checksums = dict(zip(request.indices, request.crc32c, strict=True))

@@ -61,9 +61,9 @@ class AuthenticationKey:
         self._key = hmac.digest(secret, purpose.encode(), hashlib.sha256)
 
     def proof(self, side: ProofSide, *words: bytes) -> bytes:
-        """Return the 32 bytes of a proof of these words, which only an owner of the secret can compute.
+        """Return a proof of 32 bytes, which only an owner of the secret can compute.
 
-        The proof covers the lengths of the words too.
+        It covers `side`, the `words` (the data that is proven), and their lengths.
         """
         said = b"".join(len(word).to_bytes(4, "big") + word for word in (side.encode(), *words))
         return hmac.digest(self._key, said, hashlib.sha256)

@@ -35,7 +35,7 @@ class _CallerWindow:
 
     def __init__(self, number: int, expires: int):
         self.highest = number
-        self.seen = 1  # bit n is set if the call with the number `highest - n` came
+        self.seen = 1  # bit n is set if the call with the number `highest - n` has come
         self.expires = expires  # seconds since 1970 after which none of the caller's accepted proofs is valid any more
 
 
@@ -59,7 +59,8 @@ class CallReplays:
 
     def refusal(self, name: bytes, number: int, unix_seconds: int, now: int) -> str:
         """Record a call whose proof is valid. Return why the call is refused; an empty string means that it is accepted."""
-        self._opened = min(self._opened, now)  # after the node's clock was set back, new calls must not count as older
+        # After the node's clock was set back, new calls must not count as made before the port opened.
+        self._opened = min(self._opened, now)
         if unix_seconds < self._opened:
             # The text is always the same, so that the caller's log can leave out repetitions.
             return (

@@ -36,7 +36,7 @@ from kvstore.system_clock import MonotonicClock, unix_seconds
 
 log = logging.getLogger(__name__)
 
-MOST_BYTES = 4 << 20  # maximum size of a file; a bundle of all public authorities has about 250 KiB
+MOST_BYTES = 4 << 20  # maximum size of a certificate file; a bundle of all public authorities has about 250 KiB
 LOOK_SECONDS = 1.0
 WATCH_SECONDS = 10.0
 DAY_SECONDS = 86_400.0
@@ -110,7 +110,7 @@ class CertificateFiles:
             logs: True if renewals, refused renewals and expiring certificates are logged. If several objects read the
                 same files, only one of them should log.
             clock: The clock that `look_seconds` refers to; None: the system's.
-            wall_seconds: The wall clock in seconds of Unix time.
+            wall_seconds: Returns the wall clock's time, in seconds of Unix time.
 
         Raises:
             BadCredentials: A file cannot be read, is too large, or is a pipe; the message names its field.
@@ -300,7 +300,7 @@ class RenewedContext:
 
     @property
     def current(self) -> ssl.SSLContext:
-        """The context for the next handshake."""
+        """The context for the next handshake; after a renewal of the files, a new one."""
         generation, pem = self._files.latest()
         if generation != self._generation:
             self._generation, self._context = generation, self._build(pem)
@@ -357,7 +357,7 @@ class CertificateWatch:
     """
 
     def __init__(self, several: Sequence[CertificateFiles]) -> None:
-        """Create the watch. The caller has to register it with a metrics registry."""
+        """Create the watch. The caller has to start `run`, and to register the watch with a metrics registry."""
         self._several = several
 
     @classmethod

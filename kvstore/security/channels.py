@@ -66,7 +66,8 @@ class LoadedCredentials(Struct, frozen=True, kw_only=True):
     def control_key(self) -> AuthenticationKey | None:
         """The key for the proofs of both ends of a call over TCP.
 
-        It is None if there is no secret, or if TLS has proven the identity of both peers.
+        It is None if there is no secret, or if both `certificate` and `authority` are set: TLS then proves who the
+        peers are (rule 3).
         """
         return AuthenticationKey(self.secret, self.purpose) if self.secret and not self._certified else None
 
@@ -110,7 +111,7 @@ class LoadedCredentials(Struct, frozen=True, kw_only=True):
         return [ProofServerInterceptor(self.control_key, now)] if self.control_key else []
 
     def channel(self, address: str, options: Options, now: Calendar = unix_seconds) -> grpc.Channel:
-        """Open a channel to a node for synchronous calls."""
+        """Open a channel to a node for synchronous calls, with TLS and proofs as these credentials require (rule 3)."""
         if address.startswith("unix:"):
             return grpc.insecure_channel(address, options=options)
         channel: Any
@@ -122,7 +123,7 @@ class LoadedCredentials(Struct, frozen=True, kw_only=True):
         return grpc.intercept_channel(channel, ProofUnaryInterceptor(key, now)) if key else channel
 
     def aio_channel(self, address: str, options: Options, now: Calendar = unix_seconds) -> grpc.aio.Channel:
-        """Open a channel to a node for calls on an event loop."""
+        """Open a channel to a node for calls on an event loop, with TLS and proofs as these credentials require (rule 3)."""
         key = None if address.startswith("unix:") else self.control_key
         interceptors: list[grpc.aio.ClientInterceptor] = (
             [ProofStreamInterceptor(key, now), ProofAioUnaryInterceptor(key, now)] if key else []
@@ -174,7 +175,8 @@ def load(
     `purpose` is the purpose of the proofs on calls. `field` is the name of the settings section, for error messages.
 
     Raises:
-        BadCredentials: A file cannot be read, or the secret is too short; the message names the field.
+        BadCredentials: A file cannot be read, a certificate file is too large or is a pipe, or the secret is too short.
+            The message names the field.
     """
     secret = _read(f"{field}.secret_file", credentials.secret_file).strip()
     if credentials.secret_file and len(secret) < SECRET_BYTES:

@@ -1,8 +1,8 @@
 """gRPC channels that follow renewed certificates: the first call after a renewal opens a new channel.
 
 Running calls go on over the earlier channel. For these calls, the last `KEPT_CHANNELS` earlier channels stay open;
-older channels are closed, which ends their calls. Renewals are at least hours apart, so an earlier channel usually
-stays open until its calls have ended.
+older channels are closed, which ends their calls. Renewals are usually hours or days apart, so almost all calls end
+before their channel is closed.
 """
 
 import asyncio
@@ -59,7 +59,7 @@ class _RenewedChannel:
 
     @property
     def current(self) -> Any:
-        """The channel with the certificate in use."""
+        """The newest channel. The first use after a renewal of the certificates opens a new one."""
         generation, pem = self._files.latest()
         if generation != self._generation:
             self._generation = generation
@@ -70,7 +70,7 @@ class _RenewedChannel:
         return self._channel
 
     def _discard(self, channel: Any) -> None:
-        """Close a channel that is too old to be kept."""
+        """Close an earlier channel, because more than `KEPT_CHANNELS` of them are open."""
         raise NotImplementedError
 
     def __getattr__(self, name: str) -> Any:

@@ -334,7 +334,7 @@ def _refusal_of_own(files: Credentials) -> ssl.SSLCertVerificationError | None:
     return None
 
 
-FLIGHTS = 4  # maximum number of message exchanges that are tried; a handshake takes two or three
+FLIGHTS = 4  # number of times that both ends take a step of the handshake in memory; two or three are needed
 
 
 def _step(act: Callable[[], None]) -> None:

@@ -34,7 +34,7 @@ LEAST_BURST_BYTES = 1 << 30
 
 
 class _SharedBudget(WriteBudget):
-    """Write budget of one tier. A lock guards it, because the event loop and the tier's threads use it."""
+    """Write budget of one tier, guarded by a lock, because the event loop and the tier's threads charge writes to it."""
 
     def __init__(self, bytes_per_day: int, burst_bytes: int, *, now: Nanos):
         super().__init__(bytes_per_day, burst_bytes, now=now)
@@ -57,7 +57,7 @@ class _OpenTier(Struct, frozen=True, kw_only=True):
 
 
 class BackingTiers:
-    """Holds all backing tiers of a node, in the order in which they are asked."""
+    """Holds all backing tiers of a node, in the order in which promotions ask them."""
 
     def __init__(self, opened: Sequence[_OpenTier]):
         self.tiers = [each.tier for each in opened]
@@ -75,7 +75,8 @@ class BackingTiers:
     ) -> "BackingTiers":
         """Open all tiers. This may take seconds for a large SSD tier. The tiers are closed when `held` is closed.
 
-        `namespaces` returns a namespace by its digest or raises NamespaceUnknown. `credentials` are shown to peers.
+        `namespaces` returns a namespace by its digest or raises NamespaceUnknown. `credentials` are those for
+        connections to peer nodes.
 
         Raises:
             StoreNotStarted: A tier cannot be opened; the message begins with the setting, such as ``tiers[0].url: …``.

@@ -54,7 +54,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 CONDEMNED_BYTES = 8 << 20
 """Maximum number of bytes whose checksums are computed in one iteration of the event loop when a client condemns
-blocks. This takes a millisecond."""
+blocks, unless one block is larger. This takes a millisecond."""
 
 CONDEMNED_NAMES = 64  # maximum number of condemned blocks that are checked in one iteration of the event loop
 
@@ -66,7 +66,7 @@ ones are not counted. Uncounted uses only make the demotions and the ghost cache
 
 
 class NodeIdentity(Struct, frozen=True, kw_only=True):
-    """The facts about a node that it sends to each client in the handshake."""
+    """The facts about a node that it sends to each client in the handshake (the call `Hello`)."""
 
     store_id: str
     incarnation: str
@@ -116,7 +116,7 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
         self._max_reservation = nanos(settings.reservation_seconds)
         self._max_hold = nanos(settings.max_hold_seconds)
         self._watchers = Watchers(settings.watch_queue)
-        # Only one client at a time may condemn blocks, because the checks of the blocks occupy the event loop.
+        # Blocks of one client at a time are checked, because the checks of condemned blocks occupy the event loop.
         self._condemning = asyncio.Lock()
         self._mismatches = 0
         self._traces = traces
@@ -136,7 +136,7 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
         self.settle()
 
     def settle(self) -> None:
-        """Perform the commands of the pool machine and the transfers of the hierarchy."""
+        """Perform the commands of the pool machine, and begin the transfers that the hierarchy has decided."""
         self._perform()
         self._executor.settle()
         # A tier with an index in memory answers at once, and its answer may cause new commands of the pool machine.
@@ -254,7 +254,7 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
             names = split(hashes)
             self._savings.report(digest, len(names), seconds(max_wait))
             self._hierarchy.prefetch(digest, names, held, max_wait, now, tenant)
-            self.settle()  # a tier that looks up blocks in memory may answer at once
+            self.settle()  # a tier with an index in memory answers at once, so that `loading` below is already right
         loading = self._hierarchy.loading(digest, split(hashes[held * HASH_BYTES :]))
         tell = lease and self._hierarchy.has_promoted
         promoted = (
@@ -333,7 +333,7 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
         return [blocks[start : start + step] for start in range(0, len(blocks), step)]
 
     def _condemn(self, digest: bytes, blocks: Sequence[tuple[BlockHash, int]], now: Nanos) -> int:
-        """Remove the blocks of a batch that are really corrupt; return their number."""
+        """Remove the blocks of a batch whose bytes in the pool are wrong (`_is_corrupt`); return their number."""
         return sum(
             self._machine.condemn(digest, name, generation, now)
             for name, generation in blocks
@@ -346,7 +346,7 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
         return message
 
     def _is_corrupt(self, digest: bytes, name: BlockHash, generation: int) -> bool:
-        """Return whether a block is really corrupt.
+        """Return whether the block's bytes in the pool do not match its published checksum.
 
         The client may have received wrong bytes although the block in the pool is intact. Removing an intact block
         would harm other clients.

@@ -16,7 +16,7 @@ from kvstore.tracing.spans import Attributes, SpanIds, SpanRecord, SpanSide
 
 
 class CallTraces:
-    """Makes the spans of the calls of one node."""
+    """Makes the spans of the calls that one node answers."""
 
     def __init__(
         self, store_id: str, exporter: TraceExporter, clock: Clock, unix_nanoseconds: Callable[[], int], ids: SpanIds

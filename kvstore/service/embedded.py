@@ -29,7 +29,8 @@ from kvstore.messages import StoreEndpoints
 from kvstore.service.server import serve
 from kvstore.service.settings import StoreSettings
 
-STOP_SECONDS = 15.0  # time limit for a node to stop; an SSD tier with pending writes needs most of it
+# Time for which the host program waits for the node to stop; an SSD tier with pending writes needs most of it.
+STOP_SECONDS = 15.0
 
 NewLoop = Callable[[], asyncio.AbstractEventLoop]
 
@@ -108,7 +109,7 @@ class _EmbeddedNode:
         try:
             with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
                 runner.run(self._serve())
-        except BaseException as error:  # noqa: BLE001 - supervisor: the host program gets the exception and ends
+        except BaseException as error:  # noqa: BLE001 - supervisor: the host program gets any exception of the node from `ended`
             cause = None if self._asked_to_stop and isinstance(error, asyncio.CancelledError) else error
         # Free the pool's memory at once. Without this call the memory would stay, because the node has reference
         # cycles.

@@ -7,9 +7,9 @@ Rules:
    its peers' memory (`PeerBackend.leave`), or, without a peer tier, to its disk, where its successor finds them. A tier
    with `keep = "none"` is never written, and the write budget applies. If a tier fails repeatedly, the next tier in
    this order is used.
-2. Blocks are demoted as usual (`kvstore.hierarchy.machine`): through the tier's bounded queue, its circuit breaker and
-   its checksums, with the same events for watchers. The only difference is that the tier's admission rule is not
-   applied, because the requester has chosen the blocks.
+2. Blocks are demoted in the same way as without an evacuation (`kvstore.hierarchy.machine`): through the tier's bounded
+   queue, circuit breaker and checksums, with the same events for watchers. The only difference is that the tier's
+   admission rule is not applied, because the requester has chosen the blocks.
 3. Only the requester waits for an evacuation, at most until the deadline. Blocks that are not in the pool, or that the
    tier has, are skipped. A tier that may have lost a block without reporting it is queried again, for many blocks at a
    time.
@@ -32,7 +32,7 @@ from kvstore.messages import BlockKey, EvacuationResult
 from kvstore.pool.machine import BlockMachine
 from kvstore.service.backing_tiers import BackingTiers
 
-LOOK_AGAIN_SECONDS = 0.01  # pause between two checks of a tier's results; writing a batch takes longer than this
+LOOK_AGAIN_SECONDS = 0.01  # pause between two checks whether writes have ended; writing a batch takes longer than this
 # Maximum number of blocks for which a tier is asked at once whether it still has them. For 256 blocks this takes one round
 # trip to Redis, or half a second of requests to an object store.
 ASKED_AT_ONCE = 256
@@ -67,8 +67,8 @@ class Evacuations:
     ) -> EvacuationResult:
         """Evacuate the blocks of `names` that are in the pool, in the order of `names`, and answer by the deadline.
 
-        The caller puts the most valuable blocks first. `leaving` is True if the node will end too. Raise
-        NamespaceUnknown if the namespace is not open.
+        The caller puts the most valuable blocks first. `leaving` is True if the node will end together with its worker.
+        Raise NamespaceUnknown if the namespace is not open.
         """
         block_bytes = self._machine.block_bytes(digest)
         evacuation_tier = self._backing.evacuation_tier(leaving=leaving, is_given_up=self._is_given_up)
@@ -128,17 +128,17 @@ class Evacuation:
         Nothing is copied yet. `charge` charges one write and returns False if the budget is used up. `failures` returns
         the number of the tier's failures since it was opened.
         """
-        self.moved = self.there = self.refused = 0  # numbers of blocks that are done, by result
+        self.moved = self.there = self.refused = 0  # numbers of blocks that are done, by result (`EvacuationResult`)
         self.hierarchy = hierarchy
         self._tier = evacuation_tier
         self._keys = keys
         self._charge = charge
         self._failures = failures
         # The fields below hold the indices of blocks in `keys`.
-        self._unsure: list[int] = []  # blocks that the tier is believed to have, but was not queried for yet
-        self._confirming: list[int] = []  # blocks that are being confirmed
+        self._unsure: list[int] = []  # blocks that the tier is believed to have, and for which it was not queried yet
+        self._confirming: list[int] = []  # blocks for which the tier is being queried now
         self._waiting: list[int] = []
-        # blocks that are being demoted, each with the number of the tier's failures before its demotion
+        # blocks that are being demoted, each with the number of the tier's failures when its demotion was queued
         self._under_way: dict[int, int] = {}
         self._paid: set[int] = set()
         self._failed_at: dict[int, int] = {}  # for each block that failed: number of moved blocks at its first failure

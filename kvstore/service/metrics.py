@@ -1,7 +1,7 @@
 """Prometheus metrics of a node: counters by tier, and durations of tier operations.
 
 Names follow the rules of Prometheus: base units, and `_total` for counters. The pool is the tier "cpu". This module
-keeps no counters of its own: each scrape reads those of the machine and of the tiers.
+collects only the durations itself; each scrape reads the counters of the machine and of the tiers.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -42,7 +42,7 @@ class NodeSnapshot(Struct, frozen=True, kw_only=True):
     transfers: tuple[TierCounters, ...]  # counters of each backing tier, in the order of `stats.tiers`
     refused_loads: int
     ghost_caches: tuple[NamespaceEstimates, ...]
-    mismatches: int = 0  # number of clients that were refused because of incompatible blocks or protocol versions
+    mismatches: int = 0  # number of handshakes and watches refused because of incompatible blocks or protocol versions
     undecodable: int = 0  # number of requests that were refused because they were not valid messages
     unproven: int = 0  # number of data plane connections that could not prove the secret
     crowded_out: int = 0  # number of unproven data plane connections that were closed for new ones
@@ -52,7 +52,7 @@ LATENCY_BUCKETS = (
     *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0),
     *(60.0, 120.0, 300.0, 600.0),
 )
-"""Upper bounds of the histogram's buckets in seconds, three per decade: from a look-up in memory to a hanging disk."""
+"""Upper bounds of the buckets of `OPERATIONS` in seconds, three per decade: from a look-up in memory to a hanging disk."""
 
 COUNTERS: Mapping[str, CounterDefinition] = CounterDefinition.by_field(
     "kvstore_tier_",
@@ -136,7 +136,7 @@ class NodeMetrics:
         registry.register(_SnapshotCollector(look))
 
     def moved(self, tier: str, operation: str, seconds: float) -> None:
-        """Record that an operation of a tier took this many seconds."""
+        """Record that an operation of a tier (a value of `kvstore.hierarchy.transfers.OPERATIONS`) took this time."""
         self._seconds.labels(tier, operation).observe(seconds)
 
 

@@ -29,7 +29,7 @@ from kvstore.security.metrics_access import CHALLENGE, MetricsGuard, MetricsTls
 from kvstore.system_clock import MonotonicClock
 
 CONNECTIONS = 16
-LOOP_SECONDS = 5.0  # time limit for the event loop to collect the metrics
+LOOP_SECONDS = 5.0  # time limit for the event loop to collect the metrics; then the scrape fails
 STEP_SECONDS = 5.0  # time limit for a TLS handshake, for a whole request, and for each write of the answer
 
 
@@ -210,7 +210,7 @@ class _MetricsHttpServer(WSGIServer):
                 request.do_handshake()
             self.finish_request(request, client_address)
         except OSError:
-            pass  # the client has closed the connection, or was too slow
+            pass  # the client has closed the connection, or was too slow (`STEP_SECONDS`)
         finally:
             with self._guard:
                 # Closed under the lock, so that no other thread shuts down a new socket with the same descriptor.

@@ -60,22 +60,22 @@ from kvstore.transports.tcp_server import DataPlaneServer
 from kvstore.v1 import blocks_pb2
 from kvstore.v1 import blocks_pb2_grpc as pb_grpc
 
-TICK_SECONDS = 0.25  # seconds between two runs of the periodic work, such as the end of leases
+TICK_SECONDS = 0.25  # seconds between two runs of the periodic work, such as ending leases whose deadline has passed
 BATCHES_A_POOL = 16
 """A transfer moves at most the size of the pool divided by this number, so that transfers leave most of a small pool to
 clients."""
 SNAPSHOT_SECONDS = (
-    2.0  # maximum time that a scrape, in its own thread, waits until the event loop has made the snapshot
+    2.0  # A scrape, in its own thread, waits this long for the event loop to make the snapshot; then the scrape fails.
 )
-GRACE_SECONDS = 0.5  # time for calls in progress to end when the node stops
+GRACE_SECONDS = 0.5  # time for calls in progress to end when the node stops; then they are cancelled
 MIN_PING_MS = 1000
 """Minimum time between two pings of a quiet connection; the connection of a client that pings more often is closed.
 Routers ping every 4.5 s to notice a hanging node, and on a busy machine two pings may be read shortly after each other.
 gRPC's default limit is 5 minutes."""
 
 HANDSHAKE_MS = 5000
-"""Time after which a silent connection of the control plane is cut. gRPC's default of 2 minutes would let callers
-without credentials hold many file descriptors.
+"""Time after which a connection of the control plane is cut if its handshake has not ended. gRPC's default of 2 minutes
+would let callers without credentials hold many file descriptors.
 """
 
 SERVICE = blocks_pb2.DESCRIPTOR.services_by_name["BlockStore"].full_name
@@ -149,8 +149,8 @@ async def open_node(settings: StoreSettings, clock: Clock) -> AsyncIterator[Stor
             shm_socket = _absolute(settings.shm_socket)
             listener = sockets.listen("shm_socket", shm_socket)
             stack.callback(listener.close)
-            # The path is removed while the listener is still open, because no other process takes the path during this
-            # time.
+            # The path is removed before the listener is closed: while it listens, no other process puts its own socket
+            # at the path.
             stack.callback(sockets.remove, shm_socket, sockets.identity(shm_socket))
         identity = NodeIdentity(
             store_id=settings.store_id,
@@ -268,7 +268,7 @@ def _serve_metrics(
 
 @contextlib.asynccontextmanager
 async def _tasks() -> AsyncIterator[asyncio.TaskGroup]:
-    """Open a task group. If one task fails, raise its exception instead of an exception group.
+    """Open a task group. If exactly one task fails, raise its exception instead of an exception group.
 
     Callers can therefore see from the type of the exception why a node did not start.
     """

@@ -24,7 +24,7 @@ AnyTier = SsdSettings | PeerSettings | RedisSettings | S3Settings
 class NixlUse(StrEnum):
     AUTO = "auto"  # NIXL is offered if this host has an RDMA device, on which NIXL is faster than TCP
     NEVER = "never"
-    REQUIRE = "require"  # the node does not start without NIXL
+    REQUIRE = "require"  # NIXL is offered on every host; if it cannot be used, the node does not start
 
 
 TenantSalt = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
@@ -52,7 +52,7 @@ class StoreSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     hosts may reach its ports."""
 
     credentials: Credentials = Credentials()
-    """Credentials that clients have to prove; without them, a node does not listen beyond loopback."""
+    """Credentials that clients have to prove. Without them, a node listens beyond loopback only if `insecure` is set."""
 
     capacity_bytes: Annotated[int, Meta(ge=PAGE_BYTES)] = 256 << 20
     """Size of the pool in memory, all of which is allocated at the start. 256 MiB hold 2,048 blocks of the built-in
@@ -86,20 +86,20 @@ class StoreSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """
 
     max_leases: Annotated[int, Meta(ge=1)] = 65_536
-    """Maximum number of leases and reservations at a time. It limits the harm of a client that never releases its
-    leases."""
+    """Maximum number of leases, session pins and write reservations of all clients at a time; further ones are refused.
+    It limits the harm of a client that never releases its leases."""
 
     max_hold_seconds: Annotated[float, Meta(ge=0.001, le=86_400)] = 600
-    """Maximum time that a session may pin its blocks while it waits for a tool or a person."""
+    """Maximum duration of a session pin, which keeps the blocks of a session that waits for a tool or a person."""
 
     max_held_share: Annotated[float, Meta(ge=0, le=1)] = 0.25
-    """Share of the pool that all session pins together may keep; further pins are refused. With a quarter, waiting
+    """Share of the pool that all session pins together may keep; further blocks are not pinned. With a quarter, waiting
     sessions leave enough room for running ones.
     """
 
     tenant_quota_bytes: Annotated[int, Meta(ge=0)] = 0
-    """Quota of each tenant; a tenant above it evicts its own blocks, in the order of `eviction`. 0: no limit. Chains
-    without a salt belong to no tenant and have no quota.
+    """Quota of each tenant: the maximum number of bytes of its blocks in the pool. A tenant above it evicts its own
+    blocks, in the order of `eviction`. 0: no limit. Chains without a salt belong to no tenant and have no quota.
     """
 
     tenant_quotas: dict[TenantSalt, Annotated[int, Meta(ge=0)]] = {}
@@ -107,7 +107,7 @@ class StoreSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     in 64 hexadecimal digits. 0: no limit."""
 
     huge_pages: HugePages = HugePages.AUTO
-    """Put the pool into pages of 2 MiB, which saves page tables and TLB misses."""
+    """Use of huge pages, usually of 2 MiB, for the pool; they save page tables and TLB misses. See `HugePages`."""
 
     max_namespaces: Annotated[int, Meta(ge=1)] = 256
     """Maximum number of open namespaces: one for each model with its weights, merged adapter, data type and block size.

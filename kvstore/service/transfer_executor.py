@@ -27,8 +27,8 @@ from kvstore.messages import Address, BlockChanges, TierStatus
 from kvstore.ports import BackingTier, MemoryTier
 from kvstore.tiers.daemon_threads import DaemonThreads
 
-THREADS_PER_TIER = 4  # number of threads for each tier
-LATE_SECONDS = 0.5  # a call is late if it has not returned this long after its deadline
+THREADS_PER_TIER = 4  # number of threads that perform the transfers of one tier
+LATE_SECONDS = 0.5  # a transfer is late if it has not ended this long after its deadline (rule 2)
 
 Tell = Callable[[Nanos], None]
 """A function that reports the result of a transfer to the hierarchy; its argument is the current instant."""
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 class TransferExecutor:
-    """Performs the transfers of one hierarchy. `settle` has to be called after each call of the hierarchy."""
+    """Performs the transfers of one hierarchy. The caller has to call `settle` after each call of a method of `Hierarchy`."""
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class TransferExecutor:
         except TierFailed as error:
             self._hierarchy.failed(transfer, started, self._clock.now())
             self._note_failure(transfer, str(error))
-        except Exception:  # supervisor: a bug in a tier must not stop the node
+        except Exception:  # supervisor: a tier with a bug may raise any exception; only this transfer fails
             log.exception("tier raised an unexpected error")
             self._hierarchy.failed(transfer, started, self._clock.now())
         finally:

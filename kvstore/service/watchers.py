@@ -15,7 +15,7 @@ NAMES_A_MESSAGE = 4096  # maximum number of block hashes in one message: 64 KiB
 
 
 class WatcherTooSlow(Exception):
-    """The queue of the watcher was full."""
+    """A change found the queue of the watcher full, so the watcher's stream ends."""
 
 
 class Watchers:

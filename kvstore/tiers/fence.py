@@ -6,7 +6,8 @@ Rules:
    never below zero. The fence closes when the score reaches `LIMIT`. Four damaged blocks in a row therefore close it,
    and a server stays in use while less than one block in seventeen is damaged. While the fence is closed, the server is
    not used.
-2. A closed fence opens after a pause, at first `FIRST_PAUSE`. The score is then one damaged block below the limit.
+2. A closed fence opens after a pause, at first `FIRST_PAUSE`. The score is then `LIMIT` - `DAMAGE`, so the fence
+   closes again if the next block is damaged.
 3. If the fence closes again before the score has fallen to zero, the new pause is twice the last one, but at most
    `LONGEST_PAUSE`.
 """
@@ -24,7 +25,7 @@ class Fence:
 
     def __init__(self) -> None:
         self._score = 0
-        self._pause = Nanos(0)  # length of the last pause; zero once the score has fallen to zero
+        self._pause = Nanos(0)  # length of the last pause (rule 3); zero if there was none since the score was zero
         self._closed_until: Nanos | None = None
 
     @property

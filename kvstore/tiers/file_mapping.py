@@ -44,7 +44,7 @@ MADV_HUGEPAGE = 14
 
 MEMINFO = Path("/proc/meminfo")
 SMAPS = Path("/proc/self/smaps")
-CGROUP = Path("/sys/fs/cgroup")  # folder of this process's control group (version 2) within a container
+CGROUP = Path("/sys/fs/cgroup")  # in a container with control groups of version 2: the folder of this process's group
 
 # The C library's `madvise` is called directly, because `mmap.madvise` keeps Python's interpreter lock (GIL), and other
 # threads would wait.
@@ -142,7 +142,7 @@ def allocate(size: int, huge_pages: HugePages, cancelled: Event | None = None) -
 
 
 def huge_page_bytes() -> int:
-    """Return the size of a reserved huge page; 0 if the system has none."""
+    """Return the size of the huge pages that can be reserved; 0 if the system does not support them."""
     return _meminfo("Hugepagesize")
 
 

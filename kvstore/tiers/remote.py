@@ -68,9 +68,9 @@ class BlockRead(Struct, frozen=True):
 class BackendHealth(Struct, frozen=True):
     """Counts of a backend that detects bad blocks itself; all are 0 for other backends."""
 
-    corrupt: int = 0  # number of bad blocks that the backend has found
-    damaged: int = 0  # number of these blocks that were damaged in transit
-    fenced: int = 0  # number of servers that are fenced now
+    corrupt: int = 0  # number of bad blocks that the backend has found since the tier was opened
+    damaged: int = 0  # number of these blocks that were damaged only in transit
+    fenced: int = 0  # number of servers that are fenced now (rule 5)
 
 
 class TierBackend(Protocol):
@@ -211,7 +211,7 @@ class RemoteTier(Generic[S]):
         try:
             self._counted(lambda: self.backend.remove(keys, Nanos(self._clock.now() + REMOVE_WITHIN)))
         except TierFailed:
-            return  # the failure is counted, and the next read finds the block bad again
+            return  # the failure is counted; the blocks stay, and their next reads find them bad again
 
     def gone(self) -> list[BlockKey]:
         return self._statistics.gone()

@@ -67,7 +67,7 @@ class RecordSource(Protocol):
 
 
 class FramedRecord(Struct, frozen=True):
-    """A value to write: the head, then the payload."""
+    """A value to write to the server: the head (rule 1), then the payload."""
 
     head: bytes
     payload: ByteArray

@@ -17,8 +17,8 @@ from enum import Enum, auto
 from typing import Protocol
 
 Read = Callable[[int, int], bytes]
-"""A function that returns the bytes of a value from the first argument up to the second argument (exclusive), as
-offsets."""
+"""A function that returns bytes of a value. Its arguments are the offset of the first byte, and the offset after the
+last one."""
 
 
 class Reading(Protocol):
@@ -28,7 +28,7 @@ class Reading(Protocol):
     def length(self) -> int: ...
 
     def read(self, start: int, stop: int) -> bytes:
-        """Fetch all bytes from offset `start` up to `stop`.
+        """Fetch all bytes from offset `start` up to offset `stop` (exclusive).
 
         Raises:
             OSError: The bytes did not arrive, or the server answered another request.
@@ -37,12 +37,12 @@ class Reading(Protocol):
 
 
 class ReadingVerdict(Enum):
-    """Result of reading one value once or twice."""
+    """Result of reading a value again, once or twice, after it was found bad."""
 
-    SOUND = auto()  # the value is correct
+    SOUND = auto()  # the value shows no damage when it is read again, so the damage happened in transit
     CORRUPT = auto()  # the stored value is damaged
     UNSURE = auto()  # the readings do not agree, so the damage may have happened in transit
-    UNREAD = auto()  # a reading failed
+    UNREAD = auto()  # the value was not read again, or a reading failed, so nothing is known
     GONE = auto()  # the value no longer exists
 
     @property
@@ -51,11 +51,11 @@ class ReadingVerdict(Enum):
 
 
 Proof = Callable[[int, Read], bytes | None]
-"""A function that returns the proof that a value is corrupt, or None if it is sound. Its arguments are the value's
-length and a function that fetches the value's bytes."""
+"""A function that returns the proof that a value is corrupt, or None if the value is sound. Its arguments are the
+value's length and a function that fetches the value's bytes."""
 
 Open = Callable[[], AbstractContextManager[Reading | None]]
-"""A function that opens a connection for one reading; the context yields None if there is no value."""
+"""A function that opens a connection for one reading; the context yields None if the server has no such value."""
 
 
 class ReadingsDiffer(OSError):

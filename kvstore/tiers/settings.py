@@ -11,9 +11,9 @@ from kvstore.codecs.registry import CodecSettings
 class KeepPolicy(StrEnum):
     """Rule that says which blocks of the pool are copied to a tier."""
 
-    ALL = "all"  # every block, as soon as it is written
-    REUSED = "reused"  # blocks that were used again, or are likely to be used again
-    NONE = "none"  # the tier is only read
+    ALL = "all"  # every block, as soon as it is in the pool and as far as the write budget allows
+    REUSED = "reused"  # blocks that were used again (`kvstore.hierarchy.admission`)
+    NONE = "none"  # no block: the tier is only read
 
 
 class TierSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind"):
@@ -22,7 +22,7 @@ class TierSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     keep: KeepPolicy = KeepPolicy.REUSED
     """Which blocks are copied to the tier. With ``reused``, the blocks of a prompt that comes only once are not
     written. With ``all``, these blocks are written too, so they are found after a restart or by other nodes that share
-    the tier."""
+    the tier. With ``none``, the tier is only read."""
 
     daily_write_bytes: Annotated[int, Meta(ge=0)] = 0
     """Maximum number of bytes that are written to the tier in a day, for disks that wear out. 0: no limit."""

@@ -12,7 +12,7 @@ routers keep believing that the tier has these blocks."""
 
 
 class TierStatistics:
-    """Counts what one tier does, and remembers the blocks that it has lost. Thread-safe."""
+    """Counts what one tier does, and remembers the blocks that it has lost until `gone` returns them. Thread-safe."""
 
     def __init__(self, name: str):
         self.name = name

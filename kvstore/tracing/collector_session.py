@@ -13,7 +13,7 @@ from requests.adapters import HTTPAdapter
 from kvstore.clock import nanos
 from kvstore.system_clock import MonotonicClock
 
-MOST_ANSWER_BYTES = 64 << 10  # usual answers are empty, or say in a few hundred bytes what was refused
+MOST_ANSWER_BYTES = 64 << 10  # maximum length of an answer; usual ones are empty, or have a few hundred bytes
 PIECE_BYTES = 8 << 10
 
 

@@ -40,8 +40,9 @@ class TraceContext(Struct, frozen=True, kw_only=True):
     parent_id: bytes = b""  # the 8 bytes of the calling span's id; empty if the trace begins with this request
     # True: the request is traced. False: its spans are exported only if the request fails or is slow (tail sampling).
     sampled: bool = False
-    state: str = ""  # `tracestate` of the client, unchanged
-    baggage: tuple[tuple[str, str], ...] = ()  # those members of `baggage` that the caller has named
+    state: str = ""  # the client's `tracestate`, unchanged; empty if there is none or it is invalid (rule 2)
+    # Members of the header `baggage` with those keys that `read_trace_context` was given (rule 3).
+    baggage: tuple[tuple[str, str], ...] = ()
 
 
 def read_trace_context(

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-BATCH_SPANS = 512  # spans of one export: about 500 KB, an eighth of what gRPC servers accept by default
+BATCH_SPANS = 512  # an export begins with this many spans: about 500 KB, an eighth of gRPC's default limit
 CLOSE_SECONDS = 2.0  # time limit to send the waiting spans when the process ends
-LONGEST_CAUSE = 500  # maximum number of characters of a collector's message that are logged
+LONGEST_CAUSE = 500  # maximum number of characters that are logged of the message why an export failed
 # Words of headers' values with at least this number of characters are masked in messages. Shorter words are not secret,
 # and masking them would also change other words that contain them.
 SHORTEST_SECRET = 4
@@ -53,9 +53,10 @@ class TraceExporter:
         `cause` returns why the collector has not taken the latest spans; empty if that is not known.
         """
         self.exported = 0  # number of spans that the collector has taken
-        # number of spans that the collector has not taken; an entry whose spans cannot be made counts as one
+        # number of spans that were dropped because the collector did not take them; an entry whose spans cannot be made
+        # counts as one
         self.failed = 0
-        self.overflowed = 0  # number of entries that were dropped because the queue was full
+        self.overflowed = 0  # number of entries (rule 1) that were dropped because too many waited
         self._send = send
         self._most_waiting = most_waiting
         self._export_seconds = export_seconds
@@ -67,7 +68,9 @@ class TraceExporter:
         self._thread.start()
 
     def put(self, ended: EndedSpans, share: float = 1.0) -> bool:
-        """Queue an entry for the next export, or drop it and return False if too many wait. Any thread may call this.
+        """Queue an entry (rule 1) for the next export, or drop it and return False if too many wait.
+
+        Any thread may call this.
 
         Args:
             ended: The entry.
@@ -81,11 +84,11 @@ class TraceExporter:
 
     @property
     def waiting(self) -> int:
-        """The number of entries that wait for the collector."""
+        """The number of entries (rule 1) that wait for the next export."""
         return len(self._waiting)
 
     def close(self) -> None:
-        """Send the waiting entries; wait at most `CLOSE_SECONDS` until this is done."""
+        """Send the spans of the waiting entries (rule 1); wait at most `CLOSE_SECONDS` until this is done."""
         self._stop.set()
         self._thread.join(CLOSE_SECONDS)
 
@@ -114,7 +117,7 @@ class TraceExporter:
     def _export(self, batch: Sequence[SpanRecord]) -> None:
         try:
             taken = self._send(batch)
-        except Exception:  # supervisor: the next batch may succeed
+        except Exception:  # supervisor: the library may raise any exception; only this batch is dropped
             log.exception("trace export failed")
             taken = False
         if taken:

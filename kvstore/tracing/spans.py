@@ -40,7 +40,7 @@ class SpanRecord(Struct, frozen=True, kw_only=True):
     trace_id: bytes
     span_id: bytes
     parent_id: bytes = b""  # id of the parent span; empty if this span is the root of its trace
-    state: str = ""  # the header `tracestate`
+    state: str = ""  # `tracestate` of the trace; empty if it has none
     side: SpanSide = SpanSide.INTERNAL
     began: int  # time of the beginning as Unix time in nanoseconds
     ended: int

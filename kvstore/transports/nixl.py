@@ -44,7 +44,7 @@ CHUNK_BYTES = 8 << 20
 """Maximum number of bytes of one transfer, unless one block is larger. The checksums of the blocks of one transfer are
 computed while the next transfer runs."""
 
-BATCH = 1024  # maximum number of blocks whose stamps are read by one transfer
+BATCH = 1024  # maximum number of blocks whose stamps (rule 1) are read by one transfer
 STAMP_BYTES = 8
 
 CLOSING = Nanos(300 * MILLISECOND)
@@ -52,7 +52,7 @@ SHORTEST = Nanos(50 * MILLISECOND)  # minimum time that a call waits for transfe
 
 REOPENING = Nanos(10 * SECOND)
 
-SPINS = 200  # number of polls of a transfer before the first pause; small transfers need no more
+SPINS = 200  # number of polls of a transfer without a pause between them; small transfers end within them
 PAUSE_SECONDS = 50e-6
 PAUSE = threading.Event()  # never set; waiting for it with a timeout is a pause
 HAND_OVER_SECONDS = 0.002
@@ -64,11 +64,11 @@ NUDGE_EVERY = Nanos(500 * MILLISECOND)
 
 
 class NixlOffer(Struct, frozen=True):
-    """The data that a client needs to reach a node's agent. The client gets them in the handshake."""
+    """The data that a client needs to reach a node's NIXL agent. The client gets them in the handshake."""
 
     metadata: bytes
     blocks: int  # address of the pool's first byte in the agent's process
-    stamps: int  # address of the first stamp
+    stamps: int  # address of the first stamp (rule 1) in the agent's process
 
 
 class NixlTransport:
@@ -259,7 +259,7 @@ class _NixlConnection:
             self._agent.register(spans([(address, self._stamps.nbytes)]))
             self._into = spans([(address + index * STAMP_BYTES, STAMP_BYTES) for index in range(BATCH)])
             self._peer = self._agent.add_peer(offer.metadata)
-            self.holds([Slot(0, 0)], deadline)  # read one stamp, to find out whether transfers work
+            self.holds([Slot(0, 0)], deadline)  # reads one stamp, only to find out whether transfers work
         except BaseException:
             self._agent.close()
             raise
@@ -277,7 +277,7 @@ class _NixlConnection:
         return self._agent.start(direction, work.local[parts], remote, self._peer)
 
     def holds(self, slots: AnySlots, until: Nanos) -> list[bool]:
-        """Read the stamps from the node, and return for each slot whether it is still valid.
+        """Read the stamps (rule 1) from the node, and return for each slot whether it is still valid.
 
         A slot is valid if the stamp of its place is the slot's generation, so the place was not given to another block.
 

@@ -49,7 +49,7 @@ def spans(rows: Sequence[tuple[int, int]], device: int = 0) -> Spans:
 
 
 def joined(table: Spans) -> Spans:
-    """Merge memory ranges of one device that touch or overlap."""
+    """Return the memory ranges of `table`, all of one device, with those merged that touch or overlap."""
     table = table[np.argsort(table[:, 0])]
     begins, ends = table[:, 0], np.maximum.accumulate(table[:, 0] + table[:, 1])
     first = np.flatnonzero(np.concatenate(([True], begins[1:] > ends[:-1])))

@@ -1,7 +1,7 @@
 """NIXL node: starts the process with a node's NIXL agent, and replaces it when it dies.
 
-The agent runs in a separate process. When a peer disappears, UCX may end the process that uses it, and this must not
-end the node.
+The agent runs in a separate process. When a peer disappears, UCX may end the process in which UCX itself runs, and this
+must not end the node.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from kvstore.security.open_ports import NO_CREDENTIALS, UCX_PORTS, OpenPort, war
 from kvstore.tiers.shared_memory import SharedMemoryTier
 from kvstore.transports.nixl import NixlOffer
 
-STARTING_SECONDS = 60.0  # UCX examines all devices of the machine, which takes seconds on a busy host
+STARTING_SECONDS = 60.0  # time limit for a start; UCX examines all devices, which takes seconds on a busy host
 ENDING_SECONDS = 2.0
 FIRST_PAUSE_SECONDS = 1.0
 LONGEST_PAUSE_SECONDS = 60.0
@@ -120,7 +120,7 @@ class NixlNode:
                 log.info("nixl process restarted")
 
     async def stop(self) -> None:
-        """End the process."""
+        """End the agent process, if it runs."""
         process, self.process, self._offer = self.process, None, None
         if process is None or process.returncode is not None:
             return

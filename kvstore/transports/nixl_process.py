@@ -20,7 +20,7 @@ from kvstore.transports.nixl_agent import NixlAgent, spans
 
 IDLE_SECONDS = 0.01
 """Pause between two polls while no peer needs help with its transfers. Such polling costs 1 % of a core. A client that
-connects, or that calls `nudge`, waits up to this time."""
+connects, or that calls `NixlAgent.nudge`, waits up to this time."""
 
 BUSY_SECONDS = 0.0001
 BUSY_AFTER_A_NUDGE = Nanos(1 * SECOND)
@@ -29,7 +29,7 @@ STDIN, STDOUT, STDERR = 0, 1, 2
 
 
 def serve(pool: int, capacity_bytes: int) -> None:
-    """Serve peers until standard input ends."""
+    """Map and register the pool, write the offer to standard output, and serve peers until standard input ends."""
     answer = os.dup(STDOUT)
     os.dup2(STDERR, STDOUT)  # sends the output of NIXL and UCX to standard error, so that it is not part of the answer
     mapping = Mapping(pool, capacity_bytes)

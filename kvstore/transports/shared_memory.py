@@ -40,12 +40,12 @@ POPULATE_BYTES = 1 << 30
 """Maximum number of bytes of a pool that a client enters into its page tables when it maps the pool. This takes 0.3 s
 for each GiB, and saves page faults later."""
 
-BATCH_BYTES = 16 << 20  # bytes that are copied between two checks of the deadline, in one to two milliseconds
+BATCH_BYTES = 16 << 20  # bytes that are copied between two checks of the deadline; this takes one to two milliseconds
 
 # The native code returns an outcome as a number, which is an index into this tuple.
 OUTCOMES = (BlockOutcome.MOVED, BlockOutcome.GONE, BlockOutcome.CORRUPT)
 
-HANDOUT_SECONDS = 2.0  # time limit for a client to send its request
+HANDOUT_SECONDS = 2.0  # time after which the node closes a connection on which the client has not sent its request
 HANDOUTS = 32  # maximum number of connections that have sent no request yet; a further one replaces the oldest one
 QUEUE_SECONDS = 1.0  # maximum wait of a client for a connection to a busy node; it then uses another data path
 OUT_OF_FILES_SECONDS = 0.1  # pause before the next `accept` if the process has no free file descriptor
@@ -105,7 +105,9 @@ class SharedMemoryTransport:
     def put_shard(
         self, slots: AnySlots, shard: RankShard, blocks: Sequence[Block], deadline: Nanos
     ) -> list[int | None]:
-        """Write one rank's shard of each block into reserved slots; return the shard's part of each checksum.
+        """Write one rank's shard of each block into reserved slots.
+
+        Return for each block what the shard contributes to the block's checksum (`RankShard.put`).
 
         The result is None for a block that was not written: its place is outside the pool or belongs to another block, or
         the deadline has passed.
@@ -217,7 +219,7 @@ class MemoryHandout:
         self._waiting: dict[int, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
-        """Serve until cancelled."""
+        """Serve connections until cancelled."""
         loop = asyncio.get_running_loop()
         async with asyncio.TaskGroup() as tasks:
             for number in itertools.count():

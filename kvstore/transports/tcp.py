@@ -75,7 +75,7 @@ class TcpTransport:
                 the client sends no proof, and cannot use a node that demands one.
 
         Raises:
-            StoreUnreachable: The node does not answer in time, or client and node do not have the same key.
+            StoreUnreachable: No store node answers at the address in time, or client and node do not have the same key.
             NamespaceUnknown: The node does not know the namespace.
         """
         self._host, self._port = host_port(address)

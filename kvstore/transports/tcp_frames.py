@@ -41,8 +41,8 @@ class DataPlaneOperation(IntEnum):
 
 class DataPlaneStatus(IntEnum):
     DONE = 0
-    GONE = 1  # the slot belongs to another block or namespace
+    GONE = 1  # the slot has another block, a block of another namespace, or none that may be read or written now
     CORRUPT = 2  # the bytes of a PUT do not match their checksum
     UNKNOWN = 3  # OPEN: the namespace is not open here
     AUTHENTICATE = 4  # OPEN: the client has to prove the secret
-    REFUSED = 5  # the proof was wrong
+    REFUSED = 5  # VERDICT: the client's proof was wrong

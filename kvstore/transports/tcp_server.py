@@ -47,8 +47,8 @@ from kvstore.transports.tcp_frames import (
 )
 
 STALLED = Nanos(10 * SECOND)
-"""A connection is closed if it has moved no byte for this long in the middle of an exchange. An unproven connection is
-also closed this long after its start."""
+"""A connection is closed if it has moved no byte for this long within its handshake or a request. An unproven
+connection is also closed this long after its start."""
 
 CONNECTIONS = 512
 """Maximum number of proven connections at a time. A client keeps at most four."""
@@ -93,8 +93,8 @@ class DataPlaneServer:
         self.clock = clock
         self.key = key
         self.connections: set[DataPlaneConnection] = set()
-        self.refused = 0  # number of clients whose proof was wrong
-        self.crowded_out = 0  # number of unproven connections that were closed for a new one
+        self.refused = 0  # number of connections that were refused since the start because the client's proof was wrong
+        self.crowded_out = 0  # number of unproven connections (rule 5) that were closed for a new one, since the start
         self._unproven: UnprovenConnections[DataPlaneConnection] = UnprovenConnections(MAX_UNPROVEN)
         self._listener: socket.socket | None = None
         self._accepts = False
@@ -117,7 +117,7 @@ class DataPlaneServer:
         return f"[{bound[0]}]:{bound[1]}" if ":" in bound[0] else f"{bound[0]}:{bound[1]}"
 
     def cut_stalled(self, now: Nanos) -> None:
-        """Close connections that have stalled in the middle of an exchange, or were unproven for too long (rule 5).
+        """Close connections that have stalled (`STALLED`) within a request, or were unproven for too long (rule 5).
 
         Accept connections again if accepting was stopped.
 
@@ -167,7 +167,7 @@ class DataPlaneServer:
         connection.proceed()
 
     def admit(self, connection: "DataPlaneConnection") -> bool:
-        """Count a connection as proven; return False if there are too many proven connections."""
+        """Count a connection as proven (rule 5); return False if `CONNECTIONS` connections are proven already."""
         if len(self.connections) - len(self._unproven) >= CONNECTIONS:
             return False
         self._unproven.discard(connection)
@@ -191,7 +191,7 @@ class DataPlaneConnection:
         self._turn = 0  # number of bytes moved since the other connections were served last (rule 3)
         self._scratch: bytearray | None = None
         self._low_water = 1
-        self.busy = True  # True in the middle of an exchange
+        self.busy = True  # True in the handshake, and from the first byte of a request to the last byte of its reply
         self.began_at = self.moved_at = plane.clock.now()  # `moved_at`: instant of its latest moved byte
 
     def proceed(self) -> None:

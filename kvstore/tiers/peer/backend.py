@@ -2,8 +2,8 @@
 
 Rules:
 
-1. Usually this tier only reads blocks that peers have put into their own pools. If `push` is set, it also writes the
-   blocks of each call to the pool of their owner (rule 2).
+1. By default, this tier only reads blocks that peers have put into their own pools. If `push` is set, it also writes
+   the blocks of each call to the pool of their owner (rule 2).
 2. Rendezvous hashing of the peers' addresses and the first block of a call of the tier gives an order of the peers, the
    rendezvous order; the first peer in it is the owner. This needs no table, and the order hardly changes when peers
    come and go. Calls that begin with different blocks of a chain have different orders.
@@ -38,7 +38,7 @@ from kvstore.tiers.second_reading import ReadingVerdict
 from kvstore.tiers.statistics import TierStatistics
 
 HINTS = 1 << 16  # maximum number of blocks in `PeerHints`, which remembers the peer that had each block
-SUSPECTS = 4096  # maximum number of blocks that are remembered because they were found bad
+SUSPECTS = 4096  # maximum number of blocks in `SuspectBlocks`, which remembers blocks that were found bad
 SUSPECT_FOR = Nanos(60 * SECOND)
 """Time for which no peer is asked for a block that was found bad. A worker can meanwhile write the block again."""
 
@@ -323,7 +323,7 @@ class PeerBackend:
 
 
 def ranking(peers: Sequence[str], key: BlockKey) -> list[str]:
-    """Return the peers in rendezvous order for a call that begins with this block."""
+    """Return the peers in rendezvous order (rule 2) for a call that begins with this block."""
 
     def weight(address: str) -> tuple[int, str]:
         return xxhash.xxh3_64_intdigest(key.digest + key.name + address.encode()), address
@@ -332,7 +332,7 @@ def ranking(peers: Sequence[str], key: BlockKey) -> list[str]:
 
 
 class PeerHints:
-    """Remembers for each block the peer that was last found to have it."""
+    """Remembers the peer that was last found to have a block, for the `HINTS` blocks that were found last."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -354,7 +354,7 @@ class PeerHints:
 
 
 class SuspectBlocks:
-    """Remembers which blocks were found bad lately."""
+    """Remembers for `SUSPECT_FOR` which blocks were found bad, at most `SUSPECTS` blocks."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -18,7 +18,7 @@ from kvstore.tiers.fence import Fence
 from kvstore.tiers.remote import BackendHealth
 
 RUNS = 8  # maximum number of runs of consecutive blocks that one call fetches from, or looks up at, one peer
-LEASE_AFTER_SECONDS = 1.0  # a lease that is not released ends this long after the deadline of its call
+LEASE_AFTER_SECONDS = 1.0  # a read lease that is not released ends this long after the deadline of its `fetch` call
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class PeerNodeConnection:
 
     @property
     def health(self) -> BackendHealth:
-        """Counts of blocks that failed their checksum, and 1 if the peer is fenced; all 0 without a connection."""
+        """Counts of blocks of this peer that failed their checksum, and 1 if it is fenced; all 0 without a connection."""
         store = self._store
         if store is None:
             return BackendHealth()
@@ -90,7 +90,7 @@ class PeerNodeConnection:
         """Return how many leading blocks the peer has in its memory.
 
         Raises:
-            TierFailed: The peer is fenced, or did not answer.
+            TierFailed: The peer is fenced, cannot be reached, or did not answer.
         """
         return len(self._match(self._open(deadline), names, 0, deadline))
 
@@ -100,8 +100,8 @@ class PeerNodeConnection:
         A run ends at a block that the peer does not have, and the next run begins after this block.
 
         Raises:
-            TierFailed: No block arrived, because the peer is fenced, did not answer, or did not deliver blocks that it
-                had announced.
+            TierFailed: No block arrived, because the peer is fenced, cannot be reached, did not answer, or did not
+                deliver blocks that it had announced.
         """
         store = self._open(deadline)
         answers = [GONE] * len(names)
@@ -146,7 +146,7 @@ class PeerNodeConnection:
         Return how many of the blocks the peer did not have before, and for each block whether the peer has it now.
 
         Raises:
-            TierFailed: The peer is fenced, or did not answer.
+            TierFailed: The peer is fenced, cannot be reached, or did not answer.
         """
         store = self._open(deadline)
         try:
@@ -161,7 +161,7 @@ class PeerNodeConnection:
         At most `RUNS` look-ups are made; blocks that these look-ups do not reach count as missing.
 
         Raises:
-            TierFailed: The peer is fenced, or did not answer.
+            TierFailed: The peer is fenced, cannot be reached, or did not answer.
         """
         return self._held(self._open(deadline), names, deadline)
 

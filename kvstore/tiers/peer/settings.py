@@ -20,8 +20,8 @@ class PeerSettings(TierSettings, frozen=True, kw_only=True, tag="peer"):
     address, so that all nodes agree on the owner of a block. It never sends a request to itself."""
 
     look_ups: Annotated[int, Meta(ge=1, le=16)] = 2
-    """Maximum number of peers that answer one look-up. The default of 2 covers the likely holder and one more
-    peer. Each peer costs a round trip."""
+    """Maximum number of peers that answer one look-up or read; after that, no further peer is asked. The default of 2
+    covers the likely holder and one more peer. Each peer costs a round trip."""
 
     connect_seconds: Annotated[float, Meta(gt=0, le=60)] = 0.5
     """Time limit for the handshake with a peer; less if the deadline of the call is nearer."""

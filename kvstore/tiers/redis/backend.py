@@ -25,7 +25,7 @@ from kvstore.tiers.remote_records import HEAD_BYTES, FramedRecord, RecordFramer,
 from kvstore.tiers.second_reading import ReadingsDiffer, ReadingVerdict, judge
 from kvstore.tiers.statistics import TierStatistics
 
-FIND_BLOCKS = 256  # maximum number of blocks that are looked up in one round trip
+FIND_BLOCKS = 256  # maximum number of blocks that `find` and `holds` look up in one round trip
 VALUE_BYTES = 512 << 20  # maximum length of a value in bytes that a server accepts (proto-max-bulk-len)
 
 
@@ -115,7 +115,7 @@ class RedisBackend:
         return [self._records.key_state(key, head) is RemoteKeyState.HELD for key, head in heads]
 
     def _heads(self, pipe: RedisPipeline, keys: Sequence[BlockKey]) -> list[bytes]:
-        """Return the first bytes of each key's value; empty if there is no value, or if it is not a string."""
+        """Return the first `HEAD_BYTES` bytes of each key's value; empty if there is no value, or if it is not a string."""
         last = b"%d" % (HEAD_BYTES - 1)
         pipe.send([b"".join(request(b"GETRANGE", self._name(key), b"0", last) for key in keys)])
         heads = []
@@ -205,7 +205,7 @@ class RedisBackend:
                 answers[index] = GONE
                 continue
             answers[index] = self._records.take(wanted.key, value, wanted.into)
-            value.skip()  # The answer is recorded first, because skipping an oversized value may exceed the deadline.
+            value.skip()  # after the answer was recorded, because skipping a value that is too long may take until the deadline
 
     @contextmanager
     def _reading(self, key: BlockKey, deadline: Nanos) -> Iterator["ValueReading | None"]:

@@ -42,8 +42,8 @@ class RedisPipeline:
         self._deadline = Nanos(0)
         self._buffer = bytearray(BUFFER_BYTES)
         self._view = memoryview(self._buffer)
-        self._start = self._end = 0  # where the unread bytes in the buffer begin and end
-        self.answered = False  # True if a reply has arrived in this turn
+        self._start = self._end = 0  # offsets in the buffer: the bytes between them were received and not read yet
+        self.answered = False  # True if a reply has arrived in this turn (rule 2)
 
     def begin(self, deadline: Nanos) -> None:
         """Begin a turn (rule 2), in which each request gets one reply."""

@@ -18,7 +18,7 @@ WAITS_SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 the answer begins. The library cannot change it later, so there is one client for each timeout. A request uses the
 client with the longest timeout that is at most half of the time left until its deadline."""
 
-CHUNK_BYTES = 1 << 20  # maximum number of bytes that are received between two checks of the deadline
+CHUNK_BYTES = 1 << 20  # maximum number of bytes of an object that are received between two checks of the deadline
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""S3 sightings: which objects were found or missing lately. Also the search for a stored prefix with few requests."""
+"""S3 sightings: remember which objects were found or missing lately, and search for a stored prefix with few requests."""
 
 import threading
 from collections.abc import Callable, Sequence

@@ -86,7 +86,7 @@ class Disk(Protocol):
         ...
 
     def foreign_bytes(self) -> int:
-        """Return the space that files other than segments use in the folder."""
+        """Return the space in bytes that other files than the segments and the lock file use in the folder."""
         ...
 
     def space(self) -> DiskSpace: ...
@@ -251,6 +251,8 @@ def _is_ours(entry: "os.DirEntry[str]") -> bool:
 
 def _can_write(path: Path, flags: int) -> bool:
     """Return True if a page can be written to a file opened with these flags, or if the disk is full.
+
+    Return False if the file system does not support the flags.
 
     Raises:
         OSError: The write failed, and the flags are not the cause.

@@ -3,8 +3,8 @@
 Rules:
 
 1. The calling thread runs operations too. At most `threads` operations run at a time, including those in calling
-   threads. The only operation of a call runs in the calling thread, because passing it on would take as long as a small
-   read.
+   threads. If a call has only one operation, it runs in the calling thread, because passing it on would take as long as
+   a small read.
 2. A call of `DiskThreads.run` has a deadline. An operation that has not begun by then never begins. The call waits for
    each operation that has begun, because a read that hangs in the system cannot be cancelled, and uses its buffers
    until it returns.
@@ -26,7 +26,8 @@ BATCH_RECORDS = 256
 the system allows 1,024 pieces."""
 
 LEAST_BATCH_BYTES = 256 << 10
-"""Smallest batch, in bytes, that is given to another thread. For less, the handover costs more than it saves."""
+"""Minimum number of bytes for which `batches` makes a further operation. Passing a smaller operation to another thread
+costs more than it saves."""
 
 
 class Scratch:
@@ -38,7 +39,7 @@ class Scratch:
         self._payloads = aligned(PAGE_BYTES)
 
     def payloads(self, size_bytes: int) -> ByteArray:
-        """Return a buffer for payloads that are not aligned. Each call returns the same memory, or larger memory."""
+        """Return a buffer for payloads that are not aligned. A later call may return the same memory."""
         if self._payloads.nbytes < size_bytes:
             self._payloads = aligned(size_bytes)
         return self._payloads[:size_bytes]

@@ -1,8 +1,9 @@
 """SSD index: which blocks the tier holds, and in which record each block lies. A block takes about 200 bytes of memory.
 
-One dictionary serves all namespaces. It maps the 32 bytes of a key to a number: the high bits are the segment's slot, and
-the low bits are the record's ordinal within the segment. The page and the length of a record are in the segment's
-arrays. The index is changed only under the lock of `kvstore.tiers.ssd.state.SsdState`; look-ups need no lock.
+One dictionary serves all namespaces. It maps the 32 bytes of a key to an integer. The high bits are the number of the
+segment (`Segment.slot`), and the low bits are the number of the record within the segment (its ordinal). The page and
+the length of a record are in arrays of the segment. The index is changed only under the lock of
+`kvstore.tiers.ssd.state.SsdState`; look-ups need no lock.
 """
 
 from collections.abc import Container, Iterable, Sequence
@@ -14,12 +15,12 @@ from kvstore.namespace import DIGEST_BYTES
 from kvstore.tiers.ssd.segments.record_format import Key
 from kvstore.tiers.ssd.segments.segment import Segment, record_pages
 
-ORDINAL_BITS = 20  # number of bits of a record's ordinal: a segment of 2 GiB has fewer than 2**20 records
+ORDINAL_BITS = 20  # number of bits of an ordinal (the number of a record in its segment): a segment of 2 GiB has fewer than 2**20 records
 ORDINALS = (1 << ORDINAL_BITS) - 1
 
 
 class RecordLocation(Struct, frozen=True):
-    """The location of a block's record: its segment, and its position in the segment.
+    """The location of a block's record (`segments.record_format`): its segment, and its position in the segment.
 
     The object is created with positional arguments, because this is faster and one object is made for each block.
     """

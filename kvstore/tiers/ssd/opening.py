@@ -20,7 +20,7 @@ from kvstore.tiers.ssd.settings import MIN_SEGMENTS, SsdSettings, footprint
 from kvstore.tiers.ssd.state import SsdState
 from kvstore.tiers.ssd.volume import AdmitRewrite, Volume
 
-SPARE_FILES = 256  # number of file descriptors that are left for the rest of the process
+SPARE_FILES = 256  # number of file descriptors that are left for everything else in the process
 
 Disks = Callable[[str], Disk]
 MakeVolume = Callable[[Disk], Volume]
@@ -42,7 +42,7 @@ class OpenFolder(Struct, frozen=True):
 def open_volumes(
     settings: SsdSettings, state: SsdState, clock: Clock, *, disks: Disks, score: Score, admit_rewrite: AdmitRewrite
 ) -> list[Volume]:
-    """Open one volume for each directory, and add the blocks that are found in the directories to the index.
+    """Open one `Volume` for each directory, and add the blocks that are found in the directories to the index.
 
     A directory whose disk has failed is left out (`_has_failed`).
 

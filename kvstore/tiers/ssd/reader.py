@@ -93,8 +93,8 @@ class SsdReader:
             error = failure
             volume.read_failures.failed(failure)
             for each in run:
-                # All blocks of the run are dropped. If they stayed, later reads of them would probably fail too, after
-                # as much time.
+                # All blocks of the run are dropped. If they stayed, later reads of them would probably fail too, and
+                # would take as long.
                 self._state.drop(each.place)
         else:
             volume.read_failures.worked()

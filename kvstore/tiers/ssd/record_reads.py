@@ -1,4 +1,4 @@
-"""Record reads: read records from a segment, mostly directly into the callers' memory, and verify them."""
+"""Record reads: read records from a segment, directly into the callers' memory where possible, and verify them."""
 
 from collections.abc import Sequence
 from enum import Enum, auto
@@ -26,7 +26,7 @@ class RecordRead(Struct, frozen=True):
     The object is created with positional arguments, because this is faster and one object is made for each block.
     """
 
-    index: int  # index of the block in the call
+    index: int  # index of the block among the keys of the call `BackingTier.get`
     key: BlockKey
     place: RecordLocation
     codec: Codec
@@ -82,7 +82,7 @@ class _PendingRecord(Struct, frozen=True):
     """The buffers that receive one record.
 
     A plain payload is read directly into the destination (`RecordRead.into`), if that is aligned. All other bytes are
-    read into scratch memory.
+    read into buffers of the operation (`Scratch`).
     """
 
     wanted: RecordRead
@@ -137,7 +137,7 @@ def _is_plain(wanted: RecordRead) -> bool:
 
 
 def _copied_bytes(wanted: RecordRead) -> int:
-    """Return how many bytes of a payload have to go through scratch memory, rounded up to whole pages."""
+    """Return how many bytes of a payload have to go through the buffers of `Scratch`, rounded up to whole pages."""
     length = wanted.place.length
     if _is_plain(wanted) and wanted.into.nbytes == length and is_aligned(wanted.into):
         return 0

@@ -1,4 +1,4 @@
-"""Record writes: compose the records of a segment from pieces of memory, mostly without copying the blocks."""
+"""Record writes: compose the records of a segment from pieces of memory. Blocks that begin on a page are not copied."""
 
 from collections.abc import Sequence
 
@@ -65,5 +65,5 @@ def compose(
 
 
 def _copied_bytes(content: ByteArray) -> int:
-    """Return how many bytes have to go through scratch memory, rounded up to whole pages."""
+    """Return how many bytes have to go through the buffers of `Scratch`, rounded up to whole pages."""
     return 0 if is_aligned(content) else pages_for(content.nbytes) * PAGE_BYTES

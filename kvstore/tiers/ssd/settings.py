@@ -16,11 +16,12 @@ FOLDER_BYTES = 128 << 10
 """Space in each directory that segments leave free: for the directory itself, the lock file and the probe file."""
 
 MIN_SEGMENTS = 2
-"""Minimum number of segments in each directory: one segment is written while blocks are read from the other."""
+"""Minimum number of segments for which each directory must have room: while one segment is written, blocks are read
+from the other."""
 
 
 class Sync(StrEnum):
-    """When written bytes are synced to the device.
+    """When written bytes are synced to the device (`SsdSettings.sync`).
 
     Bytes that are not synced survive the death of the process, but not a power cut.
     """
@@ -63,8 +64,8 @@ class SsdSettings(TierSettings, frozen=True, kw_only=True, tag="ssd"):
     """Maximum number of bytes that one system call reads or writes, unless a single block is larger."""
 
     max_calls: Annotated[int, Meta(ge=1, le=65_536)] = 64
-    """Maximum number of calls of `get` and `put` that run at a time. Further calls end at once without reading or
-    writing a block, so that calls do not pile up on a hanging disk."""
+    """Maximum number of calls of the tier that run at a time. Further calls of `get` and `put` end at once without
+    reading or writing a block, so that calls do not pile up on a hanging disk."""
 
     direct: bool = True
     """Bypass the page cache (O_DIRECT) if the file system supports it. Often used blocks are in the node's pool already;

@@ -30,7 +30,7 @@ class SsdCounters(Struct):
     bytes_written: int = 0
     refused: int = 0
     evicted: int = 0
-    rescued: int = 0  # number of blocks that were copied from evicted segments to new ones
+    rescued: int = 0  # number of blocks that were copied from evicted segments to new segments
     corrupt: int = 0
     failures: int = 0
 
@@ -45,7 +45,7 @@ class SsdState:
         # Blocks that were read from an evicted segment, and have not been written to a new one yet.
         self.rescuing: set[Key] = set()
         self.count = SsdCounters()
-        self.sequence = 0  # the sequence number that was assigned last
+        self.sequence = 0  # the sequence number that was assigned last, to a record, a segment or a footer
         self._codecs = codecs
         self._gone: deque[Key] = deque(maxlen=GONE_KEYS)
 
@@ -57,7 +57,7 @@ class SsdState:
             return None
 
     def take_sequences(self, count: int = 1) -> int:
-        """Assign `count` sequence numbers, and return the first one."""
+        """Assign `count` sequence numbers to records, a segment or a footer, and return the first one."""
         with self.lock:
             first = self.sequence + 1
             self.sequence += count
@@ -69,7 +69,7 @@ class SsdState:
             segment.readers += 1
 
     def release(self, segment: Segment, readers: int = 1) -> None:
-        """Record that readers have finished with the segment."""
+        """Record that `readers` calls no longer read from the segment. Without readers, a LEAVING segment becomes FREE."""
         with self.lock:
             segment.readers -= readers
             if segment.state is SegmentState.LEAVING and not segment.readers:

@@ -39,7 +39,7 @@ from kvstore.tiers.ssd.volume import AdmitRewrite, Volume
 from kvstore.tiers.ssd.writer import SsdWriter
 
 NAME = "ssd"
-CLOSE_SECONDS = 5.0  # time limit for running calls to end when the tier is closed
+CLOSE_SECONDS = 5.0  # maximum time for which `close` waits until the running calls have ended
 
 log = logging.getLogger(__name__)
 
@@ -174,7 +174,7 @@ class SsdTier:
 
     @property
     def rescued(self) -> int:
-        """Number of blocks that were copied from evicted segments to new segments, to keep them."""
+        """Number of blocks since the opening that were copied from evicted segments to new segments, to keep them."""
         return self.state.count.rescued
 
     def close(self) -> None:

@@ -55,7 +55,7 @@ log = logging.getLogger(__name__)
 
 AdmitRewrite = Callable[[int], bool]
 """A function that returns whether a block of this many bytes may be copied out of an evicted segment
-(`SsdSettings.rescue_hits`)."""
+(`SsdSettings.rescue_hits`). If so, it has charged the bytes to the write budget, if the tier has one."""
 
 
 class RecordRun(Struct, frozen=True):
@@ -85,7 +85,7 @@ class Volume:
     ) -> None:
         self.disk = disk
         self.segments: list[Segment] = []
-        self.breaker = CircuitBreaker()  # prevents writes after a failure (rule 4)
+        self.breaker = CircuitBreaker()  # stops writes to this directory for a pause after a failed one (rule 4)
         self.read_failures = FailureLog("reads fail, blocks are misses", disk.folder)
         self.write_failures = FailureLog("writes fail, blocks are not kept", disk.folder)
         self._growth_failures = FailureLog("no further segment can be made, using the existing ones", disk.folder)
@@ -252,7 +252,7 @@ class Volume:
             self._active = segment
 
     def _begin(self, rescued: list[SsdWrite], needed_pages: int, deadline: Nanos) -> Segment:
-        """Return a segment that is ready for appending, and write rescued blocks to it.
+        """Return a segment that is ready for appending, and write the rescued blocks (rule 2) to it.
 
         Raise the same errors as `_rotate`.
         """
@@ -270,7 +270,7 @@ class Volume:
         return segment
 
     def _stop_appending(self) -> None:
-        """Stop appending to the active segment."""
+        """Make the active segment FULL, so that nothing is appended to it, and seal it if no call writes to it."""
         with self._state.lock:
             segment, self._active = self._active, None
             if segment is None:
@@ -296,7 +296,7 @@ class Volume:
             self._state.lock.notify_all()
 
     def _free_segment(self, rescued: list[SsdWrite], needed_pages: int, deadline: Nanos) -> Segment:
-        """Return a free segment: new, unused, or evicted. Add the rescued blocks of an evicted one to `rescued`."""
+        """Return a free segment: new, unused, or evicted. Add the blocks that are rescued (rule 2) to `rescued`."""
         spare_bytes = self._settings.segment_bytes * 15 // 16 - needed_pages * PAGE_BYTES
         share_bytes = int(min(self._settings.rescue_share * self._settings.segment_bytes, spare_bytes))
         while True:
@@ -312,7 +312,7 @@ class Volume:
             if free is not None:
                 if free.size_bytes == self._settings.segment_bytes:
                     return free
-                self._remove(free)  # the file has another size than `segment_bytes`, and its space is needed
+                self._remove(free)  # frees its space: it has another size than `segment_bytes`, so it is not reused
             elif victim is not None:
                 try:
                     rescued += self._read_rescued(victim, hot, share_bytes, deadline)

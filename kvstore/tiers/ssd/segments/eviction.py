@@ -1,8 +1,8 @@
 """Segment eviction: computes the scores that decide which segment is evicted when the disk space is used up. No I/O.
 
-The segment with the lowest score is evicted first. Blocks that are written together belong to requests of the same time,
-and mostly become useless together. Therefore a whole segment has one score. Blocks that are read often may be copied out
-of a segment before its eviction.
+The segment with the lowest score is evicted first, among those that no call reads from at that time if there are any.
+Blocks that are written together belong to requests of the same time, and mostly become useless together. Therefore a
+whole segment has one score. Blocks that are read often may be copied out of a segment before its eviction.
 """
 
 import math
@@ -20,7 +20,7 @@ class SegmentUse(Struct, frozen=True, kw_only=True):
     sequence: int  # sequence number of the segment; a segment that is begun later has a higher one
     blocks: int  # number of readable blocks
     live_share: float  # share of the segment's bytes that readable blocks occupy, from 0 to 1
-    hits: int  # number of reads of its blocks since it was begun, or since the tier was opened, whichever was later
+    hits: int  # number of block reads since the segment was begun, or since the tier was opened, whichever was later
     used_at: Nanos  # instant of the last read or write of a block; without one, the instant since which `hits` counts
 
 

@@ -133,7 +133,7 @@ def record_header(record: RecordHeader, nonce: bytes) -> bytes:
 
 
 def read_record_header(page: ByteArray, nonce: bytes, number: int) -> RecordHeader | None:
-    """Parse the record header on page `number`; return None if it is damaged, or has another nonce or page."""
+    """Parse the record header on page `number`; return None if it is damaged, or has another nonce (rule 3) or page."""
     if not _is_sealed(page, RECORD.size):
         return None
     magic, version, codec_id, its_nonce, sequence, key, its_page, length, crc32c = RECORD.unpack_from(page.data)
@@ -149,7 +149,7 @@ def is_discarded(page: ByteArray) -> bool:
 def record_signs() -> tuple[bytes, slice]:
     """Return the bytes with which every record header begins, and the slice of the header in which the nonce lies.
 
-    Recovery uses them to find record headers fast.
+    `kvstore.tiers.ssd.segments.recovery` uses them to find record headers fast.
     """
     begin = struct.pack("<4sH", RECORD_MAGIC, FORMAT_VERSION)
     return begin, slice(8, 8 + NONCE_BYTES)

@@ -21,7 +21,7 @@ from kvstore.tiers.ssd.disk import DiskFile
 from kvstore.tiers.ssd.segments.eviction import SegmentUse
 from kvstore.tiers.ssd.segments.record_format import FIRST_PAGE, NONCE_BYTES, Key, footer_pages
 
-MOST_HITS = 255  # limit of the counter of reads of one record
+MOST_HITS = 255  # number at which the counter of the reads of one record (`record_hits`) stops
 
 
 class SegmentState(Enum):
@@ -73,7 +73,7 @@ class Segment:
         self.live_pages = 0
         self.hits = 0
         self.used_at = now
-        self.is_damaged = False  # True if a block was found bad
+        self.is_damaged = False  # True if a block of the segment was found bad
 
     def restore(self, keys: list[Key], pages: "array[int]", lengths: "array[int]", next_page: int) -> None:
         """Use the contents that recovery has found in the file."""
@@ -135,6 +135,6 @@ def record_pages(length: int) -> int:
 
 
 def largest_payload_bytes(segment_bytes: int) -> int:
-    """Return the largest payload that fits into a segment of that size."""
+    """Return the length in bytes of the largest payload that fits into a segment of that size."""
     pages = segment_bytes // PAGE_BYTES - FIRST_PAGE - footer_pages(1)
     return (pages - 1) * PAGE_BYTES

@@ -50,6 +50,8 @@ class MemoryTier(Protocol):
 class BackingTier(Protocol):
     """A tier below the pool (SSD, Redis, an object store, another node), which stores whole blocks by their hash.
 
+    Implementations are in `kvstore/tiers/NAME`. CONTRIBUTING.md lists the files of a new one ("Add a store tier").
+
     The tier is a cache. It may lose any block at any time, and decides itself where bytes lie and which blocks it
     removes. A read gets either the bytes that were written under the key, or nothing, because the tier verifies
     everything that it reads. Calls block and may come from several threads. A caller on an event loop makes them in

@@ -1,5 +1,7 @@
 """Load rule: a scaling rule that sizes each pool by its number of requests, without a model of its engines.
 
+It decides only if the settings have `rule.kind = "load"`. Otherwise `fleet.planner.machine` decides.
+
 Rules:
 
 1. The need of a pool, in replicas, is its number of running and waiting requests, divided by `requests_per_replica` and

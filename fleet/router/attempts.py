@@ -8,7 +8,8 @@ Rules:
    only while it has fewer than `prefill_window_tokens` tokens to compute (0: there is no limit). The other prompts wait in the worker's
    prefill queue in this router, where a prompt with a lower queue position can still overtake them. The attempts of waiting prompts have
    begun, but nothing was sent to the worker for them. If the router may never learn when a prompt is computed, the prompt is sent at once,
-   even if the worker has more tokens to compute.
+   even if the worker has more tokens to compute. A request that has no worker waits in the admission queue instead
+   (`fleet.router.placement.wait_or_reject`).
 3. A queued prompt holds the same reservations as a sent one; only its dispatch is delayed. So placement sees the same
    loads with prefill queues and without.
 4. The prompt with the lowest queue position is sent first (`fleet.router.queueing.admission_queue`). The position depends on the arrival,

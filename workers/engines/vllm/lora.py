@@ -1,4 +1,7 @@
-"""LoRA adapters of a vLLM engine: derives vLLM's arguments and requests from the adapters in the worker's settings."""
+"""LoRA adapters of a vLLM engine: derives vLLM's arguments and requests from the adapters in the worker's settings.
+
+vLLM itself loads an adapter, when the first request for it runs. `lora_request` tells vLLM which one.
+"""
 
 import json
 import logging

@@ -3,6 +3,8 @@
     cost = max(0, prefill - credit)  +  work × its price  +  decode blocks × their weight  +  running requests × their weight
            -  session
 
+`fleet/router/native/costs.c` computes it, or `fleet/router/native/twin.py` with equal results if the extension is missing. The terms:
+
 1. *prefill* is (tokens of the backlog + tokens of the prompt) / tokens of a block. The backlog is what the worker has to compute already.
 2. *credit* is for the prompt's leading blocks that need not be computed. A block counts 1 if it is in the engine, 0.75 if it is in the
    store's memory, and 0.5 if it is in a tier below. The difference to 1 is the cost of the transfer, in blocks of prefill. If blocks from

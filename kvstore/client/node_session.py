@@ -61,7 +61,8 @@ def shake_hands(
         StoreUnreachable: The node does not answer by the deadline, no data path works, or the node refuses the client,
             for example because the secret is wrong or too many namespaces are open. If client and node speak no common
             version of the protocol, the error is the subclass IncompatibleVersion.
-        LayoutMismatch: The node stores this model's blocks in another layout; the error names the field that differs.
+        LayoutMismatch: The node has a namespace of the same model that differs, for example in its layout or data type, or client and node
+            have different format versions. The error names the field that differs.
         InvalidArgument: The namespace is invalid for the node; the error names the field.
     """
     request = pb.HelloRequest(

@@ -135,8 +135,9 @@ class StoreClient:
             StoreUnreachable: No node answers in time, no data path works, or the node refuses the client, for example
                 because the secret is wrong or too many namespaces are open. If client and node speak no common version
                 of the protocol, the error is the subclass IncompatibleVersion.
-            LayoutMismatch: The node stores these weights in another layout; the error names the field that differs.
-            InvalidArgument: The node cannot store such blocks; the error names the invalid field of the namespace.
+            LayoutMismatch: The node has a namespace of the same model that differs, for example in its layout or data type, or client and
+                node have different format versions. The error names the field that differs.
+            InvalidArgument: The node cannot store blocks of this namespace; the error names the invalid field of the namespace.
             BadCredentials: A file of the credentials cannot be used; the error names the field.
         """
         client = cls(

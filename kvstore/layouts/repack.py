@@ -71,7 +71,7 @@ class RepackPlan(Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def bytes(self) -> int:
-        """Number of bytes that are moved for one block."""
+        """Number of bytes that are copied for one block."""
         return sum(copy.runs * copy.run_bytes for copy in self.copies)
 
     @property

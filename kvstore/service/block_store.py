@@ -85,7 +85,7 @@ class _ChainUse(Struct, frozen=True):
 
 
 class BlockStoreService(pb_grpc.BlockStoreServicer):
-    """Serves the gRPC calls of one node: look-ups, leases, reservations, publications, watches and statistics."""
+    """Serves the gRPC calls of one node: handshakes, look-ups, leases, session pins, reservations, publications, evacuations, watches and others."""
 
     def __init__(
         self,

@@ -386,12 +386,10 @@ class WorkerLink:
             self.close(silent=True)
 
     def _look(self) -> None:
-        """Count the slices of the heartbeat timeout in which no message came.
+        """Check at the end of a slice of the heartbeat timeout whether a message came in it.
 
-        After the worker's description has come, close the stream at `SILENCE_SLICES` such slices in a row.
-
-        If the router's process itself was frozen, all of this time counts as one slice, because the worker may have sent
-        messages meanwhile.
+        After `SILENCE_SLICES` slices in a row without a message, close the stream if the worker's description has come. If the router's
+        process was frozen, the whole freeze counts as one slice, because the worker may have sent messages meanwhile.
         """
         if self._over:
             return

@@ -38,7 +38,7 @@ NAMES: Mapping[str, str] = {"resume.token": "last-event-id", "resume.token_ids":
 
 
 class SeenEvents(Struct, frozen=True):
-    """The events of a translated API that a client has (`fleet.frontend.openai.translated.answer_events`)."""
+    """States which events of an answer of a translated API the client has (`fleet.frontend.openai.translated.answer_events`)."""
 
     events: int = 0  # number of events that are not pieces of text
     characters: int = 0  # number of characters in all pieces of text

@@ -310,7 +310,10 @@ class _Regions:
         return self._parser._buffer  # type: ignore[no-any-return]  # noqa: SLF001 - the parser has no public name for it
 
     def add(self, text: str) -> None:
-        """Add text of the answer, and parse all of it except an end that may be the beginning of a delimiter."""
+        """Add text of the answer, and process it.
+
+        Two parts wait: the last characters, if a delimiter may begin with them, and the text of a tool call, until the call ends (rule 1).
+        """
         if self.plain is not None and self.search is not None:
             text, self.begun = self.begun + text, ""
             found = self.search(text)

@@ -75,7 +75,7 @@ from fleet.net.sockets import configure_client_socket
 
 HIGH_WATER_BYTES = 64 << 10  # unsent bytes above which the writer of a connection waits
 CHUNKED = b"chunked"  # the only transfer coding that is understood
-# Headers that change how a message is read.
+# A head with one of these headers is not cached, because more than the content length decides how its message is read.
 _MEANINGFUL_HEADERS = frozenset({b"transfer-encoding", b"expect", b"upgrade"})
 _NO_HEADERS: Mapping[bytes, bytes] = {}
 PARSE_BYTES = 8 << 10  # maximum number of bytes that are parsed at a time: about a hundred of the shortest requests

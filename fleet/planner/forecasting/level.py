@@ -26,7 +26,7 @@ SCALES = (1, 2, 3, 6, 12, 24, 48)
 
 
 class Level:
-    """Computes the mean of a measure since the measure last changed, and detects its changes (rules 1 and 2)."""
+    """Computes the mean of a measure from its latest samples, and detects when this mean has changed (rules 1 and 2)."""
 
     def __init__(self, variance: Callable[[float], float], threshold: float, least: float = 0.0) -> None:
         """Create a level without samples.
@@ -41,11 +41,11 @@ class Level:
         self._least = least
         self._samples: deque[tuple[float, float]] = deque()
         self.weight = 0.0
-        """Sum of the weights of the samples since the measure last changed."""
+        """Sum of the weights of the samples since the last detected change of the mean, at most of the last `LONGEST` samples."""
 
         self._amount = 0.0
         self.changes = 0
-        """Number of changes of the measure that were detected so far."""
+        """Number of changes of the mean that were detected so far."""
 
     @property
     def mean(self) -> float:

@@ -15,10 +15,10 @@ from fleet.sim.report.sections import TIME_UNITS, ReportSection, ReportTable
 from fleet.sim.scenario import pool_name
 
 MOST_DECISIONS = 200
-"""Maximum number of decisions that the page lists for one rule."""
+"""Maximum number of decisions that the page lists for each scaling rule."""
 
 POINTS = 400
-"""Maximum number of points of a line in a chart. If a rule has made more decisions, only some of them get a point."""
+"""Maximum number of points of a line in a chart. If a scaling rule has made more decisions, only some of them get a point."""
 
 
 def write_planner_report(

@@ -101,7 +101,8 @@ def read_translated_chat(
     read = read_chat(msgspec.json.encode(given), request_id, now, headers)
     if read.request.remote_images:
         read = structs.replace(read, request=structs.replace(read.request, remote_images=remote_images(images)))
-    if read.request.late_token:  # translated answers begin with events before any text; their ids need a resume token
+    # Translated APIs send events before the first text. The ids of these events contain the resume token, so it cannot come later.
+    if read.request.late_token:
         read = structs.replace(read, request=structs.replace(read.request, late_token=False))
     return read
 

@@ -704,7 +704,8 @@ def read_head(content: bytes) -> AnswerHead:
             continue
         kept.append(line)
         if name == b"transfer-encoding":
-            if chunked or value.strip().lower() != b"chunked":
+            # The parser does not take a value with a tab for chunked, so it would not find the end.
+            if chunked or value.strip(b" ").lower() != b"chunked":
                 raise UnclearEnd("its answer has another transfer coding than chunked")
             chunked = True
             continue

@@ -286,7 +286,7 @@ class HttpFrontend(HttpServer):
             return None
         match self._relay.paths.classify(head.path):
             case PathClass.RELAYED:
-                is_placed = head.path in self._relay.placed and head.method == "POST"
+                is_placed = head.path in self._relay.placed and head.method not in _PASSED_METHODS
                 return self._refuse_content if is_placed else self._pass_through
             case PathClass.CONTROL:
                 return self._refuse_control_route
@@ -298,7 +298,7 @@ class HttpFrontend(HttpServer):
     def _is_passage(self, head: HttpHead) -> bool:
         """Return whether a request is a passage, which `_pass_through` forwards while its body arrives."""
         relay, path = self._relay, head.path
-        if relay is None or (path in relay.placed and head.method == "POST"):
+        if relay is None or (path in relay.placed and head.method not in _PASSED_METHODS):
             return False
         method = "GET" if head.method == "HEAD" else head.method
         if method in (self._routes.get(path) or self.handlers_of(path) or {}):
@@ -332,9 +332,14 @@ class HttpFrontend(HttpServer):
         await self._relay.pass_through(exchange)
 
     async def _refuse_content(self, exchange: Exchange) -> None:
-        """Refuse a request whose prompt the router cannot read, at a path at which requests are placed by their prompts."""
+        """Refuse a request at a path at which requests are placed by their prompts, because of its method or its content type."""
         if self.draining:
             raise draining_rejection()
+        if exchange.request.method != "POST":
+            self.unserved(HTTPStatus.METHOD_NOT_ALLOWED)
+            message = f"{exchange.request.path[:200]} takes POST, not {exchange.request.method}"
+            send_http_error(exchange, HTTPStatus.METHOD_NOT_ALLOWED, message, allow="POST")
+            return
         self.unserved(HTTPStatus.UNSUPPORTED_MEDIA_TYPE)
         problem = _unsuitable_content(exchange.request.headers)
         assert problem is not None
@@ -612,6 +617,10 @@ class HttpFrontend(HttpServer):
 def _authorization(exchange: Exchange) -> str:
     """Return ``Bearer KEY`` of a request; empty if the request has no key."""
     return authorization_of(exchange.request.headers)
+
+
+_PASSED_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "DELETE"})
+"""Methods that are passages at every path. A server may take a prompt by another method than POST, and it would not be counted."""
 
 
 def _unsuitable_content(headers: Mapping[bytes, bytes]) -> str | None:

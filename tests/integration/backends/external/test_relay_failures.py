@@ -577,6 +577,18 @@ async def test_body_of_a_placed_path_has_to_be_json(server, path):
         assert server.seen == []
 
 
+@pytest.mark.parametrize("method", ["PUT", "PATCH"])
+@pytest.mark.parametrize("path", ["/v1/rerank", "/classify", "/v1/chat/completions"])
+async def test_prompts_come_by_post_alone(server, method, path):
+    """SGLang also takes PUT at two of these paths, and the prompt would not be counted."""
+    async with a_relay(server, limits={"external_paths": ("/*",)}) as world, raw_http_client(world) as peer:
+        await peer.send(post(path, b'{"model": "mock"}').replace(b"POST", method.encode(), 1))
+        status, headers, _ = await peer.answer()
+
+        assert (status, headers["allow"]) == (405, "POST")
+        assert server.seen == []
+
+
 async def test_target_with_a_fragment_is_refused(server):
     """A server would leave the fragment out, and so serve a control route."""
     async with a_relay(server, limits={"external_paths": ("/*",)}) as world, raw_http_client(world) as peer:

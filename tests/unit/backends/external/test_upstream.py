@@ -353,6 +353,7 @@ async def test_however_long_an_answer_is_little_of_it_is_kept(asked, piece):
     "lines",
     [
         b"transfer-encoding: chunked, identity",
+        b"transfer-encoding: chunked\t",
         b"transfer-encoding: gzip, chunked",
         b"transfer-encoding: chunked\r\ntransfer-encoding: chunked",
     ],

@@ -468,7 +468,7 @@ def merge_calls(parts: Sequence[CallDelta]) -> tuple[CallDelta, ...]:
     """Join the parts of each tool call to one part; return the parts in the order of their indices."""
     indices = sorted({part.index for part in parts})
     if len(indices) == len(parts):
-        return tuple(parts)
+        return tuple(sorted(parts, key=lambda part: part.index))
     return tuple(
         CallDelta(index=index, id=call.id, name=call.name, arguments=call.arguments)
         for index, call in zip(indices, join_calls(parts), strict=True)

@@ -116,6 +116,7 @@ MAX_REPLAYS = 2
 # Resumed answers with up to this many known tokens are replayed on the event loop (8 µs for each token); longer ones in a thread.
 INLINE_TOKENS = 256
 RETRY_AFTER_MS = 1000
+REGISTRATION_SECONDS = 15  # time after a router's start in which workers are still expected to register
 DATA_URL = "must be a data URL in base64, as data:image/png;base64,…"
 # Limit of vLLM's sampler for the token sequences of one request's `bad_words`. A request with more is rejected.
 MAX_BAD_SEQUENCES = 128
@@ -216,6 +217,7 @@ class Generation:
         self._router = router
         self._codecs = codecs
         self._clock = clock
+        self._began = clock.now()
         self._tenants = tenants
         self._tenant_secret = tenant_secret
         self.metrics = metrics
@@ -588,7 +590,7 @@ class Generation:
             RequestRejected: The request is invalid or over a limit of its tenant, or an image cannot be fetched.
         """
         self._check_deadline(request.deadline)
-        card, codec = self._resolve(request.model)
+        card, codec = self._resolve(request.model, resumes=request.resume is not None)
         validate(request, card, None, vocab_size=codec.vocab_size)
         validate_images(request, card)
         if self._image_loader is None:
@@ -616,12 +618,7 @@ class Generation:
         overflow: "OverflowTerms | None",
         resumed: ResumedAnswer | None,
     ) -> AsyncGenerator[GenerateEvent]:
-        try:
-            card, codec, tokens, sampling = await self._checked(request)
-        except RequestRejected as refused:
-            if resumed is None or refused.reason is not Reason.MODEL_NOT_FOUND:
-                raise
-            raise _unknown_model(request.model, "no worker serves it now; one did when the answer began") from refused
+        card, codec, tokens, sampling = await self._checked(request)
         digests: Sequence[bytes] = ()
         if request.images and (request.resumable or resumed is not None):
             digests = await image_digests(request.images)  # a resume token is valid only for the same images
@@ -912,7 +909,7 @@ class Generation:
             RequestRejected: The deadline has passed, or the request is invalid.
         """
         self._check_deadline(request.deadline)
-        card, codec = self._resolve(request.model)
+        card, codec = self._resolve(request.model, resumes=request.resume is not None)
         if request.pooling is not None or card.pooling is not None:
             validate_task(request.pooling, card)
             if request.pooling is not None:
@@ -931,7 +928,12 @@ class Generation:
         if deadline is not None and deadline <= self._clock.now():
             raise RequestRejected(Reason.DEADLINE_PASSED, "the deadline had passed on arrival", field="timeout_ms")
 
-    def _resolve(self, model: ModelName) -> tuple[ModelCard, TextCodec]:
+    def _resolve(self, model: ModelName, *, resumes: bool = False) -> tuple[ModelCard, TextCodec]:
+        """Return the card and the codec of a model. `resumes` is true if the request resumes an answer.
+
+        Raises:
+            RequestRejected: MODEL_NOT_FOUND or NO_WORKER; the error says whether it helps to wait.
+        """
         cards = {card.name: card for card in self._router.models()}
         if not model:
             models = [card.name for card in cards.values() if not card.parent]
@@ -945,10 +947,12 @@ class Generation:
         if model in cards and (parent := cards[model].parent):
             self._parents[model] = parent
         if (codec := self._codecs.get(self._parents.get(model, model))) is None:
-            if absent := sorted(self._codecs.keys() - cards.keys()):  # only workers say which adapters exist
-                raise _unknown_model(
-                    model, f"no worker serves {', '.join(absent)} now, of which it may be a LoRA adapter"
-                )
+            # Only workers say which adapters exist.
+            if resumes:
+                raise _unknown_model(model, "no worker serves it now, and one may have served it when the answer began")
+            absent = ", ".join(sorted(self._codecs.keys() - cards.keys()))
+            if absent and self._clock.now() < self._began + REGISTRATION_SECONDS * SECOND:
+                raise _unknown_model(model, f"this router has just started; it may be a LoRA adapter of {absent}")
             known = [card.name for card in cards.values() if (card.parent or card.name) in self._codecs]
             served = ", ".join(sorted(known)) or "none"
             raise RequestRejected(
@@ -1059,7 +1063,7 @@ def _digest(card: ModelCard, tokens: TokenBytes, images: Sequence[bytes], reques
     shape = (
         request.stop,
         sampling.min_tokens if request.stop else 0,
-        request.include_stop_string,
+        request.include_stop_string and bool(request.stop),
         sorted(sampling.stop_token_ids),
         sampling.ignore_eos,
         request.show_special_tokens,

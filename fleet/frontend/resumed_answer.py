@@ -67,7 +67,8 @@ class ResumedAnswer(Struct, kw_only=True):
         if self.claims.prompt != prompt:
             raise invalid(
                 FIELD,
-                "is for another model or prompt, or for other stop strings, stop tokens or choice of tools; send the same request as before",
+                "is for another model or prompt, or for another value of stop, min_tokens, stop_token_ids, ignore_eos, skip_special_tokens"
+                " or the choice of tools; send the same request as before",
             )
         if len(resume.token_ids) > sampling.max_tokens or resume.position > sampling.max_tokens:
             raise invalid("resume.token_ids", "names more tokens than max_tokens allows")

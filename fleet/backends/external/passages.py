@@ -125,6 +125,8 @@ class ServerPassage:
                     await self._answer(reader, content, rest)
         except TimeoutError as error:
             raise ServerLost(f"nothing was sent for {self._silence_seconds:g} s") from error
+        except UnclearEnd as error:
+            raise ServerLost(str(error)) from error
         except httptools.HttpParserError as error:
             raise ServerLost(f"its answer is no HTTP answer: {error}") from error
         except OSError as error:
@@ -157,10 +159,7 @@ class ServerPassage:
         parser.feed_data(content + rest)
         if self._passage.method == "HEAD":
             self._complete, rest = True, b""
-        try:
-            head = read_head(self._with_own_location(content))
-        except UnclearEnd as error:
-            raise ServerLost(str(error)) from error
+        head = read_head(self._with_own_location(content))
         plain = head.chunked and not exchange.request.head.chunked_answer
         keep_alive = exchange.keeps_alive and not (plain or head.until_close)
         tail = connection_line(keep_alive=keep_alive, chunks=exchange.request.head.chunked_answer) + b"\r\n"

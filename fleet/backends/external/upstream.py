@@ -688,13 +688,13 @@ def read_head(content: bytes) -> AnswerHead:
     `content` must be a complete head that ends with the empty line. Of its lines, only the transfer coding is checked.
 
     Raises:
-        UnclearEnd: There are several transfer codings, or one other than `chunked`.
+        UnclearEnd: The transfer coding `chunked` is not the only one.
     """
     status_line, *lines = content[:-4].split(b"\r\n")
     version, _, status = status_line.partition(b" ")
     keep_alive = version == b"HTTP/1.1"
     kept, plain = [b"HTTP/1.1 " + status], [b"HTTP/1.1 " + status]
-    chunked = sized = streams = named = limits = False
+    chunked = coded = sized = streams = named = limits = False
     for line in lines:
         name, _, value = line.partition(b":")
         name = name.lower()
@@ -704,10 +704,11 @@ def read_head(content: bytes) -> AnswerHead:
             continue
         kept.append(line)
         if name == b"transfer-encoding":
+            coding = value.strip(b" ").lower()
             # The parser does not take a value with a tab for chunked, so it would not find the end.
-            if chunked or value.strip(b" ").lower() != b"chunked":
-                raise UnclearEnd("its answer has another transfer coding than chunked")
-            chunked = True
+            if chunked or (coding != b"chunked" and b"chunked" in coding):
+                raise UnclearEnd("its answer has another transfer coding beside chunked")
+            chunked, coded = coding == b"chunked", True
             continue
         plain.append(line)
         sized = sized or name == b"content-length"
@@ -715,7 +716,7 @@ def read_head(content: bytes) -> AnswerHead:
         limits = limits or name.startswith(b"x-ratelimit-")
         streams = streams or (name == b"content-type" and b"event-stream" in value.lower())
     empty = status[:3] in (b"204", b"304")
-    until_close = not (chunked or sized or empty)
+    until_close = not (chunked or empty or (sized and not coded))
     return AnswerHead(
         start=b"\r\n".join((*kept, b"")),
         plain_start=b"\r\n".join((*plain, b"")),

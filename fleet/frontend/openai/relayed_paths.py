@@ -145,12 +145,12 @@ class RelayedPaths(Struct, frozen=True):
         if plain is None:
             # A client only needs the explanation "ambiguous" if the path begins like a relayed one.
             return PathClass.AMBIGUOUS if path.startswith(self.prefixes) else PathClass.UNKNOWN
+        if plain not in self.exact and not plain.startswith(self.prefixes):
+            return PathClass.UNKNOWN
         if plain in PLACED and plain != path:
             return PathClass.AMBIGUOUS
         if plain in self.exact:
             return PathClass.RELAYED
-        if not plain.startswith(self.prefixes):
-            return PathClass.UNKNOWN
         return PathClass.CONTROL if CONTROL_ROUTES.intersection(plain.split("/")) else PathClass.RELAYED
 
 

@@ -286,8 +286,7 @@ class HttpFrontend(HttpServer):
             return None
         match self._relay.paths.classify(head.path):
             case PathClass.RELAYED:
-                is_placed = head.path in self._relay.placed and head.method not in _PASSED_METHODS
-                return self._refuse_content if is_placed else self._pass_through
+                return None if self._is_placed(head) else self._pass_through
             case PathClass.CONTROL:
                 return self._refuse_control_route
             case PathClass.AMBIGUOUS:
@@ -298,12 +297,16 @@ class HttpFrontend(HttpServer):
     def _is_passage(self, head: HttpHead) -> bool:
         """Return whether a request is a passage, which `_pass_through` forwards while its body arrives."""
         relay, path = self._relay, head.path
-        if relay is None or (path in relay.placed and head.method not in _PASSED_METHODS):
+        if relay is None or self._is_placed(head):
             return False
         method = "GET" if head.method == "HEAD" else head.method
         if method in (self._routes.get(path) or self.handlers_of(path) or {}):
             return False
         return relay.paths.classify(path) is PathClass.RELAYED
+
+    def _is_placed(self, head: HttpHead) -> bool:
+        """Return whether a request is no passage although its path is relayed, because it has a prompt that must count."""
+        return self._relay is not None and head.path in self._relay.placed and head.method not in _PASSED_METHODS
 
     def _has_no_key(self, head: HttpHead) -> bool:
         """Return whether a request has no known API key."""
@@ -330,20 +333,6 @@ class HttpFrontend(HttpServer):
         if self.draining:
             raise draining_rejection()
         await self._relay.pass_through(exchange)
-
-    async def _refuse_content(self, exchange: Exchange) -> None:
-        """Refuse a request at a path at which requests are placed by their prompts, because of its method or its content type."""
-        if self.draining:
-            raise draining_rejection()
-        if exchange.request.method != "POST":
-            self.unserved(HTTPStatus.METHOD_NOT_ALLOWED)
-            message = f"{exchange.request.path[:200]} takes POST, not {exchange.request.method}"
-            send_http_error(exchange, HTTPStatus.METHOD_NOT_ALLOWED, message, allow="POST")
-            return
-        self.unserved(HTTPStatus.UNSUPPORTED_MEDIA_TYPE)
-        problem = _unsuitable_content(exchange.request.headers)
-        assert problem is not None
-        send_http_error(exchange, HTTPStatus.UNSUPPORTED_MEDIA_TYPE, problem)
 
     async def _refuse_control_route(self, exchange: Exchange) -> None:
         message = (
@@ -455,7 +444,6 @@ class HttpFrontend(HttpServer):
         if parsed.seen is not None and parsed.seen.is_whole:
             request = parsed.request
             self._generation.check_resume_token(parsed.seen.resume, _authorization(exchange), request.tenant)
-            self.unserved(HTTPStatus.NO_CONTENT)
             exchange.respond(HTTPStatus.NO_CONTENT, b"", headers=exchange.id_headers(request.id))
             return
         position = 0 if parsed.seen is None else parsed.seen.resume.position
@@ -620,7 +608,7 @@ def _authorization(exchange: Exchange) -> str:
 
 
 _PASSED_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "DELETE"})
-"""Methods that are passages at every path. A server may take a prompt by another method than POST, and it would not be counted."""
+"""Methods that are passages at every path, because they bring no prompt. By other methods, a server may take one: SGLang takes PUT."""
 
 
 def _unsuitable_content(headers: Mapping[bytes, bytes]) -> str | None:

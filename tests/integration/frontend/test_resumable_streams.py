@@ -200,7 +200,7 @@ async def test_resumption_with_other_stop_strings_is_refused(frontends, api):
         headers = {"last-event-id": whole[4][0]}
 
         status, _, content = await stream(frontends.url, path, body_of(body, **then), headers)
-        assert (status, "for other stop strings" in content.decode()) == (400, True)
+        assert (status, "another value of stop" in content.decode()) == (400, True)
 
         status, rest, _ = await stream(frontends.url, path, body_of(body, **first), headers)
         assert status == 200

@@ -41,7 +41,7 @@ from fleet.core.roles import Placement
 from fleet.core.telemetry import RouterProcessMetrics
 from fleet.core.work import ParsedDelta, ParsingTask
 from fleet.frontend.access_log import AccessLog
-from fleet.frontend.generation import INLINE_CHARACTERS, Generation
+from fleet.frontend.generation import INLINE_CHARACTERS, REGISTRATION_SECONDS, Generation
 from fleet.frontend.text import image_keys
 from fleet.frontend.text.codec import load_codec
 from fleet.frontend.text.tokenizer_threads import MAX_TASKS, TokenizerThreads
@@ -82,13 +82,14 @@ def generations(codec):
         codecs: Mapping[ModelName, TextCodec] | None = None,
         counted: Tenants | None = None,
         logs_access: bool = False,
+        clock: Stopped | None = None,
         **tenants: TenantSettings,
     ) -> Generation:
         metrics = RouterProcessMetrics(CollectorRegistry())
         return Generation(
             router,
             {MODEL: codec} if codecs is None else codecs,
-            clock=Stopped(),
+            clock=clock or Stopped(),
             tenants=counted or Tenants(tenants, Stopped().now()),
             tenant_secret=SECRET,
             metrics=metrics,
@@ -311,7 +312,7 @@ async def test_unexpected_error_counts_as_internal_and_is_raised(generations):
             (),
             "tuned",
             Reason.NO_WORKER,
-            "'tuned' is not known: no worker serves tiny now, of which it may be a LoRA adapter",
+            "'tuned' is not known: this router has just started; it may be a LoRA adapter of tiny",
         ),
         ((), "", Reason.NO_WORKER, "no worker serves any model yet"),
         ((a_model_card(), a_model_card(name="big")), "", Reason.INVALID_ARGUMENT, "must be one of big, tiny"),
@@ -328,6 +329,18 @@ async def test_unknown_model_is_rejected_with_the_served_models(generations, car
     assert said in refused.value.message
     assert router.submitted == []
     assert (refused.value.retry_after_ms > 0) == (reason is Reason.NO_WORKER)
+
+
+async def test_unknown_model_is_wrong_once_workers_had_time_to_register(generations):
+    """Until then it may be an adapter of a model whose workers still come. Afterwards it is a mistake, though some model has no worker."""
+    clock = Stopped()
+    generation = generations(FakeRouter([5], cards=()), clock=clock)
+    clock.instant = Nanos(clock.instant + REGISTRATION_SECONDS * SECOND)
+
+    with pytest.raises(RequestRejected) as refused:
+        await collect(generation.generate(a_request(model="tuned")))
+
+    assert refused.value.reason is Reason.MODEL_NOT_FOUND
 
 
 async def test_single_model_needs_no_name(generations):

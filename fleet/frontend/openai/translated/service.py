@@ -120,7 +120,6 @@ class TranslatedFrontend:
         authorization = authorization_of(exchange.request.headers)
         if seen is not None and seen.is_whole:
             self._generation.check_resume_token(seen.resume, authorization, request.tenant)
-            self._generation.metrics.unserved(HTTPStatus.NO_CONTENT)
             exchange.respond(HTTPStatus.NO_CONTENT, b"", headers=exchange.id_headers(request.id))
             return
         headers: tuple[tuple[str, str], ...] = (

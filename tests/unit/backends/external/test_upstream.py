@@ -364,6 +364,12 @@ def test_head_that_leaves_the_end_open_is_refused(lines):
         read_head(b"HTTP/1.1 200 OK\r\n" + lines + b"\r\n\r\n")
 
 
+def test_answer_with_another_coding_ends_with_its_connection():
+    """Its length may be that of the content before it was coded."""
+    head = read_head(b"HTTP/1.1 200 OK\r\ntransfer-encoding: identity\r\ncontent-length: 2\r\n\r\n")
+    assert (head.chunked, head.until_close, head.reusable) == (False, True, False)
+
+
 async def test_last_event_may_follow_an_event_whose_end_came_alone(asked):
     upstream, _ = asked
     upstream.data_received(HEAD + EVENT)

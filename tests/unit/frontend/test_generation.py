@@ -331,7 +331,7 @@ async def test_unknown_model_is_rejected_with_the_served_models(generations, car
     assert (refused.value.retry_after_ms > 0) == (reason is Reason.NO_WORKER)
 
 
-async def test_unknown_model_is_wrong_once_workers_had_time_to_register(generations):
+async def test_unknown_model_is_wrong_after_the_time_of_registration(generations):
     """Until then it may be an adapter of a model whose workers still come. Afterwards it is a mistake, though some model has no worker."""
     clock = Stopped()
     generation = generations(FakeRouter([5], cards=()), clock=clock)

@@ -260,7 +260,7 @@ def token_ids_in(rendered: object) -> list[int]:
         ("POST", "/v1/audio/transcriptions", None),
         ("POST", "/v1/no/such/path", {"a": 1}),
         ("DELETE", "/v1/models", None),
-        ("PUT", "/v1/chat/completions", {"a": 1}),
+        ("PUT", "/v1/audio/transcriptions", {"a": 1}),
     ],
 )
 async def test_other_paths_answer_as_vllm_itself(folder, servers, method, path, body):

@@ -1,4 +1,4 @@
-"""Gateway call: handles one HTTP request of a gateway and its answer (rules 1 to 5, 7 and 8 of `endpoint_picker.py`)."""
+"""Gateway call: handles one HTTP request of a gateway and its answer (rules 1 to 5 and 7 to 9 of `endpoint_picker.py`)."""
 
 import asyncio
 import re
@@ -39,7 +39,7 @@ from fleet.router.settings.endpoint_picker import EndpointPickerSettings
 from fleet.v1 import ext_proc_pb2 as pb
 
 PLACED = (CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES, MESSAGES)
-"""Paths of requests that the picker reads and places by their prompts."""
+"""Paths whose requests are placed by their prompts. Requests for other paths go to the endpoint with the fewest requests."""
 
 
 class PickerContext(Struct, kw_only=True):
@@ -60,8 +60,8 @@ class PickerStage(Enum):
 
     NEW = auto()
     BODY = auto()  # the body of the request arrives in pieces
-    SENT = auto()  # the endpoint was picked, and the gateway has sent the request to it
-    ANSWER = auto()  # the body of the answer passes through the picker in pieces
+    SENT = auto()  # the gateway knows the endpoint and has the complete request; the head of the answer comes next
+    ANSWER = auto()  # the body of the answer arrives in pieces, unless the gateway's `response_body_mode` is NONE
     OVER = auto()
 
 
@@ -95,14 +95,14 @@ class PickerCall:
         self._authorization = ""
         self._subset: tuple[str, ...] | None = None
         self._body = bytearray()
-        self._endpoint = ""  # the endpoint that was picked for the request; empty: no endpoint was picked yet
+        self._endpoint = ""  # endpoint of the decode worker that placement chose; empty: placement has chosen no worker
         self._arrived: Arrived | None = None
         self._booking: SelectedRequest | None = None
         self._counter: AnswerCounter | None = None
 
     @property
     def _errors(self) -> ErrorForm:
-        """The form of error answers, which depends on the path. Before the request's headers have arrived, it is OpenAI's form."""
+        """The form of error answers in the API of the request's path; OpenAI's form for other paths and before the path is known."""
         return ERROR_FORMS.get(self._path, OPENAI_ERRORS)
 
     async def run(self, messages: AsyncIterator[bytes], context: Context) -> None:
@@ -127,7 +127,10 @@ class PickerCall:
                 await send_message(context, response)
 
     def end(self) -> None:
-        """Release the reservation and charge the tenant for the answer tokens that were counted."""
+        """Drop the request's body, release its reservation, and charge its tenant for the answer tokens that were counted.
+
+        A second call does nothing.
+        """
         self._let_go()
         if self._booking is not None:
             self._picker_context.selection.end(self._booking)
@@ -146,9 +149,9 @@ class PickerCall:
             return await anext(messages, None)
 
     def _late(self) -> RequestRejected:
-        """Return the rejection of a request whose body did not come in time.
+        """Return the rejection of a request whose body was not complete within `body_seconds`.
 
-        The client may retry, because the picker has set the time limit, and not the client.
+        The rejection tells the client to retry, although its reason is DEADLINE_PASSED: the picker has set this limit, not the client.
         """
         settings = self._picker_context.settings
         return RequestRejected(
@@ -184,7 +187,7 @@ class PickerCall:
             self._let_go()
             return [refusal(refused, self._errors)]
 
-    # Request
+    # Messages about the request:
 
     def _begin(self, message: pb.ProcessingRequest) -> PickerAnswers:
         headers = headers_of(message.request_headers, (":path", "authorization", "x-api-key"))
@@ -234,13 +237,15 @@ class PickerCall:
         return await self._whole(ends=True) if piece.end_of_stream else []
 
     async def _whole(self, *, ends: bool) -> PickerAnswers:
-        """Place a request whose body is complete.
+        """Pick the endpoints of the request, whose body is complete. Return the responses with the endpoints and the body.
+
+        Return no response if the request goes to the router's own endpoint, because its body was already forwarded in pieces.
 
         Args:
             ends: True if no trailers follow the body.
 
         Raises:
-            RequestRejected: The request cannot be placed.
+            RequestRejected: The request is invalid, its client may not send it, or no worker can serve it in time.
         """
         if self._own:
             self._stage = PickerStage.SENT
@@ -255,7 +260,7 @@ class PickerCall:
         return [picked(endpoints, prefill, len(body) if ends else None), *body_pieces(body, ends=ends)]
 
     async def _place(self, body: bytes) -> tuple[list[str], str]:
-        """Place a request; return its endpoints, best first, and the prefill worker's endpoint, which may be empty."""
+        """Place the request. Return its endpoints, the best first, and the endpoint of its prefill worker; empty: it has none."""
         picker_context, settings = self._picker_context, self._picker_context.settings
         arrived = await picker_context.prompts.arrival(self._path, body, self._authorization)
         endpoints = picker_context.endpoints.within(self._subset)
@@ -294,7 +299,7 @@ class PickerCall:
         self._picker_context.held_bytes -= len(self._body)
         self._body = bytearray()
 
-    # Answer
+    # Messages about the answer:
 
     def _answer_begins(self, message: pb.ProcessingRequest) -> PickerAnswers:
         self._let_go()
@@ -324,7 +329,7 @@ class PickerCall:
 
     def _report(self, *, prefilled: bool, tokens: int = 0) -> None:
         if self._booking is not None:
-            # The number is limited, because the usage in a server's answer may contain any number.
+            # The number of tokens is limited, because an answer that is not streamed may state any number in its usage.
             answer_tokens = min(tokens, MAX_REPORTED)
             if not self._picker_context.selection.report(
                 self._booking, prefilled=prefilled, answer_tokens=answer_tokens
@@ -363,13 +368,14 @@ class PickerCall:
 def _api_path(path: str) -> str:
     """Return the path in `PLACED` with which a request's path ends. If there is none, return the request's path without its query.
 
-    The path is decoded, because servers decode it, too.
+    Percent escapes in the path are decoded first, because servers decode them, too.
     """
     path = unquote(path.partition("?")[0])
     return next((each for each in PLACED if path.endswith(each)), path)
 
 
-TAIL_BYTES = 512  # bytes kept of an answer that is not streamed, to find a usage that is cut between two pieces
+# The number of last bytes that are kept of an answer that is not streamed, to find a usage that is cut between two pieces.
+TAIL_BYTES = 512
 
 _COMPLETION_TOKENS = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*([0-9]{1,9})(?![0-9])')
 _EVENT = b"data: {"

@@ -9,9 +9,9 @@ Rules:
    picks only endpoints that the gateway allows.
 2. The picker itself answers a request that cannot be placed: with status 503 if no worker is ready, with 429 and a
    retry hint if all workers are busy, and with an error in the form of its API if the request is invalid.
-3. A reservation ends when the answer ends, when the gateway ends the call, or when the gateway sends nothing for the
-   duration of the lease. While the answer passes through the picker, the picker counts its tokens roughly, so that the
-   router knows the load.
+3. A reservation ends when the answer ends, when the gateway ends the call, when one of the request's workers is lost, or
+   when the gateway sends nothing for the duration of the lease. While the answer passes through the picker, the picker
+   counts its tokens roughly, so that the router knows the load.
 4. The gateway may send a request to another endpoint than the picked one. If the gateway names another endpoint with
    the answer, the reservation moves to that endpoint.
 5. Only requests for completions, chats, embeddings, responses and messages are placed by their prompts. A request without
@@ -22,8 +22,9 @@ Rules:
    error.
 7. A gateway that breaks the protocol gets a gRPC error.
 8. If clients need API keys, the picker checks the key of a request with a body when its headers arrive. So it keeps no
-   byte of the body of an unknown client. If the router itself is the endpoint (`router_endpoint`), the picker checks no
-   key, because the router does so when it gets the request.
+   byte of the body of an unknown client.
+9. If the router itself is the endpoint (`router_endpoint`), the picker forwards the body piece by piece, and rules 1, 5 and 8
+   do not apply. The router checks the key and places the request when it gets the request.
 """
 
 import asyncio

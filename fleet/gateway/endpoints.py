@@ -28,7 +28,7 @@ class PickerLeadership(Protocol):
         ...
 
     async def resign(self) -> None:
-        """Resign as leader. Wait until another picker leads, but at most a few seconds."""
+        """Leave the election. If this picker was the leader, wait until another picker leads, but at most a few seconds."""
         ...
 
 
@@ -69,8 +69,8 @@ class PickerEndpoints:
     async def leave(self) -> None:
         """Stop being ready and let another picker lead.
 
-        Requests that still arrive get endpoints of workers, because gateways notice the change with a delay. The router's own
-        endpoint is not returned any more.
+        Gateways notice the change with a delay. Requests that still arrive are therefore placed as before. If `router_endpoint` is
+        set, they are rejected instead.
         """
         self._leaving = True
         await self._standing.resign()
@@ -97,14 +97,14 @@ class PickerEndpoints:
         return found
 
     def allowed(self, endpoints: Mapping[WorkerId, str]) -> tuple[WorkerId, ...] | None:
-        """Return the workers to which placement is restricted; None: all workers are allowed."""
+        """Return the workers in `endpoints`, to which placement is restricted; None: `endpoints` contains all workers of the router."""
         return None if len(endpoints) == len(self._router.addresses()) else tuple(endpoints)
 
     def idlest(self, subset: Sequence[str] | None) -> str:
-        """Return the endpoint with the fewest requests (rule 5 of `endpoint_picker.py`).
+        """Return the allowed endpoint with the fewest requests, prefill workers left out (rule 5 of `endpoint_picker.py`).
 
         Raises:
-            RequestRejected: No allowed worker serves now.
+            RequestRejected: None of these workers serves now.
         """
         endpoints = self.within(subset)
         answering = [

@@ -65,7 +65,7 @@ def served_of(message: pb.ProcessingRequest) -> str:
 
 
 def _endpoint_text(endpoint: str) -> str:
-    """Return an endpoint in the form that `picked` writes; a text that is no endpoint is returned unchanged."""
+    """Return an endpoint in the form that `picked` writes. A text that is no endpoint only loses the spaces around it."""
     endpoint = endpoint.strip()
     return _cached_endpoint(endpoint) if len(endpoint) <= LONGEST_ENDPOINT else endpoint
 
@@ -107,7 +107,7 @@ def picked(endpoints: Sequence[str], prefill: str, content_length: int | None) -
         headers[PREFILL] = prefill
     if content_length is not None:
         headers["content-length"] = f"{content_length}"
-    # The header for the prefill worker steers a sidecar, so it is removed if a client has sent it.
+    # Without a prefill worker, a client's header of this name is removed, because it would tell a sidecar where to prefill.
     mutation = pb.HeaderMutation(set_headers=_set(headers), remove_headers=() if prefill else (PREFILL,))
     metadata = Fields()
     metadata.update({NAMESPACE: {DESTINATION: destination}})

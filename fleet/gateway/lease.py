@@ -10,7 +10,7 @@ Rules:
    server cannot be reached, the pickers report that they are not ready, but still pick endpoints for requests.
 3. If the settings name a Service, the holder of the Lease writes an EndpointSlice, which makes the holder the only endpoint
    of this Service. So gateways find the leader, while all routers stay ready for other clients and for Deployments, disruption
-   budgets and autoscalers. The Lease owns the EndpointSlice, so both are removed together.
+   budgets and autoscalers. The Lease owns the EndpointSlice, so Kubernetes removes the EndpointSlice together with the Lease.
 """
 
 import asyncio

@@ -44,12 +44,12 @@ class PromptReaderApi(Protocol):
             authorization: The client's key as ``Bearer KEY``; empty if it has sent none.
 
         Raises:
-            RequestRejected: The request is invalid, or its client is not allowed to send it.
+            RequestRejected: The request is invalid, its model or key is unknown, or a limit of its tenant is exceeded.
         """
         ...
 
     def answered(self, tenant: str, tokens: int) -> None:
-        """Charge a tenant for answer tokens."""
+        """Take answer tokens from a tenant's rate limit, and add them to its usage."""
         ...
 
 

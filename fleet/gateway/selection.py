@@ -11,8 +11,8 @@ Rules:
 4. A lease belongs to the router that gave it. Several routers may share a port, so a call about a lease that this
    router does not know is passed on to the other routers.
 5. Callers are trusted, but may have bugs. Therefore a lease lasts at most `SelectionSettings.max_lease_ms`, and the
-   leases of one caller may occupy only a limited share of the workers' batch places. A call above that share is
-   rejected (RESOURCE_EXHAUSTED) and may be retried.
+   leases of one caller may occupy only a limited share of the places of a model's workers (`caller_share`). A call above
+   that share, or above `max_leases` of all callers together, is rejected (RESOURCE_EXHAUSTED) and may be retried.
 6. The field `uncached_tokens` of an answer reveals whether the tenant has sent the same prompt before. Therefore this
    service is only on the control port, which clients do not reach.
 """
@@ -88,10 +88,10 @@ class SelectionService:
             arrived: The request, marked as external.
             lease_seconds: Time after which the lease ends unless it is renewed.
             wait_seconds: Maximum wait while all workers are busy.
-            caller: The caller whose share of batch places the request uses (rule 5); empty: no share is counted.
+            caller: The caller whose share of places the request uses (rule 5); empty: no share is counted.
 
         Raises:
-            RequestRejected: No worker can serve the request, or too many leases exist.
+            RequestRejected: No worker can serve the request, its worker was lost at once, or too many leases exist.
             TimeoutError: No worker had room in time.
         """
         booking = self._opened(arrived, lease_seconds, (caller, arrived.model) if caller else None)
@@ -107,7 +107,7 @@ class SelectionService:
         """Place and reserve a request if a worker has room now; never wait.
 
         Raises:
-            RequestRejected: No worker can serve the request now, or too many leases exist.
+            RequestRejected: No worker can serve the request now, its worker was lost at once, or too many leases exist.
         """
         booking = self._opened(arrived, lease_seconds)
         busy = RequestRejected(Reason.QUEUE_FULL, "all workers are busy", retry_after_ms=RETRY_AFTER_MS)
@@ -184,7 +184,7 @@ class SelectionService:
             del self._held[holder]
 
     def reported(self, report: pb.ReportRequest) -> pb.ReportResponse | None:
-        """Handle a report about a lease. Return the response, or None if this router has no such lease, or if it has ended."""
+        """Handle a report about a lease. Return the response, or None if this router has no such lease or the lease has ended."""
         booking = self.bookings.get(RequestId(report.lease_id))
         if booking is None or not self.report(booking, prefilled=report.prefilled, answer_tokens=report.answer_tokens):
             return None

@@ -1,4 +1,4 @@
-"""Tracing of a process: opens the exporter of a router, a worker or a store node."""
+"""Tracing of a process: opens the exporter of a router or a worker. Store nodes open their exporter in `kvstore`."""
 
 import secrets
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from kvstore.tracing.spans import SpanIds
 
 @contextmanager
 def open_tracing(settings: TracingSettings, service: str, instance: str) -> Iterator[TraceExporter | None]:
-    """Open the exporter of this process. The `with` block gets None if nothing is traced.
+    """Open the exporter of this process. The `with` block gets None if the settings name no collector.
 
     Args:
         settings: The tracing settings of the process.

@@ -309,7 +309,7 @@ class FollowedRequest:
 
 
 class TracedWorkers:
-    """Adds the trace context to each followed attempt, and passes it on to the wrapped workers. Implements `fleet.router.ports.Workers`."""
+    """Passes attempts on to the wrapped workers, each followed attempt with its trace context. Implements `fleet.router.ports.Workers`."""
 
     def __init__(self, workers: Workers, traces: RequestTraces) -> None:
         self._workers = workers

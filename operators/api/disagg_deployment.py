@@ -77,10 +77,10 @@ class ServedTask(StrEnum):
 
 class FailureMode(StrEnum):
     OPEN = "FailOpen"
-    """The gateway chooses a pod itself."""
+    """The gateway chooses a pod itself while the endpoint picker does not answer."""
 
     CLOSE = "FailClose"
-    """The gateway rejects the request."""
+    """The gateway rejects requests while the endpoint picker does not answer."""
 
 
 class Scaling(Resource, frozen=True):
@@ -90,10 +90,10 @@ class Scaling(Resource, frozen=True):
     """The source of the number of replicas: this specification, an external scaler, or a ServingPlan."""
 
     least: Count = 0
-    """Minimum number of replicas that a scaler may request."""
+    """Minimum number of replicas that a scaler may request. A lower request counts as this number."""
 
     most: Count = 64
-    """Maximum number of replicas that a scaler may request."""
+    """Maximum number of replicas that a scaler may request. A higher request counts as this number."""
 
 
 class Parallelism(Resource, frozen=True):
@@ -140,7 +140,7 @@ class Drain(Resource, frozen=True):
     """How a worker ends without failed requests."""
 
     timeout_seconds: Seconds = 300
-    """The time in which a draining worker has to finish its requests. After it, the worker is ended."""
+    """The time in which a draining worker has to finish its requests. After this time, the worker ends, even if requests still run."""
 
 
 class Gpus(Resource, frozen=True):
@@ -261,11 +261,11 @@ class Routing(Resource, frozen=True):
     """The routing policy, by its name in `fleet router policies`."""
 
     disaggregate_above_tokens: Annotated[int, Meta(ge=0, le=10_000_000)] = 512
-    """If a prompt has at least this number of uncached tokens, a prefill worker computes it. Decode workers compute
-    shorter prompts, and all prompts while there is no prefill worker."""
+    """If a prompt has at least this number of uncached tokens, a prefill worker computes it. Decode workers compute shorter
+    prompts, and also longer prompts while no compatible prefill worker has room."""
 
     inference_pool: InferencePool = InferencePool()
-    """The InferencePool of a gateway."""
+    """The InferencePool through which gateways send requests to this deployment."""
 
     tls_secret: Annotated[str, Meta(max_length=253)] = ""
     """A Secret of the type `kubernetes.io/tls` with the certificate that routers show to clients, at the ports for HTTP, gRPC, health and
@@ -349,11 +349,11 @@ class TracingSpec(Resource, frozen=True):
     """OTLP over gRPC, or over HTTP with protobuf."""
 
     sample_percent: Annotated[float, Meta(ge=0, le=100)] = 1.0
-    """Percentage of the requests without a `traceparent` that are traced."""
+    """Percentage of the requests without a header `traceparent` that are traced. Otherwise this header says whether a request is traced."""
 
     keep_errors: bool = True
-    """Trace requests that fail, sampled or not. A cancellation by the client does not count as a failure. A request that a rule rejected
-    before its answer began does not count either. Its reason is `draining`, or it got HTTP 4xx with another reason than `kv_mismatch`."""
+    """Trace requests that fail, sampled or not. A cancellation by the client does not count as a failure. A rejection before the
+    answer began does not count either if its reason is `draining`, or if it is HTTP 4xx with another reason than `kv_mismatch`."""
 
     slow_first_token_seconds: Annotated[int, Meta(ge=0, le=1_000_000)] = 10
     """Requests whose first token takes longer than this are traced, sampled or not. 0: no request is traced for this reason."""
@@ -510,7 +510,7 @@ class DisaggDeploymentSpec(Resource, frozen=True):
     ports."""
 
     suspend: bool = False
-    """Scale everything to 0 and keep it there."""
+    """Scale all roles, the routers too, to 0 replicas, and keep them there."""
 
 
 class RoleStatus(Resource, frozen=True):
@@ -532,7 +532,7 @@ class RoleStatus(Resource, frozen=True):
     """Replicas of the present revision."""
 
     registered: int = 0
-    """Workers that all routers know and send requests to."""
+    """Replicas of workers that all routers know and send requests to. For the role of routers: the ready replicas."""
 
     draining: int = 0
     """Replicas that are being removed and still finish their requests."""
@@ -560,13 +560,14 @@ class DisaggDeploymentStatus(Resource, frozen=True):
     """Ratio of prefill to decode replicas by the roles' `desired`, such as `1:4`; empty: both numbers are 0."""
 
     gpus: int = 0
-    """GPUs of all existing workers together."""
+    """GPUs of all workers together that exist, are requested, or drain."""
 
     ready_roles: Annotated[str, Meta(max_length=16)] = ""
-    """Number of roles whose replicas are all ready and registered, and the number of all roles, as `2/3`."""
+    """Number of roles that have all their replicas in the present revision, ready and registered, and the number of all roles, as `2/3`."""
 
     proved: Annotated[str, Meta(max_length=16)] = ""
-    """Digest of the set of pods that have answered a probe. No further probe is sent while this set stays the same."""
+    """Digest of the pods with which all needed probes were answered last. While the pods stay the same, probes are sent only to decode
+    workers that have not taken over the blocks of a prefill worker."""
 
     conditions: Conditions = ()
     """The conditions `Ready` and `Available`, and conditions that explain why `Ready` or `Available` is False."""

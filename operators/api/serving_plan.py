@@ -23,7 +23,7 @@ class PlanMode(StrEnum):
     """No plans are made."""
 
     SHADOW = "Shadow"
-    """Plans are made, rehearsed, shown and scored, but not applied."""
+    """Plans are made, rehearsed, shown, and compared with later measurements, but not applied."""
 
     ACTIVE = "Active"
     """Plans are applied to the RoleScalers of roles in scaling mode Planner."""
@@ -145,7 +145,7 @@ class ServingPlanStatus(Resource, frozen=True):
     """The replicas of each role by the planner's last decision."""
 
     plans: Annotated[tuple[MadePlan, ...], Meta(max_length=5)] = ()
-    """The last plans for the deployment, the newest first."""
+    """The last plans for the deployment, at most five, the newest first."""
 
     ttft_ms: int = 0
     """Time to first token in milliseconds at the percentile of the objective, as measured last. 0: no request was served

@@ -102,7 +102,7 @@ class ServingRequestSpec(Resource, frozen=True):
     """Image of the workers; empty: the chart's image for the vendor."""
 
     topology: NodeTopology = NodeTopology()
-    """Topology of all workers."""
+    """Nodes that fit a replica of any worker role: their domain, and their network devices."""
 
     pod_template: OpenObject = field(default_factory=dict)
     """Pod template of all workers, as in a DisaggDeployment."""
@@ -129,11 +129,12 @@ class ProposalFigure(Resource, frozen=True):
     """The field of the request that the figure is about."""
 
     asked: int
-    """The requested limit: the highest allowed value; for requestsPerMinute and concurrency the lowest allowed value."""
+    """The requested limit: the highest allowed value; for contextTokens, requestsPerMinute and concurrency the lowest allowed value."""
 
     predicted: int
     """The predicted value. For ttftMs and tpotMs it is the time at the objective's percentile, rounded up. For
-    requestsPerMinute and concurrency it is the highest load that the GPUs sustain within the goals."""
+    requestsPerMinute and concurrency it is the highest load that the GPUs sustain within the goals. For contextTokens it is
+    the longest request that the model allows."""
 
     error_percent: int = 0
     """Median relative error of predictions of this kind, in percent. Half of these predictions had a larger error."""
@@ -152,7 +153,7 @@ class ServingRequestStatus(Resource, frozen=True):
     """Proposed, Deploying, Ready, or Infeasible."""
 
     deployment: Annotated[str, Meta(max_length=253)] = ""
-    """The deployment that was made for the request."""
+    """Name of the DisaggDeployment that was made for the request; empty: there is none."""
 
     figures: Annotated[
         tuple[ProposalFigure, ...],

@@ -48,10 +48,10 @@ class CustomKind(Struct, frozen=True, kw_only=True):
     status: type[Struct]
     columns: tuple[PrinterColumn, ...]
     rules: Meta | None = None
-    """Validation rules that concern several fields of the specification."""
+    """CEL rules for the specification as a whole; None: there are none."""
 
     object_rules: Meta | None = None
-    """Validation rules that concern the whole object, including its name."""
+    """CEL rules for the whole object, such as rules for its name; None: there are none."""
 
     scale: bool = False
 

@@ -13,12 +13,12 @@ from msgspec import Struct
 
 
 def structs_of(of: type[Struct]) -> dict[str, type[Struct]]:
-    """Return every Struct type that occurs in the fields of a Struct type, at any depth, by name."""
+    """Return a Struct type, and every Struct type that occurs in its fields at any depth, by name."""
     return {name: each for name, each in named_types(of).items() if issubclass(each, Struct)}
 
 
 def named_types(of: type[Struct]) -> dict[str, type[Struct] | type[Enum]]:
-    """Return every Struct type and enumeration that occurs in the fields of a Struct type, at any depth, by name."""
+    """Return a Struct type, and every Struct type and enumeration that occurs in its fields at any depth, by name."""
     found: dict[str, type[Struct | Enum]] = {}
 
     def look(info: Any) -> None:

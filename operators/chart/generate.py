@@ -127,6 +127,9 @@ def _definition(made: Schema) -> str:
 
     The values of the chart decide whether the definition is installed, and whether it stays when the release is
     removed.
+
+    Raises:
+        ConfigurationRefused: A text of the definition contains two braces.
     """
     text = _yaml(made)
     if "{{" in text:

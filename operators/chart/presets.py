@@ -41,7 +41,7 @@ PRESETS: Mapping[str, Mapping[str, Resources]] = {
         ResourcePreset.MEDIUM.value: _resources("500m", "1Gi", "2Gi"),
         ResourcePreset.LARGE.value: _resources("1", "2Gi", "4Gi"),
     },
-    # Rehearsals simulate the cluster in a process of their own.
+    # A rehearsal of a plan runs the simulator in a further process, which needs CPU and memory in the same pod.
     "planner": {
         ResourcePreset.SMALL.value: _resources("200m", "256Mi", "1Gi"),
         ResourcePreset.MEDIUM.value: _resources("1", "512Mi", "2Gi"),

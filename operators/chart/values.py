@@ -107,10 +107,10 @@ class Image(_Values, frozen=True):
     """Repository of the image."""
 
     tag: Tag = ""
-    """Tag of the image."""
+    """Tag of the image. Empty: for Fleet's own images, `images.tag`."""
 
     digest: Digest = ""
-    """Digest of the image. It takes precedence over the tag."""
+    """Digest of the image, which takes precedence over the tag. Empty: the tag is used."""
 
 
 class PullPolicy(StrEnum):
@@ -166,7 +166,7 @@ class Pods(_Values, frozen=True):
     """Requests and limits of the container."""
 
     node_selector: Texts = {}
-    """Labels of nodes that the pods need."""
+    """Labels that a node must have to run the pods."""
 
     tolerations: tuple[Open, ...] = ()
     """Taints of nodes that the pods tolerate."""
@@ -534,7 +534,7 @@ class TlsSource(StrEnum):
 
 class Issuer(_Values, frozen=True):
     name: Name = ""
-    """Name of the issuer."""
+    """Name of the cert-manager issuer."""
 
     kind: Literal["Issuer", "ClusterIssuer"] = "Issuer"
     """Kind of the issuer."""
@@ -553,7 +553,7 @@ class Tls(_Values, frozen=True):
     """With `source: Secret`: name of a Secret with the keys tls.crt, tls.key and ca.crt."""
 
     issuer: Issuer = Issuer()
-    """With `source: CertManager`: the issuer."""
+    """With `source: CertManager`: the issuer that signs the certificate."""
 
 
 class DiscoverySource(StrEnum):
@@ -565,7 +565,7 @@ class DiscoverySource(StrEnum):
 class DiscoveryOfWorkers(_Values, frozen=True):
     source: DiscoverySource = DiscoverySource.NONE
     """Directory in which the release's routers find workers that do not register with the routers: Leases in this
-    namespace, or etcd."""
+    namespace, or etcd. `None`: there is no directory."""
 
     cluster: Annotated[str, Meta(pattern=r"^([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?$")] = ""
     """The name of the DisaggDeployment whose workers are used. Empty: the release's name."""

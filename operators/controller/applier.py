@@ -57,7 +57,7 @@ class Applier:
         identity: str,
     ) -> None:
         self.drift = DriftDetector()
-        """Detects child objects that others have edited; it gets the result of each write."""
+        """Detects child objects that others have edited. It is told what the API server returned for each apply, create and scale."""
 
         self._cluster = cluster
         self._store = store
@@ -127,7 +127,7 @@ class Applier:
     async def record(
         self, kind: ApiKind, about: NamedObject, recorded: Sequence[KubernetesEvent], now: datetime
     ) -> None:
-        """Create Kubernetes events about an object. Skip an event that exists already or that the API server refuses.
+        """Create Kubernetes events about an object. Skip an event that exists already, that is refused, or whose namespace is missing.
 
         Raises:
             KubernetesError: The API server failed.

@@ -96,7 +96,7 @@ class ControlSecrets:
         self._master = _read(found.data, f"{self._namespace}/{self._name}")
 
     async def _owned(self) -> Manifest:
-        """Return metadata with a reference to the owner; empty if no owner is named, or if the owner cannot be read."""
+        """Return metadata with a reference to the owner; empty if no owner is named, or if the owner is missing or may not be read."""
         if not self._owner:
             return {}
         try:

@@ -1,4 +1,4 @@
-"""Kubernetes events for `kubectl describe`: changes of conditions, steps of scaling, and edits without effect. Pure.
+"""Kubernetes events for `kubectl describe`: changes of conditions, steps of scaling, and edits that were undone or have no effect. Pure.
 
 Rules:
 

@@ -184,7 +184,7 @@ class Controller:
         denied: tuple[ApiRefusal, ...] = ()
         if secret.content and (decided.actions or afresh or not _is_ready(decided.status)):
             # No cache shows whether the Secret exists, so `make_secret` is called whenever something else was written
-            # or the deployment is not ready. It can be called last, because pods do not start before it exists.
+            # or the deployment is not ready. It can be called last, because pods do not start before the Secret exists.
             denied = await self._applier.make_secret(secret.manifest(desired), again=afresh)
             refusals = (*refusals, *denied)
             # Reconcile again soon: an existing Secret of this name may belong to a deleted deployment. Kubernetes then deletes

@@ -95,7 +95,7 @@ class Reconciled(Struct, frozen=True, kw_only=True):
     actions: tuple[Action, ...]
     status: DisaggDeploymentStatus
     wanted: PendingProbes | None = None
-    """The probes that are needed, or None if no probes are sent now."""
+    """The pods to probe and the evidence so far; None if the deployment is not probed now."""
 
     placed: tuple[PlacedGroup, ...] = ()
     """New worker groups with the domains that were chosen for them."""

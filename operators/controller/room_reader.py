@@ -60,7 +60,7 @@ class RoomReader:
         self._promised[namespace, group.name] = (group, self._clock.now())
 
     def _forget_kept_promises(self, now: Nanos) -> None:
-        """Forget promises to groups whose pods exist by now, because the requests of these pods count instead."""
+        """Forget promises to groups whose pods all exist by now, because the requests of these pods count instead, and expired promises."""
         pods: dict[tuple[str, str], int] = {}
         for each in self._pods:
             place = (each.metadata.namespace, each.metadata.name.rpartition("-")[0])

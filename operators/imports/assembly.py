@@ -27,7 +27,8 @@ from operators.imports.document_reader import Note
 
 LONGEST_NAME = 30
 GRACE_SECONDS = 30
-"""Seconds that Fleet's pods get after the time limit of a drain (`operators.manifests.pods`)."""
+"""Seconds between the time limit of a drain and the end of a pod's grace period, when Kubernetes kills the pod. It equals
+`operators.manifests.pods.GRACE_SECONDS`."""
 
 
 class Imported(Struct, frozen=True):
@@ -65,10 +66,10 @@ def spread(
     Args:
         parallelism: Parallelism of the engine.
         gpus: Number of GPUs that the document requests for a replica, on all its nodes together; 0 if it requests none.
-        nodes: Number of nodes of a replica.
+        nodes: Number of nodes of a replica in the document.
         vendor: Vendor of the GPUs.
         path: Path of the pool in the imported document, for notes.
-        notes: Receives notes about changes.
+        notes: Receives a note for each number that was changed.
     """
     ranks = parallelism.tensor * parallelism.pipeline * parallelism.data
     if not gpus and ranks == 1 and nodes == 1:
@@ -102,14 +103,14 @@ def paired(roles: Sequence[RoleSpec], path: str, notes: list[Note]) -> tuple[Rol
 def transferred(
     transfer: KvTransfer, engine: EngineKind, roles: Sequence[RoleSpec], path: str, notes: list[Note]
 ) -> KvTransfer:
-    """Return the requested KV transfer settings, or the default settings if they name a store that the engines cannot use.
+    """Return the requested KV transfer settings. If these name a store that the engines cannot use, return the default settings.
 
     Args:
         transfer: The KV transfer that the document requests.
         engine: Engine of all roles.
         roles: Roles of workers.
         path: Path of the object with the roles in the imported document, for notes.
-        notes: Receives notes about changes.
+        notes: Receives a note if the default settings are returned instead.
     """
     # The store can hold the blocks of an engine only if its ranks split each block by attention heads alone
     # (`workers.engines.vllm.launch.UNSHARED`).

@@ -20,7 +20,8 @@ def imported(documents: Sequence[Any], name: str = "", namespace: str = "") -> I
 
     Raises:
         ConfigurationRefused: No document belongs to a known project, or a document is not an object. A field is missing or
-            has an impossible value. Or `name` is given, and the file results in several deployments.
+            has an impossible value, or two fields contradict each other. Or `name` is given, and the file results in several
+            deployments.
     """
     objects: list[dict[str, Any]] = []
     notes: list[Note] = []

@@ -97,7 +97,8 @@ def imported(manifest: Mapping[str, Any], name: str = "", namespace: str = "") -
         namespace: Namespace of the deployment; if it is empty, the namespace in the manifest is used.
 
     Raises:
-        ConfigurationRefused: The manifest has another version, no worker or no model, or a field has an impossible value.
+        ConfigurationRefused: The manifest has an unsupported version, no worker or no model. Or a field has an impossible value, or
+            two fields contradict each other.
     """
     notes: list[Note] = []
     root = DocumentReader(manifest, "", notes)
@@ -137,7 +138,7 @@ def imported(manifest: Mapping[str, Any], name: str = "", namespace: str = "") -
         kv_transfer=transferred(_transfer(workers, notes), engine, roles, spec.path, notes),
         routing=routing,
     )
-    # each service adds the same notes about the variables that all services share
+    # Each service adds the same notes about the variables that all services share, so repeated notes are removed.
     return Imported((document(given, made, place),), tuple(dict.fromkeys(notes)))
 
 
@@ -251,7 +252,7 @@ def _components(spec: DocumentReader) -> list[_DynamoService]:
 
 
 def _kind(type_name: str, name: str, flags: Flags) -> str:
-    """Return the kind of a service by the name of its type, its flags, or its own name (rule 2). WORKER: its role is unknown."""
+    """Return the kind of a service by the name of its type, its flags, or its own name (rule 2); WORKER if none of them tells it."""
     if type_name in (FRONTEND, PLANNER, PICKER, ENCODER, RoleType.PREFILL.value, RoleType.DECODE.value):
         return type_name
     mode = flags.get("disaggregation-mode")

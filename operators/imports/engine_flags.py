@@ -84,7 +84,7 @@ class Flags(Struct, frozen=True):
     """Holds a parsed command line of an engine."""
 
     words: tuple[str, ...]
-    """Words of the command line that are not flags, such as ``python3`` or ``dynamo.vllm``."""
+    """Words of the command line that are neither flags nor values of flags, such as ``python3`` or ``dynamo.vllm``."""
 
     named: Mapping[str, str]
     """Value of each flag, by the name that the flag has in vLLM, without leading dashes. It is ``true`` for a flag without a
@@ -191,7 +191,7 @@ TAKEN = frozenset(
         "headless",
     }
 )
-"""Flags that are not passed to the worker, because fields of the deployment replace them."""
+"""Flags that are not passed to the worker, because fields of the deployment replace them, such as `nodesPerReplica` for ``nnodes``."""
 
 
 def settings_of(flags: Mapping[str, str], path: str, notes: list[Note]) -> list[str]:

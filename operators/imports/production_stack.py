@@ -120,7 +120,7 @@ def imported(values: Mapping[str, Any], name: str = "", namespace: str = "") -> 
         namespace: Namespace of all deployments; if it is empty, the manifests name no namespace.
 
     Raises:
-        ConfigurationRefused: No model is enabled, or a field is missing or has an impossible value.
+        ConfigurationRefused: No model is enabled, a field is missing or has an impossible value, or two fields contradict each other.
     """
     notes: list[Note] = []
     root = DocumentReader(values, "", notes)

@@ -2,8 +2,8 @@
 
 Rules:
 
-1. Every child is named after the deployment and carries its labels and an owner reference, so that it is removed with
-   the deployment.
+1. The name of every child begins with the deployment's name. Every child has labels that name the deployment, and an owner
+   reference, so that Kubernetes removes the child together with the deployment.
 2. Workers have one child for each role and revision: a Deployment, or a LeaderWorkerSet if a replica has several nodes.
    If the cluster has no LeaderWorkerSets, each replica of several nodes is a StatefulSet of its own, whose pods get the
    environment variables that a LeaderWorkerSet would set. Pods are never changed: another specification gives another
@@ -12,8 +12,8 @@ Rules:
 3. A worker finds its routers by their control Service, which is headless and resolves to the addresses of all router
    pods. The worker registers with each router under the name and the address of its own pod. Settings are in a file
    from a ConfigMap; `--set` arguments add the settings that only the pod knows, such as its address.
-4. The user's `podTemplate` overrides the pod template of the operator: lists with names (containers, environment,
-   volumes, ports, mounts) are merged by name, and other values are replaced.
+4. The user's `podTemplate` overrides the pod template of the operator. Containers, environment variables, volumes and pull
+   secrets are merged by name, ports by number, and mounts by path. Other lists and values are replaced.
 5. Pods run as a user other than root, without privileges, with a read-only root file system. They write only to volumes:
    an emptyDir, or, for fetched models, the claim in `cacheClaim`. A user's `podTemplate` may change this.
 

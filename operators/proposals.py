@@ -236,7 +236,10 @@ def _role(
 
 
 def _context(asked: ServingRequestSpec, sized: SizedModel, found: Sizing) -> int:
-    """Return the maximum length of a request in tokens that the model allows and an engine's KV cache can hold."""
+    """Return the maximum length of a request in tokens that the model allows and an engine's KV cache can hold.
+
+    If the model's config names no maximum length, UNKNOWN_CONTEXT decides in its place.
+    """
     described = asked.workload.prompt_tokens + asked.workload.answer_tokens
     return min(sized.context or UNKNOWN_CONTEXT * described, found.room)
 
@@ -374,7 +377,7 @@ def _too_slow(asked: ServingRequestSpec, sized: SizedModel, supply: GpuSupply, w
 def _elsewhere(
     asked: ServingRequestSpec, sized: SizedModel, supply: GpuSupply
 ) -> Iterator[tuple[Gpu, Sizing | Shortfall]]:
-    """Yield, for every other GPU type, the sizing of the workload on any number of these GPUs."""
+    """Yield each other GPU type with the sizing of the workload on any number of these GPUs, or with the goal that cannot be kept."""
     within = min(supply.per_node, supply.gpus)
     for other in gpus().values():
         if other.id != supply.gpu.id:

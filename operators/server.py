@@ -10,7 +10,7 @@ Rules:
 2. Every process fills all caches, even if it does not lead. So a new leader knows all objects, and it reconciles all
    deployments at once.
 3. Only one reconcile of a deployment runs at a time. A failed reconcile is repeated after a pause that grows with each
-   failure. It does not delay other deployments.
+   failure. The pause does not delay other deployments.
 4. When the operator stops, it first waits until running reconciles have finished, but at most `STOP_SECONDS`. Then it
    gives the Lease back, so that another operator can lead at once. No deployment changes because the operator stops.
 """
@@ -167,7 +167,7 @@ class Operator:
         return sum(each.restarts for each in self._informers.values())
 
     def by_readiness(self) -> dict[str, int]:
-        """Return the number of deployments by the status of their condition Ready; Unknown if they have none."""
+        """Return the number of deployments by the status of their condition Ready. A deployment without it counts as Unknown."""
         counts = {"True": 0, "False": 0, "Unknown": 0}
         for each in self._deployments():
             status = next((said.status for said in conditions_of(each) if said.type == "Ready"), "Unknown")
@@ -184,7 +184,7 @@ class Operator:
                 self._afresh.add(key)
             self._add(key)
 
-    # The loops.
+    # Loops, which `run` starts.
 
     async def run(self, stop: asyncio.Event) -> None:
         """Run all loops until `stop` is set; then give the Lease back."""
@@ -252,7 +252,7 @@ class Operator:
         return lease.with_renewal_time(self._wall(), before, news=news)
 
     async def _begin(self) -> None:
-        """Enqueue all keys whenever this process begins to lead."""
+        """Enqueue all keys whenever this process begins to lead, or leads by a new Lease object."""
         while True:
             await self.leader.changed.wait()
             self.leader.changed.clear()

@@ -32,7 +32,7 @@ METRICS: Sequence[MetricDefinition] = (
 
 
 class ReconcileOutcome(StrEnum):
-    """Outcomes that one reconcile of a deployment can have."""
+    """Outcomes that one reconcile of a DisaggDeployment or a ServingRequest can have."""
 
     SETTLED = "settled"
     ACTED = "acted"
@@ -40,7 +40,7 @@ class ReconcileOutcome(StrEnum):
     """The API server refused one or more of the writes, or the operator has no control secret for the deployment."""
 
     FAILED = "failed"
-    """The API server failed, so the reconcile could not finish."""
+    """A call of the API server failed, or another writer had changed an object, so the reconcile could not finish."""
 
     CRASHED = "crashed"
     """The reconcile ended with an unexpected error, which is a fault in the operator."""

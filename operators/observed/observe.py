@@ -10,8 +10,9 @@ Rules:
 2. A replica is one pod, or a group of pods that start and end together. A group is ready when all of its pods are
    ready, and it is registered when its first pod is registered.
 3. A group needs nodes for all of its pods. A scheduler that does not know groups may find nodes for only some of the
-   pods. After a while, such a group is removed, so that other groups can use these nodes. A group is also removed if
-   the scheduler finds no node for any of its pods in the domain that was chosen.
+   pods. After one to two times PARTIAL_GROUP_SECONDS, such a group is removed, so that other groups can use these nodes. A
+   group is also removed if the scheduler finds no node for any of its pods in the domain that was chosen, or outside the
+   nodes that its pods must avoid.
 4. A pod has ended when the API server does not have it any more. A pod that is being deleted still holds its GPUs.
 """
 
@@ -73,16 +74,16 @@ created again. The time differs between groups, because two groups may each hold
 equal times they would be removed and created at the same moments, and could block each other for ever."""
 
 GROUP_REJOIN_SECONDS = 60
-"""Seconds within which a group has to become ready again after one of its pods has restarted. After them, the pods that have not
-restarted count as left behind (`ObservedChild.left_behind`)."""
+"""Seconds within which a group has to become ready again after one of its pods has restarted. After this time, the pods that have
+restarted less often than another pod of the group count as left behind (`ObservedChild.left_behind`)."""
 
 Kept = TypeVar("Kept", bound=NamedObject)
 
 
 class ForeignObjects(Struct, frozen=True):
-    """The objects that exist and do not belong to the deployment, as a container of pairs (kind, name).
+    """Tells by the operator `in` whether an object, given as the pair (kind, name), exists and does not belong to the deployment.
 
-    It supports only the operator `in`, and cannot be iterated.
+    RoleScalers never count. The container cannot be iterated.
     """
 
     store: InformerCaches
@@ -386,7 +387,7 @@ def _placement(controller: WorkloadResource) -> GroupPlacement:
 
 
 def _left_behind(pods: Sequence[Pod], before: datetime) -> list[str]:
-    """Return the names of pods that have not restarted, although another pod of their group has restarted.
+    """Return the names of the pods that have restarted less often than another pod of their group.
 
     The list is empty if the last restart of the group was after the instant `before`, because the group still has time to
     become ready. It is also empty if all pods of the group are ready again.

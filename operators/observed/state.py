@@ -58,8 +58,8 @@ class ObservedChild(Struct, frozen=True, kw_only=True):
     """The scheduling gates of those StatefulSets whose pods were created with a gate and all exist, sorted by name."""
 
     left_behind: tuple[str, ...] = ()
-    """Names of the pods that have not restarted, although another pod of their group has restarted and the group has
-    not become ready again."""
+    """Names of the pods that have restarted less often than another pod of their group, if the group has not become ready
+    again in time (`operators.observed.observe.GROUP_REJOIN_SECONDS`)."""
 
 
 class ObservedRouter(Struct, frozen=True, kw_only=True):

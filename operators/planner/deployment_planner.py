@@ -44,10 +44,10 @@ class PlannerParts(Protocol):
         ...
 
     def rehearsal(self, settings: PlannerSettings) -> Rehearsal | None:
-        """Return the rehearsal that the settings demand, or None if they demand none.
+        """Return the rehearsal for the settings. Return None if the settings disable it, or name no engine for one of the pools.
 
         Raises:
-            ConfigurationRefused: An engine is not known.
+            ConfigurationRefused: An engine's model or GPU is not known, or the model does not fit the GPUs.
         """
         ...
 

@@ -113,7 +113,7 @@ class KubePlanner:
                     selector=SELECTORS.get(kind, ""),
                 )
 
-    # The health server, the metrics and the control port read the following values.
+    # The health server, the metrics and the control port call the following methods.
 
     def ready(self) -> bool:
         """Return whether the objects of all kinds have been read once."""
@@ -142,7 +142,7 @@ class KubePlanner:
         message = f"deployment: {wrong}; planned deployments: {names}"
         raise RequestRejected(Reason.REQUEST_NOT_FOUND, message, field="deployment")
 
-    # The loops.
+    # Loops, which `run` starts.
 
     async def run(self, stop: asyncio.Event) -> None:
         """Run until `stop` is set; then give the Lease back, so that the next leader continues the plans."""
@@ -299,9 +299,9 @@ class KubePlanner:
     # Statuses of ServingPlans.
 
     async def _tell(self, plan: CustomObject) -> None:
-        """Write the status of a plan if it has changed (`operators.planner.status`, rule 4).
+        """Write the status of a plan if the status has changed, at most once in STATUS_SHORT.
 
-        If only numbers in the status have changed, write it at most once in `status_seconds`.
+        If only numbers in the status have changed, write at most once in `status_seconds` (`operators.planner.status`, rule 4).
         """
         place, now = _place_of(plan), self._clock.now()
         said = undated(self._status(plan))

@@ -119,7 +119,9 @@ def _settings(
 ) -> PlannerSettings:
     """Return the settings of the planner for pools and a budget that were computed before.
 
-    Raises ValueError, which names the field, if two fields contradict each other.
+    Raises:
+        ValueError: Two fields contradict each other; the message names the field.
+        PlanNotObeyed: An engine's model, GPU type or option in a podTemplate is not known.
     """
     spec, goals, by_load = deployment.spec, plan.objective, plan.requests_per_replica > 0
     return PlannerSettings(
@@ -173,7 +175,7 @@ def _pool(role: RoleSpec, bounds: RoleBounds) -> PlannedPool:
 
 
 def _gpu(role: RoleSpec, bounds: RoleBounds) -> str:
-    """Return the name of the role's GPU type in `gpus`; empty if the role has no GPU or its type is unknown.
+    """Return the name of the role's GPU type in `gpus`; empty if the role has no GPU or the GPU type is unknown.
 
     Raises:
         PlanNotObeyed: The plan names a GPU type for the role that `gpus` does not contain.

@@ -68,7 +68,7 @@ def status(
     at_rest: bool,
     now: str,
 ) -> tuple[DisaggDeploymentStatus, PendingProbes | None]:
-    """Return two values: the status to write, and the probes that are needed (None if no probes are sent now).
+    """Return two values: the status to write, and the pods to probe with the evidence so far (None: no probes are sent now).
 
     Args:
         desired: The desired deployment.
@@ -219,7 +219,7 @@ def _hindrances(
 def _wanted(
     desired: DesiredDeployment, observed: ObservedState, pools: Sequence[ScaledRole], present: str
 ) -> PendingProbes | None:
-    """Return the probes that are needed before the deployment is Ready, or None if no probes are sent now."""
+    """Return the pods to probe and the evidence so far. Return None if the operator sends no probes, or if no routers exist yet."""
     if observed.evidence is None or observed.router is None:
         return None
     serving = {each.role: each.serving for each in observed.children if each.replicas.revision == present}
@@ -453,6 +453,6 @@ def _named(workers: Sequence[RunningPod]) -> str:
 
 
 def _former_condition(observed: ObservedState, kind: str) -> ConditionUpdate:
-    """Return a condition as it was last written, or one with empty texts if it was never written."""
+    """Return a condition as it was last written. If it was never written, return a condition with empty texts."""
     was = next((each for each in observed.conditions if each.type == kind), None)
     return (kind, was.status, was.reason, was.message) if was is not None else (kind, "", "", "")

@@ -238,7 +238,7 @@ def _role(
 def _context(asked: ServingRequestSpec, sized: SizedModel, found: Sizing) -> int:
     """Return the maximum length of a request in tokens that the model allows and an engine's KV cache can hold.
 
-    If the model's config names no maximum length, UNKNOWN_CONTEXT decides in its place.
+    If the model's config names no maximum length, it is taken as UNKNOWN_CONTEXT times the length in the workload.
     """
     described = asked.workload.prompt_tokens + asked.workload.answer_tokens
     return min(sized.context or UNKNOWN_CONTEXT * described, found.room)

@@ -62,7 +62,7 @@ SELECTORS = {kinds.POD: "app.kubernetes.io/managed-by=fleet-operator", kinds.LEA
 
 
 class Operator:
-    """Runs all loops of one operator process: informers, leader election, and the controller."""
+    """Runs all loops of one operator process, such as informers, leader election and the controller."""
 
     def __init__(
         self,
@@ -252,7 +252,7 @@ class Operator:
         return lease.with_renewal_time(self._wall(), before, news=news)
 
     async def _begin(self) -> None:
-        """Enqueue all keys whenever this process begins to lead, or leads by a new Lease object."""
+        """Enqueue all keys whenever this process begins to lead, or finds that its Lease is another object than before."""
         while True:
             await self.leader.changed.wait()
             self.leader.changed.clear()

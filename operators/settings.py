@@ -20,7 +20,7 @@ class ProbeSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """
 
     enabled: bool = True
-    """If off, a deployment is Ready when its pods are ready and its routers know them."""
+    """Send probes. If off, a deployment is Ready when its pods are ready and its routers know its workers."""
 
     deadline_seconds: Annotated[float, Meta(gt=0, le=600)] = 20.0
     """The time limit for one probe, from the look-up of the Service's name to the last byte. If the routers require a key,
@@ -84,7 +84,7 @@ class OperatorSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     six times less often."""
 
     probe: ProbeSettings = ProbeSettings()
-    """The requests that show whether a deployment serves."""
+    """Settings of the requests that show whether a deployment serves."""
 
     plans_obeyed: bool = False
     """On if a planner runs (`fleet serve kube-planner`), which writes the statuses of ServingPlans. If off, the

@@ -67,13 +67,13 @@ class PickerStage(Enum):
 
 TAKEN: Mapping[PickerStage, frozenset[str]] = {
     PickerStage.NEW: frozenset({"request_headers"}),
-    # Answers are allowed, because the gateway may answer the client itself before the request is complete.
+    # `response_headers` is allowed, because the gateway may answer the client itself before the request is complete.
     PickerStage.BODY: frozenset({"request_body", "request_trailers", "response_headers"}),
     PickerStage.SENT: frozenset({"response_headers"}),
     PickerStage.ANSWER: frozenset({"response_body", "response_trailers"}),
     PickerStage.OVER: frozenset(),
 }
-"""Kinds of gateway messages that are allowed at each stage."""
+"""Kinds of gateway messages that are allowed at each stage; any other kind breaks the protocol."""
 
 PickerAnswers = list[pb.ProcessingResponse]
 
@@ -187,7 +187,7 @@ class PickerCall:
             self._let_go()
             return [refusal(refused, self._errors)]
 
-    # Messages about the request:
+    # Handling of messages about the request:
 
     def _begin(self, message: pb.ProcessingRequest) -> PickerAnswers:
         headers = headers_of(message.request_headers, (":path", "authorization", "x-api-key"))
@@ -299,7 +299,7 @@ class PickerCall:
         self._picker_context.held_bytes -= len(self._body)
         self._body = bytearray()
 
-    # Messages about the answer:
+    # Handling of messages about the answer:
 
     def _answer_begins(self, message: pb.ProcessingRequest) -> PickerAnswers:
         self._let_go()
@@ -349,7 +349,7 @@ class PickerCall:
         try:
             (there,) = picker_context.endpoints.within([served])
         except (RequestRejected, ValueError):
-            # The endpoint is no worker of this router, or several workers share it.
+            # No worker of this router has this endpoint, or several workers share it.
             return
         self._arrived = structs.replace(
             self._arrived,

@@ -60,7 +60,7 @@ async def open_endpoint_picker(
     connection_seconds: float = 0,
     certificates: CertificateFiles | None = None,
 ) -> AsyncIterator["EndpointPicker"]:
-    """Listen and serve until the context ends; then cancel the calls that still run.
+    """Listen and serve until the context ends. Running calls then get a short time to end, before they are cancelled.
 
     Args:
         settings: The settings with the address to listen on.

@@ -104,7 +104,7 @@ class PickerEndpoints:
         """Return the allowed endpoint with the fewest requests, prefill workers left out (rule 5 of `endpoint_picker.py`).
 
         Raises:
-            RequestRejected: None of these workers serves now.
+            RequestRejected: No allowed worker that is no prefill worker serves now.
         """
         endpoints = self.within(subset)
         answering = [

@@ -54,7 +54,7 @@ class PromptReaderApi(Protocol):
 
 
 class ApiPromptReader:
-    """Reads requests of the router's own HTTP API. Implements `PromptReaderApi`."""
+    """Reads gateways' requests as the router's own HTTP API reads requests. Implements `PromptReaderApi`."""
 
     def __init__(self, generation: Generation, relay: Relay | None, tenants: Tenants, clock: Clock) -> None:
         self._generation = generation

@@ -91,7 +91,7 @@ class SelectionService:
             caller: The caller whose share of places the request uses (rule 5); empty: no share is counted.
 
         Raises:
-            RequestRejected: No worker can serve the request, its worker was lost at once, or too many leases exist.
+            RequestRejected: No worker can serve the request, the chosen worker was lost at once, or too many leases exist.
             TimeoutError: No worker had room in time.
         """
         booking = self._opened(arrived, lease_seconds, (caller, arrived.model) if caller else None)
@@ -107,7 +107,7 @@ class SelectionService:
         """Place and reserve a request if a worker has room now; never wait.
 
         Raises:
-            RequestRejected: No worker can serve the request now, its worker was lost at once, or too many leases exist.
+            RequestRejected: No worker can serve the request now, the chosen worker was lost at once, or too many leases exist.
         """
         booking = self._opened(arrived, lease_seconds)
         busy = RequestRejected(Reason.QUEUE_FULL, "all workers are busy", retry_after_ms=RETRY_AFTER_MS)

@@ -93,7 +93,7 @@ class RequestTraces:
         return len(self._requests)
 
     def counts(self) -> TracingCounts:
-        """Return the counters for metrics."""
+        """Return the number of kept traces by reason, and the number of unreadable trace headers, for metrics."""
         kept = {why.value: count for why, count in self.kept.items()}
         return TracingCounts(kept=kept, ignored_headers=self.ignored_headers)
 

@@ -50,7 +50,7 @@ class RoleType(StrEnum):
 
 class ScalingMode(StrEnum):
     STATIC = "Static"
-    """`replicas` is the number of replicas."""
+    """The field `replicas` of the role sets the number of replicas."""
 
     EXTERNAL = "External"
     """`kubectl scale`, an HPA or KEDA scales the role's RoleScaler."""
@@ -127,27 +127,27 @@ class Parallelism(Resource, frozen=True):
 
 
 class Rollout(Resource, frozen=True):
-    """How many replicas are added and removed at once when the pods of a role are replaced."""
+    """How many replicas may be added beyond the target, or be missing, while the pods of a role are replaced."""
 
     max_surge: Count = 1
     """Maximum number of new replicas beyond `replicas` during the update of a role; they need free GPUs."""
 
     max_unavailable: Count = 0
-    """Maximum number of replicas that may be missing during the update of a role."""
+    """Maximum number of ready replicas that may be missing from `replicas` during the update of a role."""
 
 
 class Drain(Resource, frozen=True):
-    """How a worker ends without failed requests."""
+    """How long a worker or router may finish its requests before it ends."""
 
     timeout_seconds: Seconds = 300
-    """The time in which a draining worker has to finish its requests. After this time, the worker ends, even if requests still run."""
+    """The time in which a draining worker or router has to finish its requests. It then ends, even if requests still run."""
 
 
 class Gpus(Resource, frozen=True):
     """GPUs of a replica."""
 
     vendor: GpuVendor = GpuVendor.NVIDIA
-    """The extended resource that pods request."""
+    """Vendor of the GPUs, as the name of the extended resource that pods request."""
 
     product: Annotated[str, Meta(max_length=63)] = ""
     """The value of the node's label `nvidia.com/gpu.product` or `amd.com/gpu.product-name`; empty: any product."""
@@ -190,7 +190,7 @@ class RoleSpec(Resource, frozen=True):
     """Name of the role; the pods are called after deployment and role."""
 
     type: RoleType
-    """Work of the pods. It cannot be changed."""
+    """The kind of work that the pods do. It cannot be changed."""
 
     replicas: Count = 1
     """Number of replicas. In the scaling modes External and Planner, it is only the first value of the role's RoleScaler."""
@@ -212,14 +212,14 @@ class RoleSpec(Resource, frozen=True):
     """Nodes that fit a replica."""
 
     rollout: Rollout = Rollout()
-    """How many replicas are added and removed at once when the pods of a role are replaced."""
+    """How many replicas may be added beyond the target, or be missing, while the pods of a role are replaced."""
 
     drain: Drain = Drain()
-    """How a worker ends without failed requests."""
+    """How long a worker or router may finish its requests before it ends."""
 
     pod_template: OpenObject = field(default_factory=dict)
-    """A pod template. Its container `main` gets the image, command, ports, probes and resources that the template does
-    not set."""
+    """A pod template, which overrides the operator's pod template. Its container `main` gets the image, command, ports, probes and
+    resources that this template does not set."""
 
 
 class KvTransfer(Resource, frozen=True):
@@ -287,7 +287,7 @@ class RatioBounds(Resource, frozen=True):
 
 
 class Balance(Resource, frozen=True):
-    """Limits of all roles together."""
+    """Limits for all roles: the GPU budget, the ratio of prefill to decode replicas, and the size of a step."""
 
     gpu_budget: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
     """Maximum number of GPUs of all workers together, including old and new workers during a rollout; 0: no limit."""
@@ -346,7 +346,7 @@ class TracingSpec(Resource, frozen=True):
     the authorities that the image trusts are used."""
 
     protocol: TraceProtocol = TraceProtocol.GRPC
-    """OTLP over gRPC, or over HTTP with protobuf."""
+    """Protocol to the collector. `grpc`: OTLP over gRPC. `http`: OTLP as protobuf over HTTP."""
 
     sample_percent: Annotated[float, Meta(ge=0, le=100)] = 1.0
     """Percentage of the requests without a header `traceparent` that are traced. Otherwise this header says whether a request is traced."""
@@ -497,7 +497,7 @@ class DisaggDeploymentSpec(Resource, frozen=True):
     """How routers choose workers."""
 
     balance: Balance = Balance()
-    """Limits of all roles together."""
+    """Limits for all roles: the GPU budget, the ratio of prefill to decode replicas, and the size of a step."""
 
     watchdog: WatchdogSpec = WatchdogSpec()
     """When a worker whose engine makes no progress is ended and started again."""
@@ -566,8 +566,8 @@ class DisaggDeploymentStatus(Resource, frozen=True):
     """Number of roles that have all their replicas in the present revision, ready and registered, and the number of all roles, as `2/3`."""
 
     proved: Annotated[str, Meta(max_length=16)] = ""
-    """Digest of the pods with which all needed probes were answered last. While the pods stay the same, probes are sent only to decode
-    workers that have not taken over the blocks of a prefill worker."""
+    """Digest of the deployment's pods at the time when all needed probes had been answered. While the pods stay the same, probes are
+    sent only to decode workers that have not taken over the blocks of a prefill worker."""
 
     conditions: Conditions = ()
     """The conditions `Ready` and `Available`, and conditions that explain why `Ready` or `Available` is False."""

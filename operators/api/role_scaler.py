@@ -14,10 +14,10 @@ class RoleReference(Resource, frozen=True):
     """A role of a DisaggDeployment."""
 
     deployment: Annotated[str, Meta(min_length=1, max_length=253)]
-    """Name of the DisaggDeployment, in the same namespace."""
+    """Name of the DisaggDeployment, which is in the namespace of the RoleScaler."""
 
     role: Name
-    """Name of the role in it."""
+    """Name of the role in the DisaggDeployment."""
 
 
 class RoleScalerSpec(Resource, frozen=True):

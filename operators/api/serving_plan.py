@@ -61,14 +61,14 @@ class PlannedBudget(Resource, frozen=True):
     """Limits that hold at every instant. Replicas that start or drain count too."""
 
     gpus: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
-    """Maximum number of GPUs of all worker roles together. 0: only `balance.gpuBudget` of the deployment limits it."""
+    """Maximum number of GPUs of all worker roles together. 0: only `balance.gpuBudget` of the deployment limits this number."""
 
     cents_per_hour: Annotated[int, Meta(ge=0, le=1_000_000_000)] = 0
     """Maximum price of all replicas together, in cents per hour; 0: no limit."""
 
 
 class ServingPlanSpec(Resource, frozen=True):
-    """The planner's task."""
+    """The planner's task for one deployment: its mode, goals, budget, and bounds of roles."""
 
     deployment: Annotated[str, Meta(min_length=1, max_length=253), rules(UNCHANGED)]
     """Name of the planned DisaggDeployment, in the plan's namespace. If several plans name one deployment, only the plan
@@ -82,7 +82,7 @@ class ServingPlanSpec(Resource, frozen=True):
 
     budget: PlannedBudget = PlannedBudget()
     interval_seconds: Seconds = 5
-    """Time between two decisions."""
+    """Time between two decisions of the planner."""
 
     cool_down_seconds: Seconds = 300
     """A role shrinks only if the load has needed fewer replicas for this whole time, and if the role has not grown within
@@ -123,7 +123,7 @@ class MadePlan(Resource, frozen=True):
     """State of the plan, or how it ended."""
 
     changes: Annotated[str, Meta(max_length=1024)] = ""
-    """Roles with their replicas before and after."""
+    """Roles with their numbers of replicas before and after the plan."""
 
     reason: Annotated[str, Meta(max_length=32)] = ""
     """Reason of the plan, as one word for programs."""

@@ -150,7 +150,7 @@ class ServingRequestStatus(Resource, frozen=True):
     """The `metadata.generation` of the specification that the status is about."""
 
     phase: Annotated[str, Meta(max_length=32)] = ""
-    """Proposed, Deploying, Ready, or Infeasible."""
+    """State of the request: Infeasible if there is no proposal, Proposed if `apply` is false, and otherwise Deploying or Ready."""
 
     deployment: Annotated[str, Meta(max_length=253)] = ""
     """Name of the DisaggDeployment that was made for the request; empty: there is none."""
@@ -159,13 +159,13 @@ class ServingRequestStatus(Resource, frozen=True):
         tuple[ProposalFigure, ...],
         Meta(max_length=8, extra_json_schema=keyed_by("goal")),
     ] = ()
-    """Requested and predicted figures."""
+    """Requested and predicted values, with one entry for each goal."""
 
     basis: Text = ""
     """The measurements on which the predictions rest."""
 
     proposal: OpenObject = field(default_factory=dict)
-    """A DisaggDeployment for `kubectl apply`."""
+    """The proposed DisaggDeployment, for `kubectl apply`; empty: there is no proposal."""
 
     conditions: Conditions = ()
     """The condition `Feasible`, and conditions that name what hinders the request."""

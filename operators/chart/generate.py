@@ -84,7 +84,8 @@ def schema() -> Schema:
     for name, part in parts.items():
         for field, text in documented_fields(structs.get(name)).items():
             part["properties"][field] = {"description": text} | part["properties"][field]
-    # In `Values`, `settings` may be any object, because the chart adds settings; the schema names the real type.
+    # In `Values`, the field `settings` of operator and planner may be any object, because the chart adds required settings to it.
+    # The schema names the real type.
     for values_name, kind in (("OperatorValues", OperatorSettings), ("PlannerValues", KubePlannerSettings)):
         parts[values_name]["properties"]["settings"] |= {"$ref": f"#/definitions/{kind.__name__}"}
     for owner, names in OWNED.items():

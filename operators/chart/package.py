@@ -54,7 +54,7 @@ def chart_yaml() -> str:
         "type": "application",
         "version": CHART_VERSION,
         "appVersion": CHART_VERSION,
-        # Tests cover Kubernetes 1.30 to 1.37, but `helm template` of older Helm versions assumes 1.25.
+        # Tests cover Kubernetes 1.30 to 1.37. Version 1.25 is allowed too, because `helm template` of older Helm versions assumes it.
         "kubeVersion": ">=1.25.0-0",
         "home": home,
         "icon": f"data:image/svg+xml;base64,{base64.b64encode(ICON.read_bytes()).decode()}",

@@ -17,7 +17,7 @@ class ResourcePreset(StrEnum):
     """For up to about 1000 DisaggDeployments, or for routers with four processes."""
 
     LARGE = "Large"
-    """For more DisaggDeployments, or for routers with eight processes."""
+    """For more than about 1000 DisaggDeployments, or for routers with eight processes."""
 
 
 def _resources(cpu: str, memory: str, most_memory: str) -> Resources:

@@ -163,7 +163,7 @@ class Pods(_Values, frozen=True):
     """Annotations of the pods."""
 
     resources: Open = {}
-    """Requests and limits of the container."""
+    """Resource requests and limits of the component's container."""
 
     node_selector: Texts = {}
     """Labels that a node must have to run the pods."""
@@ -242,8 +242,8 @@ class ChartClientTls(_Values, frozen=True):
     such as `ca.crt`. Empty: clients need no certificate."""
 
     health: bool = False
-    """Use TLS at the port 8080 for health and metrics too; probes and the PodMonitor then use HTTPS. It cannot be combined with
-    `clientAuthority`, because probes of Kubernetes have no certificate."""
+    """Use TLS at the port 8080 for health and metrics too; probes and the PodMonitor then use HTTPS. This setting cannot be
+    combined with `clientAuthority`, because probes of Kubernetes have no certificate."""
 
     endpoint_picker: bool = False
     """Use TLS at the port of the endpoint picker too, 9002, for gateways that call pickers over TLS."""
@@ -564,8 +564,8 @@ class DiscoverySource(StrEnum):
 
 class DiscoveryOfWorkers(_Values, frozen=True):
     source: DiscoverySource = DiscoverySource.NONE
-    """Directory in which the release's routers find workers that do not register with the routers: Leases in this
-    namespace, or etcd. `None`: there is no directory."""
+    """Directory in which the release's routers find workers that do not register with the routers: Leases in the
+    release's namespace, or etcd. `None`: there is no directory."""
 
     cluster: Annotated[str, Meta(pattern=r"^([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?$")] = ""
     """The name of the DisaggDeployment whose workers are used. Empty: the release's name."""
@@ -642,7 +642,7 @@ class Values(_Values, frozen=True):
     """Replaces the release's and the chart's name at the beginning of every object's name."""
 
     labels: Texts = {}
-    """Labels of every object."""
+    """Further labels of every object of the release."""
 
     user: Annotated[int, Meta(ge=0)] = 65532
     """User id of all processes. 0: the platform, such as OpenShift, chooses the user id; the processes never run as root."""

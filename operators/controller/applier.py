@@ -113,7 +113,7 @@ class Applier:
         return ()
 
     async def write_status(self, kind: ApiKind, custom: CustomObject, status: Mapping[str, Any]) -> None:
-        """Write a status, which replaces the status that the operator wrote before.
+        """Write the status of a custom object. It replaces the status that the operator wrote before.
 
         Raises:
             KubernetesError: The status was not written.

@@ -125,7 +125,7 @@ class Controller:
             afresh: If true, apply all objects, even those that look unchanged: somebody may have edited them.
 
         Raises:
-            KubernetesError: The API server failed.
+            KubernetesError: The API server failed, or another writer changed an object at the same time.
             NotLeading: This process does not hold the Lease, so it must not write.
         """
         if key.kind == kinds.SERVING_REQUEST.name:
@@ -402,7 +402,7 @@ def _brief(there: Any, said: Any) -> bool:
     """Return whether a new status shows a state that usually lasts only a moment, so that writing it can wait."""
     if there is None or not isinstance(said, DisaggDeploymentStatus):
         return False
-    # A restarted API server refuses all requests until it has read the Roles, usually for a moment.
+    # A restarted API server refuses all requests until it has read the Roles, usually for a moment. So such a refusal can wait.
     if lacks_right(_condition(said, "Ready").message):
         return not lacks_right(_condition(there, "Ready").message)
     return (

@@ -55,7 +55,7 @@ class Renderings:
         return found
 
     def forget(self, namespace: str, name: str) -> None:
-        """Forget a deployment that was deleted."""
+        """Forget everything that was made from the specification of a deployment, because the deployment was deleted."""
         self._revisions.pop((namespace, name), None)
         self._shared.pop((namespace, name), None)
 

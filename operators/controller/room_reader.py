@@ -56,7 +56,7 @@ class RoomReader:
         )
 
     def promise(self, namespace: str, group: PlacedGroup) -> None:
-        """Count the room of a group that was just created as taken, until the pods of the group exist."""
+        """Count the room of a group that was just created as taken, until the pods of the group exist, at most for the time PROMISED."""
         self._promised[namespace, group.name] = (group, self._clock.now())
 
     def _forget_kept_promises(self, now: Nanos) -> None:

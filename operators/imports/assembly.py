@@ -32,7 +32,7 @@ GRACE_SECONDS = 30
 
 
 class Imported(Struct, frozen=True):
-    """Holds the Kubernetes objects that an import has made, and notes about fields that it could not convert."""
+    """Holds the Kubernetes objects that an import has made, and notes about fields that it has changed or left out."""
 
     objects: tuple[dict[str, Any], ...]
     notes: tuple[Note, ...]

@@ -151,8 +151,8 @@ class DocumentReader:
         """Add a note for each field that was not read, in this object and in its inner objects.
 
         Args:
-            but: Texts for notes about fields of this object itself, by the name of the field; for other fields it is NO_EQUAL.
-                A field whose text is empty gets no note.
+            but: Texts of notes about fields of this object itself, by the name of the field. Notes about other fields have the
+                text NO_EQUAL. A field whose text is empty gets no note.
         """
         said = but or {}
         for name in list(self._unread):

@@ -143,7 +143,7 @@ def imported(manifest: Mapping[str, Any], name: str = "", namespace: str = "") -
 
 
 def _services(spec: DocumentReader) -> list[_DynamoService]:
-    """Read the services of v1alpha1."""
+    """Read the services of a DynamoGraphDeployment in the version v1alpha1."""
     services = spec.table("services").named()
     common = spec.objects("envs")
     spec.any("envs")
@@ -197,7 +197,7 @@ def _services(spec: DocumentReader) -> list[_DynamoService]:
 
 
 def _components(spec: DocumentReader) -> list[_DynamoService]:
-    """Read the components of v1beta1."""
+    """Read the components of a DynamoGraphDeployment in the version v1beta1."""
     common = spec.objects("env")
     parts = []
     for component in spec.tables("components"):

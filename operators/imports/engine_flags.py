@@ -68,7 +68,7 @@ OURS = frozenset(
         "m",
     }
 )
-"""Flags that are dropped, because Fleet's workers set them by themselves."""
+"""Flags that are dropped, because Fleet's workers themselves decide what these flags would set."""
 
 SETTINGS = {"max-model-len": "max_model_len", "max-num-seqs": "max_running", "dtype": "vllm.dtype"}
 """Flags that become settings of Fleet's worker, each with the name of its setting."""

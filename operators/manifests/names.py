@@ -29,7 +29,7 @@ NAME = "app.kubernetes.io/name"
 INSTANCE = "app.kubernetes.io/instance"
 MANAGED_BY = "app.kubernetes.io/managed-by"
 OPERATOR = "fleet-operator"
-"""The value of the label that says which program manages an object."""
+"""The value of the label `MANAGED_BY` of objects that the operator manages."""
 
 PART_OF = "app.kubernetes.io/part-of"
 ROLE = f"{GROUP}/role"

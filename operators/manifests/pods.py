@@ -69,7 +69,7 @@ may pause for seconds, and a restart costs minutes.
 
 ROUTER_START = {"periodSeconds": 1, "timeoutSeconds": 5, "failureThreshold": 660}
 """Startup probe of routers, which fetch a small tokenizer before they listen. The limit is longer than the time after which a router gives
-up a hub that sends nothing (`fleet.core.hub.HubSettings.patience_seconds`), so that it can end by itself and report the cause."""
+up a hub that sends nothing (`fleet.core.hub.HubSettings.patience_seconds`). So such a router ends by itself and reports the cause."""
 
 WORKER_START = {"periodSeconds": 2, "timeoutSeconds": 5, "failureThreshold": 43_200}
 """Startup probe of workers, which listen only when their engine runs. The limit is a day, because a worker may have to

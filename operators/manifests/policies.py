@@ -42,8 +42,8 @@ def to_workers(deployment: DesiredDeployment) -> Manifest:
 
     Workers may use any port of each other. Everybody may use the ports for metrics, which demand a key.
 
-    Connections between workers need no key, and connections within a worker group are not encrypted, so only this
-    policy protects them. It covers all workers, even workers of a removed role whose last pods drain.
+    Direct transfers between workers, and the engine's connections within a worker group, need no key and are not encrypted. So
+    only this policy protects them. It covers all workers, even workers of a removed role whose last pods drain.
     """
     scraped = metrics_ports(deployment)
     spec = {

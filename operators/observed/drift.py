@@ -25,7 +25,7 @@ class DriftDetector:
         self._known: dict[str, FieldOwnership] = {}
 
     def drifted(self, child: NamedObject) -> bool:
-        """Return whether somebody has changed the child.
+        """Return whether another writer has changed the child since the operator's last write.
 
         A child that this process has not seen before counts as changed only if another writer owns a part of it.
         """

@@ -45,7 +45,7 @@ class ObservedChild(Struct, frozen=True, kw_only=True):
 
     half_scheduled: tuple[str, ...] = ()
     """Names of the StatefulSets that have waited too long for nodes. Only some pods of such a StatefulSet have a node, or
-    no pod has found a node in the domain that was chosen."""
+    no pod has found a node in the chosen domain or outside the nodes to avoid."""
 
     placements: Mapping[str, GroupPlacement] = {}
     """By the name of each StatefulSet: the domain in which its pods may run, the nodes that the pods must avoid, and whether

@@ -39,7 +39,8 @@ class PlannerParts(Protocol):
         """Return the scaling rule that the settings demand.
 
         Raises:
-            ConfigurationRefused: Bounds contradict each other, or a model does not fit on its GPUs.
+            ConfigurationRefused: Bounds contradict each other, an engine's model or GPU is not known, or the model does not
+                fit the GPUs.
         """
         ...
 

@@ -348,5 +348,5 @@ def _place_of(plan: NamedObject) -> Place:
 
 
 def _path(error: msgspec.ValidationError) -> str:
-    """Return the path of the invalid field, without its value."""
+    """Return the path of the invalid field, without its value. If the error names no path, return a text in its place."""
     return str(error).partition(" - at `$")[2].strip("`.") or "a field is missing or unknown"

@@ -69,7 +69,7 @@ class KubePlannerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     in messages. Changes of state are written at once."""
 
     rehearsal: RehearsalSettings = RehearsalSettings()
-    """Rehearsal of plans in the simulator."""
+    """Settings of the rehearsal of plans in the simulator."""
 
     score_seconds: Seconds = 60.0
     """Length of the period after a plan in which the predicted latencies are compared with the measured ones."""

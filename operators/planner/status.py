@@ -36,7 +36,7 @@ from operators.status.deployment import FALSE, TRUE, UNKNOWN, ConditionUpdate, c
 MOST_PLANS = 5
 MOST_TEXT = 1024
 CLEAR = "Clear"
-"""Reason of a condition of `PlanConditionType` while it is False."""
+"""Reason of a condition whose type is in `PlanConditionType`, while the condition is False."""
 
 UNDECIDED = frozenset(
     {PlanConditionType.NO_DEMAND_SIGNAL, PlanConditionType.CONNECTOR_FAILED, PlanConditionType.RULE_FAILED}

@@ -61,7 +61,7 @@ class ProbeSubject(Struct, frozen=True, kw_only=True):
     """Describes what is probed: the routers, the prefill workers and the answering workers of one deployment."""
 
     service: str
-    """The routers' Service for clients."""
+    """Name of the Service through which clients reach the routers."""
 
     model: str
     routers: tuple[RunningPod, ...]
@@ -104,7 +104,7 @@ class Probe(Struct, frozen=True, kw_only=True):
     namespace: str
     deployment: str
     service: str
-    """The routers' Service for clients."""
+    """Name of the Service through which clients reach the routers."""
 
     model: str
     worker: str
@@ -116,7 +116,7 @@ class Probe(Struct, frozen=True, kw_only=True):
     """True if the probe asks for a vector, because the model does not generate."""
 
     router_address: str = ""
-    """IP address of a router, or an empty text if none is known."""
+    """IP address of the router that gets the probe if routers demand an API key; empty: no address is known."""
 
 
 class ProbeCompletion(Struct, frozen=True):

@@ -56,8 +56,8 @@ class Prober:
     ) -> None:
         """Create the prober.
 
-        `on_change` is called with the key of a deployment when the reported failure has changed, and after each probe
-        while no target is unanswered.
+        `on_change` is called with the key of a deployment when the reported failure has changed, and after each probe that
+        leaves no target unanswered.
         """
         self._clients = clients
         self._longest_seconds = longest_seconds

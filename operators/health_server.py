@@ -45,7 +45,7 @@ async def open_health_server(
         The bound address, host:port.
 
     Raises:
-        OSError: The address is in use.
+        OSError: The address cannot be listened on, for example because it is in use.
     """
 
     async def healthz(_: web.Request) -> web.Response:

@@ -186,7 +186,8 @@ class KubernetesConnector:
                 refused the write.
             PlanConflict: The specification of a pool's RoleScaler has just changed, or another write interfered with
                 each of `TRIES` attempts. The pools that precede this pool in `pools` are released.
-            ConnectorUnreachable: The API server does not answer; some of the pools may be released.
+            ConnectorUnreachable: The API server does not answer or fails, or the deployment is missing or cannot be read; some of
+                the pools may be released.
         """
         assert self._writer is PlanWriter.PLANNER, "another writer would only pin the pool again"
         try:
@@ -226,6 +227,7 @@ class KubernetesConnector:
             PlanConflict: The specification of the RoleScaler has changed since the observation `pool`, the RoleScaler
                 was deleted, or another write interfered with each of `TRIES` attempts.
             PlanRefused: The API server refused the write.
+            KubernetesError: The API server failed.
         """
         for _ in range(TRIES):
             scaler = (await self._scalers()).get(pool.name)
@@ -378,7 +380,7 @@ async def kubernetes_connector(target: KubernetesTarget, writer: PlanWriter) -> 
     """Open a connector to the RoleScalers of a deployment.
 
     Raises:
-        ConfigurationRefused: The kubeconfig does not exist or cannot be used.
+        ConfigurationRefused: The kubeconfig does not exist or cannot be used. Or none is named, and this process runs in no pod.
     """
     async with AsyncExitStack() as stack:
         try:

@@ -94,7 +94,7 @@ class OperatorSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Maximum number of deployments that are reconciled at the same time."""
 
     resync_seconds: Annotated[float, Meta(ge=1, le=86_400)] = 600.0
-    """The time after which all objects are reconciled again even if nothing has changed. This also restores child
+    """The time between two resyncs, at which all objects are applied again even if nothing has changed. A resync also restores child
     objects that somebody has edited."""
 
     most_objects: Annotated[int, Meta(ge=1)] = 10_000

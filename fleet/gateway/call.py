@@ -109,7 +109,7 @@ class PickerCall:
         """Handle the messages of the gateway until the gateway ends the call or the request is rejected.
 
         Raises:
-            RequestRejected: The gateway has broken the protocol (INVALID_ARGUMENT).
+            RequestRejected: The gateway has broken the protocol (INVALID_ARGUMENT), or a message of it is too large (TOO_LARGE).
         """
         coming = aiter(messages)
         while not self._refused:

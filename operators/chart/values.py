@@ -147,7 +147,7 @@ class ServiceAccount(_Values, frozen=True):
     """Create a service account for the component."""
 
     name: Name = ""
-    """Name of the service account. Empty: the name of the component, or `default` if no service account is created."""
+    """Name of the service account. Empty: the name of the component's Deployment, or `default` if no service account is created."""
 
     annotations: Texts = {}
     """Annotations of the service account."""
@@ -212,7 +212,7 @@ class ServiceValues(_Values, frozen=True):
 
 class Ingress(_Values, frozen=True):
     enabled: bool = False
-    """Create an Ingress to the routers' HTTP port."""
+    """Create an Ingress to the routers' HTTP port, for paths below `/v1`."""
 
     class_name: Name = ""
     """IngressClass; empty: the cluster's default."""
@@ -285,7 +285,7 @@ class Routers(_Values, frozen=True):
     settings: RouterSettings = RouterSettings()
     """Settings of a router's settings file (docs/router.md), such as `openai_workers` and `tenants`. With
     `endpoint_picker` (`{}` at least), gateways ask the endpoint picker at port 9002. The port is in the routers'
-    Service if `models` are named, and otherwise in the Service `…-routers-picker`."""
+    Service if `models` are named or `pickerLease` is off, and otherwise in the Service `…-routers-picker`."""
 
     picker_lease: bool = True
     """With `endpoint_picker` and no `models`: gateways ask only the router that holds a Lease, because routers do
@@ -442,15 +442,16 @@ class Egress(_Values, frozen=True):
 class NetworkPolicy(_Values, frozen=True):
     enabled: bool = True
     """Create NetworkPolicies. Routers accept connections from `clients` on the ports for clients, and from Fleet's
-    own pods on the port for workers. Other pods accept connections only from pods that need them."""
+    own pods on the port for workers. Other pods accept connections only from pods that need them, and on their ports for
+    metrics from the peers in `monitoring`."""
 
     clients: tuple[Open, ...] = ()
     """Clients of the routers, as peers of a NetworkPolicy; empty: everybody."""
 
     monitoring: tuple[Open, ...] = ()
-    """Peers besides `clients` that may connect to the ports for metrics. Empty: everybody may connect to the ports for
-    metrics of the operator and the planner, and everybody who may send requests may connect to the routers' ports for
-    metrics. `monitoring.access` says what these peers may read."""
+    """Peers that may connect to the ports for metrics; `clients` too may connect to those of the routers. Empty: everybody may
+    connect to the ports for metrics of the operator and the planner, and everybody who may send requests may connect to the
+    routers' ports for metrics. `monitoring.access` says what these peers may read."""
 
     egress: Egress = Egress()
 
@@ -458,7 +459,7 @@ class NetworkPolicy(_Values, frozen=True):
 class Monitors(_Values, frozen=True):
     enabled: bool = True
     """Create PodMonitors for the routers, the operator and the planner, if the cluster has this kind. The operator and
-    the planner get one only if their metrics can be read (`access`)."""
+    the planner get one only if `access.open` or `access.secret` is set, or their own `settings` contain `metrics_access`."""
 
     labels: Texts = {}
     """Labels by which a Prometheus selects the PodMonitors."""
@@ -627,7 +628,7 @@ class Test(_Values, frozen=True):
     """Create the pod of `helm test`."""
 
     model: str = ""
-    """`helm test` requests a token of this model; empty: it requests the routers' status."""
+    """`helm test` requests a token of this model. Empty: it fetches `/openapi.json` from the routers."""
 
     api_key: ApiKey = ApiKey()
 

@@ -12,8 +12,8 @@ Rules:
    scheduling gate, if the cluster supports scheduling gates, and `operators.controller.gate_keeper` opens the gates of one
    group at a time. If only a part of a group's pods found nodes, the group is removed and created again. The pods of the
    new group must not use the nodes that pods of the removed group had found.
-4. A domain in which the scheduler found no nodes for a group's pods is remembered for a time (`FailedDomains`). Later
-   groups of the role get it only if no other domain has room.
+4. A domain in which the scheduler found no nodes for a group's pods is remembered for the time FAILED (`FailedDomains`).
+   Later groups of the role get this domain only if no other domain has room.
 """
 
 import msgspec

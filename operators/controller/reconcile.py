@@ -8,8 +8,8 @@ Rules:
    calls, so an operator that is killed after any write continues where it was.
 2. A manifest is applied if its digest differs from the digest in the annotation of the observed object. If somebody else
    owns an object whose name a child object needs, this object stays unchanged, and the deployment is Degraded until the
-   name is free. A child object that somebody has edited, or that has lost its owner, is applied again at once. From time
-   to time all objects are applied again.
+   name is free. A child object that somebody has edited, or that has lost its owner, is applied again at once. At each
+   resync (`operators.settings.OperatorSettings.resync_seconds`), all objects are applied again.
 3. Children of workers are scaled by `operators.replica_steps`, in each call by as many steps as its rules allow. A child that should have
    no replicas is removed when its last pod has gone. This applies to the child of an old revision, of a suspended deployment, and of a
    removed role. Other objects of the deployment are removed when they are not desired any more.

@@ -4,8 +4,8 @@ Rules:
 
 1. The deployment has the request's name and is owned by it, so that it is deleted together with the request. A
    deployment of that name that the request does not own stays unchanged. The deployment is written if the digest of its
-   manifest differs from the digest in its annotation. Like every child object, it is also written from time to time
-   without a difference (`operators.controller.reconcile`, rule 2).
+   manifest differs from the digest in its annotation. Like every child object, it is also written without a difference at
+   each resync (`operators.settings.OperatorSettings.resync_seconds`).
 2. If the goals of a request cannot be reached any more, or if its field `apply` is set back to false, its deployment
    stays unchanged.
 3. A role that the present proposal does not contain any more is scaled to 0 first. It is removed when the deployment

@@ -9,8 +9,8 @@ Rules:
 2. As soon as a domain was chosen for a group, the room that the group needs there counts as taken, even before its pods
    exist.
 3. Among the domains with enough room, the domain with the least room is chosen, so that the other domains stay free for
-   larger groups. Domains in which pods of the role found no nodes a short time ago are chosen last: the scheduler may
-   know obstacles that this module does not know.
+   larger groups. Domains in which pods of the role found no nodes in the time `operators.controller.group_placer.FAILED` are
+   chosen last: the scheduler may know obstacles that this module does not know.
 4. Nodes that a pod cannot use do not count: nodes that are unschedulable or not ready, nodes that the pod's
    nodeSelector or its required nodeAffinity excludes, and nodes with taints that the pod does not tolerate.
 """

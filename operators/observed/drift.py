@@ -8,8 +8,8 @@ Rules:
 2. A child that has drifted is applied again, once for each change of the owners of its fields. This apply restores the
    fields that the operator sets. Fields that others have added stay, because the operator has no value for them.
 3. The owners that were seen last are only in the memory of this process. So a new leader cannot compare: it applies a
-   child once if another writer owns a part of it. The removal of a field while no operator ran is not noticed, and the
-   next resync restores the field.
+   child once if another writer owns a part of it. The removal of a field while no operator ran is not noticed; the field is
+   restored at the next resync (`operators.settings.OperatorSettings.resync_seconds`).
 """
 
 from fleet.net.kubernetes.views import FieldOwnership, NamedObject

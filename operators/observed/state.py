@@ -173,8 +173,8 @@ class ObservedState(Struct, frozen=True, kw_only=True):
     nodes if the operator has no right to list nodes. If it has this right, the field is not used."""
 
     failed_domains: Mapping[str, tuple[str, ...]] = {}
-    """Domains, by role, in which pods of a group of the role found no nodes lately (`operators.controller.group_placer.FAILED`);
-    the domain that failed first comes first."""
+    """Domains, by role, in which pods of a group of the role found no nodes in the time `operators.controller.group_placer.FAILED`.
+    The domain that failed first comes first."""
 
     refusals: tuple[ApiRefusal, ...] = ()
     """The writes of this reconcile that the API server has refused."""

@@ -5,8 +5,8 @@ Pure.
 Rules:
 
 1. Every answering worker (one that is no prefill worker) has to answer one probe that names this worker. If the deployment has prefill
-   workers and the KV path `direct`, one prefill worker has to compute the prompt of a decode worker's probe. The decode worker then has to
-   report that it loaded the prompt's blocks from the prefill worker.
+   workers and the KV path `direct`, one prefill worker has to compute the prompt of a decode worker's probe. Whether the decode worker
+   then loaded the prompt's blocks from the prefill worker decides the condition KVPathReady, but not whether the deployment is Ready.
 2. A pod whose container has restarted counts as another pod. So does a pod that a StatefulSet has created again with
    the same name. If the routers or the prefill workers have changed since the last answer, one worker of each role of answering workers
    is probed again.

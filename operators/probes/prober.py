@@ -8,9 +8,9 @@ Rules:
    these probes, but at least one, may be for deployments whose last probe failed. A probe of such a deployment may run
    until its time limit, and without this rule it could make other deployments wait. No reconcile waits for a probe.
 2. A probe is repeated if it failed, or if the worker computed the prompt itself although it should have loaded the
-   blocks from a prefill worker. Before the repetition, the prober sends no probe to the deployment for a while. This
-   pause doubles with each repetition, up to `longest_seconds`. It is reset to the shortest pause after a probe that
-   need not be repeated, and when the pods of the deployment change.
+   blocks from a prefill worker. Before the repetition, the prober sends no probe to the deployment for a pause of
+   FIRST_PAUSE_SECONDS at first. The pause doubles with each repetition, up to `longest_seconds`. It is reset to the shortest
+   pause after a probe that need not be repeated, and when the pods of the deployment change.
 3. Only the leader sends probes.
 """
 

@@ -134,7 +134,7 @@ class Operator:
         return bool(self._informers) and not self.unread()
 
     def unread(self) -> list[str]:
-        """Return the kinds that have not been read yet."""
+        """Return the kinds whose objects have not been read yet from the API server."""
         return sorted(
             {
                 kind.name
@@ -144,7 +144,7 @@ class Operator:
         )
 
     def lost(self) -> list[str]:
-        """Return the kinds that have not been read yet, or whose changes cannot be watched now.
+        """Return the kinds whose objects have not been read yet, or whose changes cannot be watched now.
 
         Before the API server has reported its kinds, return a placeholder, so that the list is not empty.
         """
@@ -184,7 +184,7 @@ class Operator:
                 self._afresh.add(key)
             self._add(key)
 
-    # Loops, which `run` starts.
+    # `run`, and the loops that it starts:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Run all loops until `stop` is set; then give the Lease back."""
@@ -333,7 +333,7 @@ class Operator:
             async with asyncio.timeout(seconds):
                 await self._woken.wait()
 
-    # Changes of objects, which enqueue keys.
+    # Methods that enqueue keys when objects have changed:
     def _changed(self, kind: ApiKind, views: Sequence[NamedObject]) -> None:
         """Enqueue the keys of the objects that a change in a cache affects.
 

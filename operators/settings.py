@@ -46,7 +46,7 @@ class OperatorSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Settings of one operator process."""
 
     images: Images
-    """Images for deployments that name none."""
+    """Images of routers and workers. A DisaggDeployment may name another image for its workers."""
 
     identity: Annotated[str, Meta(min_length=1, max_length=253)]
     """Name of this operator, which no other operator with the same Lease may have; usually the name of the pod."""
@@ -58,7 +58,7 @@ class OperatorSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """The Lease that elects the one operator that acts. The other operators wait until this Lease ends."""
 
     listen: str = "0.0.0.0:8080"
-    """host:port of /healthz, /readyz and /metrics."""
+    """Address of the port with /healthz, /readyz and /metrics, as host:port."""
 
     metrics_access: MetricsAccess = MetricsAccess()
     """Rules that say who may read /metrics."""

@@ -28,7 +28,7 @@ PROVIDER = "fleet"
 
 
 class AttemptRelation(StrEnum):
-    """The relation of an attempt to the attempt before it."""
+    """The relation of an attempt to the attempt before it: it takes over the prefill, it is a further try, or it continues the answer."""
 
     HANDOFF = "handoff"
     RETRY = "retry"

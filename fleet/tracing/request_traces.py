@@ -97,7 +97,7 @@ class RequestTraces:
         kept = {why.value: count for why, count in self.kept.items()}
         return TracingCounts(kept=kept, ignored_headers=self.ignored_headers)
 
-    # Methods for the frontends:
+    # Methods that the frontends call:
 
     def read(self, headers: Mapping[bytes, bytes]) -> TraceContext:
         """Return the trace context that a client has sent, or a new one if the client sent no readable context.
@@ -129,7 +129,7 @@ class RequestTraces:
         trace_id = self._ids.trace_id()
         return TraceContext(trace_id=trace_id, sampled=is_sampled(trace_id, self._settings.sample_ratio))
 
-    # Methods for `FollowedRequest`:
+    # Methods that `FollowedRequest` calls:
 
     def follow(self, facts: RequestFacts) -> None:
         self._requests[facts.request.id] = facts
@@ -168,7 +168,7 @@ class RequestTraces:
             message = KeepTrace(trace_id=facts.context.trace_id, parent_ids=tuple(span_ids), leave_room=leave_room)
             self._keep_trace_at(worker_id, message)
 
-    # Methods for `TracedWorkers`:
+    # Method that `TracedWorkers` calls:
 
     def context_of(self, attempt_id: RequestId) -> TraceContext | None:
         """Return the trace context to send with an attempt; None if the attempt is not followed."""
@@ -179,7 +179,7 @@ class RequestTraces:
             trace_id=context.trace_id, parent_id=attempt.span_id, sampled=context.sampled, state=context.state
         )
 
-    # Method for the machine:
+    # Method that is called after each event of the router machine (`fleet.router.observer`):
 
     def __call__(self, now: Nanos, event: RouterEvent, commands: Sequence[Command] | None, /) -> None:
         # Most events are `WorkerStepped`, and most commands are `Emit`, so these are handled first.

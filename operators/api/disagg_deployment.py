@@ -144,7 +144,7 @@ class Drain(Resource, frozen=True):
 
 
 class Gpus(Resource, frozen=True):
-    """GPUs of a replica."""
+    """Vendor, product and number of the GPUs of a replica."""
 
     vendor: GpuVendor = GpuVendor.NVIDIA
     """Vendor of the GPUs, as the name of the extended resource that pods request."""
@@ -184,7 +184,7 @@ _ROLE_RULES = rules(
 
 
 class RoleSpec(Resource, frozen=True):
-    """A pool of equal pods."""
+    """One role of a deployment: a pool of equal pods, such as the decode workers or the routers."""
 
     name: Name
     """Name of the role; the pods are called after deployment and role."""
@@ -206,10 +206,10 @@ class RoleSpec(Resource, frozen=True):
     pods are placed together, and end together. The first pod serves requests, and the others compute for it."""
 
     gpus: Gpus = Gpus()
-    """GPUs of a replica."""
+    """Vendor, product and number of the GPUs of a replica."""
 
     topology: NodeTopology = NodeTopology()
-    """Nodes that fit a replica."""
+    """Nodes that fit a replica: their domain, and their network devices."""
 
     rollout: Rollout = Rollout()
     """How many replicas may be added beyond the target, or be missing, while the pods of a role are replaced."""
@@ -514,7 +514,7 @@ class DisaggDeploymentSpec(Resource, frozen=True):
 
 
 class RoleStatus(Resource, frozen=True):
-    """Replicas of one role."""
+    """Numbers of replicas of one role."""
 
     name: Name
     """Name of the role."""
@@ -529,7 +529,7 @@ class RoleStatus(Resource, frozen=True):
     """Replicas whose pods are all ready."""
 
     updated: int = 0
-    """Replicas of the present revision."""
+    """Existing replicas of the present revision, without those that are being removed."""
 
     registered: int = 0
     """Replicas of workers that all routers know and send requests to. For the role of routers: the ready replicas."""
@@ -545,16 +545,16 @@ class DisaggDeploymentStatus(Resource, frozen=True):
     """The `metadata.generation` of the specification that the status is about."""
 
     current_revision: Annotated[str, Meta(max_length=63)] = ""
-    """Revision of all replicas; empty during a rollout."""
+    """Revision of all workers; empty while replicas of another revision are still requested, as in a rollout."""
 
     update_revision: Annotated[str, Meta(max_length=63)] = ""
-    """Revision of the present specification."""
+    """Revision that the present specification gives the workers."""
 
     roles: Annotated[
         tuple[RoleStatus, ...],
         Meta(max_length=16, extra_json_schema=keyed_by("name")),
     ] = ()
-    """Replicas of each role."""
+    """Numbers of replicas of each role."""
 
     ratio: Annotated[str, Meta(max_length=16)] = ""
     """Ratio of prefill to decode replicas by the roles' `desired`, such as `1:4`; empty: both numbers are 0."""

@@ -38,7 +38,7 @@ class RoleScalerStatus(Resource, frozen=True):
     """The `metadata.generation` of the specification that the status is about."""
 
     replicas: int = 0
-    """Existing replicas of the role."""
+    """Existing replicas of the role, without those that are being removed."""
 
     selector: Annotated[str, Meta(max_length=1024)] = ""
     """Label selector of the role's pods. An HPA finds the pods by it."""

@@ -133,7 +133,7 @@ class MadePlan(Resource, frozen=True):
 
 
 class ServingPlanStatus(Resource, frozen=True):
-    """Results of the planner."""
+    """Results of the planner for one ServingPlan: recommendations, the last plans, and measured latencies."""
 
     observed_generation: int = 0
     """The `metadata.generation` of the specification that the status is about."""

@@ -70,7 +70,7 @@ class Queries:
         return found
 
     def rate(self, name: str, *by: str, legend: str = "") -> Query:
-        """Return the query for the rate of a counter per second."""
+        """Return the query for the rate of a counter per second, summed by the labels in `by`."""
         self.metric(name, "counter", by)
         return Query(_summed(by, f"rate({name}_total{{{SCOPE}}}[{WINDOW}])"), legend or _legend(by))
 

@@ -130,7 +130,7 @@ class ChartImages(_Values, frozen=True):
     """When nodes pull images: `Always`, `IfNotPresent` or `Never`."""
 
     pull_secrets: tuple[Name, ...] = ()
-    """Secrets with the registry's credentials."""
+    """Names of Secrets with the credentials of the registry."""
 
     router: Image = Image(repository="fleet-router")
     operator: Image = Image(repository="fleet-operator")
@@ -154,7 +154,7 @@ class ServiceAccount(_Values, frozen=True):
 
 
 class Pods(_Values, frozen=True):
-    """Kubernetes' own fields, which the chart copies unchanged into the pods of a component."""
+    """Fields of pods, in the form that Kubernetes defines. The chart copies them into the pods of a component."""
 
     labels: Texts = {}
     """Further labels of the pods."""
@@ -254,10 +254,10 @@ class Autoscaling(_Values, frozen=True):
     """Create a HorizontalPodAutoscaler for the routers."""
 
     least: Annotated[int, Meta(ge=1, le=1000)] = 2
-    """Minimum number of replicas."""
+    """Minimum number of router replicas."""
 
     most: Annotated[int, Meta(ge=1, le=1000)] = 8
-    """Maximum number of replicas."""
+    """Maximum number of router replicas."""
 
     cpu_percent: Annotated[int, Meta(ge=1, le=1000)] = 70
     """Target of the autoscaler: mean CPU use of the routers, as a percentage of the CPU that their pods request."""
@@ -268,7 +268,7 @@ class DisruptionBudget(_Values, frozen=True):
     """Create a PodDisruptionBudget for the component."""
 
     max_unavailable: Annotated[int, Meta(ge=1, le=1000)] = 1
-    """Number of pods that may be evicted at the same time."""
+    """Maximum number of the component's pods that may be evicted at the same time."""
 
 
 class Routers(_Values, frozen=True):
@@ -400,19 +400,19 @@ class ExtraEgress(_Values, frozen=True):
     """Egress rules of a NetworkPolicy, by component."""
 
     routers: tuple[Open, ...] = ()
-    """Rules of the routers' pods."""
+    """Egress rules of the routers' pods."""
 
     operator: tuple[Open, ...] = ()
-    """Rules of the operator's pods."""
+    """Egress rules of the operator's pods."""
 
     planner: tuple[Open, ...] = ()
-    """Rules of the planner's pods."""
+    """Egress rules of the planner's pods."""
 
     etcd: tuple[Open, ...] = ()
-    """Rules of etcd's pods."""
+    """Egress rules of etcd's pods."""
 
     redis: tuple[Open, ...] = ()
-    """Rules of the Redis pod."""
+    """Egress rules of the Redis pod."""
 
 
 class Egress(_Values, frozen=True):
@@ -637,7 +637,7 @@ class Values(_Values, frozen=True):
     """All values of the chart."""
 
     name_override: Name = ""
-    """Replaces `fleet` in names and labels."""
+    """Replaces the chart's name, `fleet`, in names of objects and in the label `app.kubernetes.io/name`."""
 
     fullname_override: Name = ""
     """Replaces the release's and the chart's name at the beginning of every object's name."""

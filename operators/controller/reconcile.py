@@ -116,7 +116,7 @@ def reconcile(
     Args:
         desired: The desired deployment.
         observed: The observed state.
-        images: Images for deployments that name none.
+        images: Default images of routers and workers.
         now: The present time as RFC 3339. A condition whose status changes gets this time as its transition time.
         renderings: Manifests and revisions that earlier calls have made from the specifications, with the same
             `images`. If it is None, all manifests and revisions are made again, which takes a large part of the time of

@@ -58,7 +58,7 @@ def refusal(action: Action, error: RequestDenied) -> ApiRefusal:
 
 
 def _bad_quantities(manifest: Manifest) -> Iterator[str]:
-    """Yield the paths of quantities that Kubernetes cannot parse."""
+    """Yield the paths of the quantities in a manifest that Kubernetes cannot parse."""
     for name, node, path in _fields(manifest.get("spec"), "spec"):
         if name in QUANTITY_MAPS and isinstance(node, dict):
             yield from (f"{path}.{resource}" for resource, value in node.items() if not _is_quantity(value))

@@ -28,7 +28,7 @@ class Renderings:
     """Remembers the revision of each deployment's workers, and the shared objects of the deployments reconciled last."""
 
     def __init__(self, images: Images) -> None:
-        """Create the object without any remembered results; `images` are the images for deployments that name none."""
+        """Create the object without any remembered results; `images` are the default images of routers and workers."""
         self._images = images
         self._revisions: dict[tuple[str, str], tuple[bytes, str]] = {}
         self._shared: dict[tuple[str, str], tuple[tuple[bytes, OptionalKinds, int], list[Manifest]]] = {}

@@ -28,7 +28,7 @@ class InformerCaches:
         return self._caches[kind]
 
     def sizes(self) -> Mapping[str, int]:
-        """Return the number of objects by kind."""
+        """Return the number of cached objects of each kind, by the name of the kind."""
         return {kind.name: len(cache) for kind, cache in self._caches.items()}
 
 

@@ -32,14 +32,15 @@ class GatedGroup(Struct, frozen=True):
     """True if the operator's gate has been removed from at least one of the pods."""
 
     unplaced: bool = False
-    """True if no pod has the operator's gate any more, and all pods have waited for a node for longer than the time limit
-    (`operators.observed.observe.PARTIAL_GROUP_SECONDS`)."""
+    """True if no pod has the operator's gate any more, and all pods have waited for a node for longer than the time limit,
+    which is one to two times `operators.observed.observe.PARTIAL_GROUP_SECONDS`."""
 
 
 def gated_group(name: str, pods: Sequence[Pod], *, unplaced: bool) -> GatedGroup:
     """Return the state of the gates of a group's pods.
 
-    `unplaced` is true if all pods have waited for a node for longer than the time limit.
+    `unplaced` is true if all pods have waited for a node for longer than the time limit, which is one to two times
+    `operators.observed.observe.PARTIAL_GROUP_SECONDS`.
     """
     closed = tuple(sorted(pod.metadata.name for pod in pods if _is_closed(pod)))
     held = any(True for pod in pods for _ in foreign_gates(pod))

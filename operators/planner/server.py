@@ -120,11 +120,11 @@ class KubePlanner:
         return not self.unread()
 
     def unread(self) -> list[str]:
-        """Return the kinds that have not been read yet."""
+        """Return the kinds whose objects have not been read yet from the API server."""
         return sorted({kind.name for (kind, _), each in self._informers.items() if not each.filled.is_set()})
 
     def lost(self) -> list[str]:
-        """Return the kinds that have not been read yet, or whose changes cannot be watched now."""
+        """Return the kinds whose objects have not been read yet, or whose changes cannot be watched now."""
         return sorted({kind.name for (kind, _), each in self._informers.items() if each.lost})
 
     def planners(self) -> Mapping[Place, DeploymentPlanner]:
@@ -142,7 +142,7 @@ class KubePlanner:
         message = f"deployment: {wrong}; planned deployments: {names}"
         raise RequestRejected(Reason.REQUEST_NOT_FOUND, message, field="deployment")
 
-    # Loops, which `run` starts.
+    # `run`, and the loops that it starts:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Run until `stop` is set; then give the Lease back, so that the next leader continues the plans."""
@@ -198,7 +198,7 @@ class KubePlanner:
         found = [each for each in self.store.of(kinds.SERVING_PLAN, CustomObject) if not each.metadata.deleted]
         return sorted(found, key=_place_of)
 
-    # Start and end of planners.
+    # Methods that start and end planners:
 
     async def _arrange(self, tasks: asyncio.TaskGroup) -> None:
         wanted: dict[Place, PlannerTask] = {}
@@ -241,7 +241,7 @@ class KubePlanner:
         """Return the inputs of the planner for a plan.
 
         Raises:
-            PlanNotObeyed: The plan cannot be carried out.
+            PlanNotObeyed: The plan cannot be carried out; the message says why.
         """
         namespace, name = _place_of(plan)
         try:
@@ -296,7 +296,7 @@ class KubePlanner:
         target: Any = planner.task.settings.target
         return target.namespace, target.deployment
 
-    # Statuses of ServingPlans.
+    # Methods that write the statuses of ServingPlans:
 
     async def _tell(self, plan: CustomObject) -> None:
         """Write the status of a plan if the status has changed, at most once in STATUS_SHORT.

@@ -35,7 +35,7 @@ class KubePlannerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     decisions too, so that one of them can continue at once if the elected process ends."""
 
     listen: str = "0.0.0.0:8080"
-    """host:port of /healthz, /readyz and /metrics."""
+    """Address of the port with /healthz, /readyz and /metrics, as host:port."""
 
     metrics_access: MetricsAccess = MetricsAccess()
     """Rules that say who may read /metrics."""

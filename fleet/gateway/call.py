@@ -216,7 +216,10 @@ class PickerCall:
         return []
 
     async def _took(self, piece: pb.HttpBody) -> PickerAnswers:
-        """Handle one piece of the request's body."""
+        """Handle one piece of the request's body, and return the responses to the gateway.
+
+        Unless the request goes to the router's own endpoint, the piece is kept until the body is complete.
+        """
         if self._own:
             self._stage = PickerStage.SENT if piece.end_of_stream else PickerStage.BODY
             return [request_piece(piece)]

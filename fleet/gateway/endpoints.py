@@ -97,7 +97,7 @@ class PickerEndpoints:
         return found
 
     def allowed(self, endpoints: Mapping[WorkerId, str]) -> tuple[WorkerId, ...] | None:
-        """Return the workers in `endpoints`, to which placement is restricted; None: `endpoints` contains all workers of the router."""
+        """Return the workers to which placement is restricted: those in `endpoints`, or None if these are all workers of the router."""
         return None if len(endpoints) == len(self._router.addresses()) else tuple(endpoints)
 
     def idlest(self, subset: Sequence[str] | None) -> str:

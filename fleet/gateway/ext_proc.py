@@ -152,7 +152,7 @@ def _streamed(body: bytes, *, ends: bool) -> pb.BodyResponse:
 
 
 def refusal(refused: RequestRejected, form: ErrorForm) -> pb.ProcessingResponse:
-    """Build the answer to a rejected request, in the form of its API."""
+    """Build the response by which the gateway rejects a request. `form` is the error form of the request's API."""
     headers = {"content-type": "application/json", **dict(rejection_headers(refused))}
     answer = pb.ImmediateResponse(
         status=pb.HttpStatus(code=REASON_STATUSES[refused.reason].http),

@@ -82,7 +82,7 @@ class SelectionService:
     async def book(
         self, arrived: Arrived, *, lease_seconds: float, wait_seconds: float, caller: str = ""
     ) -> tuple[SelectedRequest, Decision]:
-        """Place and reserve a request in one step.
+        """Place a request and reserve capacity for it in one step. Return the request with its lease, and the decision.
 
         Args:
             arrived: The request, marked as external.
@@ -104,7 +104,7 @@ class SelectionService:
         return booking, self._begun(booking)
 
     def book_now(self, arrived: Arrived, *, lease_seconds: float) -> SelectedRequest:
-        """Place and reserve a request if a worker has room now; never wait.
+        """Place a request and reserve capacity for it, without a wait. Return the request with its lease.
 
         Raises:
             RequestRejected: No worker can serve the request now, the chosen worker was lost at once, or too many leases exist.

@@ -11,7 +11,7 @@ from operators.api.fields import UNCHANGED, Conditions, Count, Name, Resource, r
 
 
 class RoleReference(Resource, frozen=True):
-    """A role of a DisaggDeployment."""
+    """Names a role of a DisaggDeployment."""
 
     deployment: Annotated[str, Meta(min_length=1, max_length=253)]
     """Name of the DisaggDeployment, which is in the namespace of the RoleScaler."""

@@ -30,7 +30,7 @@ class PlanMode(StrEnum):
 
 
 class RoleBounds(Resource, frozen=True):
-    """Bounds and prices of one role."""
+    """Bounds, price and start time of the replicas of one role."""
 
     role: Name
     """Name of the role."""
@@ -97,7 +97,8 @@ class ServingPlanSpec(Resource, frozen=True):
         tuple[Annotated[RoleBounds, _BOUNDS], ...],
         Meta(max_length=16, extra_json_schema=keyed_by("role")),
     ] = ()
-    """Bounds and prices of roles. A role that is not named has at least one replica, and at most `scaling.most`."""
+    """Bounds, prices and start times of the replicas of roles. A role that is not named has at least one replica, and at most
+    `scaling.most`."""
 
 
 class Recommendation(Resource, frozen=True):

@@ -22,7 +22,7 @@ from operators.api.fields import (
 
 
 class Hardware(Resource, frozen=True):
-    """GPUs for a deployment."""
+    """Type and maximum number of the GPUs that the deployment may use."""
 
     gpu: Annotated[str, Meta(min_length=1, max_length=63)]
     """The GPU type, by its name in `fleet hardware list`."""

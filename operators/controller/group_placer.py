@@ -90,7 +90,10 @@ class GroupPlacer:
         self._gates = observed.served.scheduling_gates
 
     def place(self, role: RoleSpec, name: str) -> GroupPlacement | None:
-        """Return where the pods of a new group may run, or None if the group cannot be created now."""
+        """Return where the pods of a new group may run, or None if the group cannot be created now.
+
+        If None is returned, `needs_room` or `unfit` shows the cause. If a domain was chosen, `placed` contains it.
+        """
         if not role.topology.domain:
             return ANYWHERE
         if self._room is None:

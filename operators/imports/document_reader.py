@@ -75,7 +75,7 @@ class DocumentReader:
             self.note(name, message)
 
     def any(self, name: str) -> Any:
-        """Return the value of a field, whatever its type is, or None if the field is absent."""
+        """Return the value of a field of any type, or None if the field is absent. The field then counts as read."""
         self._unread.pop(name, None)
         return self._fields.get(name)
 

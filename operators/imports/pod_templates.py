@@ -28,7 +28,7 @@ LISTS = (
 )
 FLAGS = ("hostIPC", "hostNetwork")
 TEXTS = ("dnsPolicy", "nodeName", "priorityClassName", "runtimeClassName", "schedulerName", "serviceAccountName")
-"""Fields of a pod that are copied and whose values are texts."""
+"""Fields of a pod's spec whose values are texts, and that are copied to the `podTemplate` of a role."""
 
 PARTS_OF_A_GPU = ("nvidia.com/mig-", "nvidia.com/gpumem", "nvidia.com/gpucores")
 MAIN = "main"
@@ -90,7 +90,7 @@ class PodTemplate:
                 self.main.setdefault("env", []).append({"name": name, **said})
 
     def built(self) -> dict[str, Any]:
-        """Return the complete `podTemplate` of a role; empty if nothing was copied."""
+        """Return the complete `podTemplate` of a role; empty if no field was copied from the other project's pod."""
         main = dict(self.main)
         if self.arguments:
             main["args"] = self.arguments

@@ -319,7 +319,7 @@ def _type(reader: DocumentReader, transfers: DocumentReader, splitting: _Splitti
 
 
 def _engine(reader: DocumentReader, template: PodTemplate) -> tuple[Flags, bool]:
-    """Return the engine's flags, and whether one engine runs on several nodes."""
+    """Return the engine's flags, and whether one engine runs on several nodes. Set the worker's arguments in the pod template."""
     config = reader.table("vllmConfig")
     path = config.path
     said = {

@@ -95,7 +95,7 @@ def partly_unknown(
 
 
 def _warm(lease: WorkerLease, reports: WorkerRegistration | None) -> int | None:
-    """Return the number of warm blocks in the Lease, or the number that a router reports if the Lease has none."""
+    """Return the number of warm blocks in the Lease. If the Lease has none, return the number that a router reports, or None."""
     warm = lease.annotations.get(WARM, "")
     return int(warm) if warm.isdecimal() else None if reports is None else reports.warm_blocks
 

@@ -58,9 +58,10 @@ class RouterPoller:
             routers: Asks one router for its workers.
             pods: Returns the router pods of a deployment.
             secret: Returns the control secret of a deployment; its arguments are the deployment's namespace and name.
-            seconds: The time between two rounds.
+            seconds: The pause between the end of a round and the next round.
             at_once: The maximum number of concurrent calls.
-            on_change: Called with the key of each deployment for which the reported workers have changed.
+            on_change: Called with the key of a deployment when a router has begun or stopped to report, or when the names of the
+                workers that it reports have changed.
         """
         self._routers = routers
         self._pods = pods

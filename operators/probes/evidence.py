@@ -11,8 +11,8 @@ Rules:
    the same name. If the routers or the prefill workers have changed since the last answer, one worker of each role of answering workers
    is probed again.
 3. The status of the deployment keeps the evidence as a digest of the pods. As long as the pods stay the same, no
-   further probe is sent, not even by the next leader. The only exception are decode workers that computed the prompt of
-   a probe themselves (`ProbeEvidence.unhanded`).
+   further probe is sent, not even by the next leader. There is one exception: decode workers that computed the prompt of
+   a probe themselves (`ProbeEvidence.unhanded`) are probed again.
 4. There are two kinds of failed probes: a busy router rejected the probe (`ProbeFailure.busy`), or anything else went
    wrong. A single failure may only mean that the Service does not know its pods yet. So a failure is reported only after
    two failures of the same kind in a row. The report stays until a probe is answered, until there are two failures of

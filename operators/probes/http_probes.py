@@ -173,7 +173,10 @@ class HttpProbeSender:
             return ProbeFailure(0, f"no answer within {self._deadline_seconds:g} s")
 
     async def _sent(self, probe: Probe, address: str, key: str) -> ProbeCompletion | ProbeFailure:
-        """Send one request on a new connection, so that it reaches the present pods; the caller sets the time limit."""
+        """Send one request on a new connection, so that it reaches the present pods, and return the result of the probe.
+
+        The caller sets the time limit.
+        """
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         content = msgspec.json.encode(_request(probe, self._deadline_seconds))
         scheme, path = "https" if probe.tls else "http", POOLING if probe.wants_vector else COMPLETIONS

@@ -49,7 +49,7 @@ replicas."""
 
 TRIES = 4
 """Maximum number of attempts to write a RoleScaler. An attempt fails if any part of the RoleScaler, such as its status,
-changes between the connector's reading and its write."""
+changes between the read and the write of the connector."""
 
 Decoded = TypeVar("Decoded")
 

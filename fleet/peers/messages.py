@@ -105,7 +105,7 @@ def encode_sessions(bindings: Sequence[SessionBinding]) -> Iterable[pb.ReplicaMe
                 tenant=each.key[0],
                 session=each.key[1],
                 worker_id=each.worker_id or "",
-                stamp=min(each.stamp, LATEST),  # a later time would make peers ignore all later bindings
+                stamp=min(each.stamp, LATEST),  # peers close the connection at a later time (`decode_instant`)
             )
             for each in bindings[first : first + BINDINGS_A_MESSAGE]
         ]

@@ -116,7 +116,10 @@ class RedisRateLimits:
         yield LIMITS_REFUSED.value(self.refused)
 
     async def exchange(self) -> None:
-        """Report the usage of this router's tenants to Redis, and adopt Redis' count of what is left of their limits."""
+        """Report the usage of this router's tenants to Redis, and adopt Redis' count of what is left of their limits.
+
+        Usage that Redis does not accept now is kept for the next exchange (rule 2).
+        """
         for name, taken in self._tenants.taken().items():
             before = self._unreported.get(name, NOTHING)
             self._unreported[name] = TenantUsageDelta(

@@ -17,9 +17,9 @@ Rules:
 5. A worker registers with one router, and that router forwards each registration to the others. A router that is
    reached later gets all registrations with the rest of their leases, so a lease ends at the same time on all routers.
 6. A router forwards two queries of its administrators to the other routers: the explanation of a request, which only
-   one router knows, and the metrics of the processes behind one port. A proxy's report about a lease
-   (`fleet.gateway.selection`) is forwarded in the same way. Routers that do not answer within `ANSWER_SECONDS` are left
-   out.
+   one router knows, and the metrics of the processes behind one port. A proxy's report about a selection lease, or its
+   release of one (`fleet.gateway.selection`), is forwarded in the same way. Routers that do not answer within
+   `ANSWER_SECONDS` are left out.
 7. Changed thresholds are sent to all routers, also to those reached later; the latest change wins.
 8. New and changed session bindings are sent within `SEND_SECONDS`. Those that a request only renewed are sent with the
    reservations. A router that is reached later gets the most recent bindings. So routers whose connection was broken
@@ -133,7 +133,7 @@ class PeerLimits(Struct, frozen=True):
 
 
 class RegistryApi(Protocol):
-    """The part of `fleet.membership.server.RegistryServer` that peers need."""
+    """The part of `fleet.membership.server.RegistryServer` that this module needs."""
 
     def register(self, event: Register) -> object: ...
 
@@ -145,7 +145,7 @@ class RegistryApi(Protocol):
 
 
 class SelectionLeasesApi(Protocol):
-    """The part of `fleet.gateway.selection.SelectionService` that peers need."""
+    """The part of `fleet.gateway.selection.SelectionService` that this module needs."""
 
     def reported(self, report: selection_pb2.ReportRequest) -> selection_pb2.ReportResponse | None: ...
 
@@ -225,7 +225,7 @@ class PeerRouters:
             limits.tenants.settle_with_others = self._settle
 
     async def run(self) -> Never:
-        """Connect and listen until cancelled.
+        """Keep connections to the other routers and accept theirs, until cancelled.
 
         Raises:
             ConfigurationRefused: `replicas_listen` cannot be listened on.
@@ -301,7 +301,10 @@ class PeerRouters:
             await self._caught_up.wait()
 
     async def metrics(self) -> dict[str, str]:
-        """Return the metrics of this process and of the processes that share its ports, by router id."""
+        """Return the metrics of this process and of the processes that share its ports, by router id.
+
+        Processes that do not answer within `ANSWER_SECONDS` are left out.
+        """
         beside = [link for address, link in self.links.items() if _is_beside(address)]
         answers = await self._ask(beside, pb.ReplicaQuestion(metrics=pb.MetricsRequest()))
         return {self._settings.router_id: self._metrics()} | {answer.router_id: answer.metrics for answer in answers}
@@ -368,7 +371,7 @@ class PeerRouters:
         return None
 
     def _changed(self) -> None:
-        """Tell the peers soon of changes that matter for their placement. This is called after each event of the router."""
+        """Set the timer that sends the changes to the peers (rule 3), if there are any. This is called after each event of the router."""
         if self._is_urgent:
             return
         changes = self._prompts.changes + self._usage_changes
@@ -548,7 +551,7 @@ class PeerRouters:
         return [encode_left(left)] if left else []
 
     def took_elsewhere(self, taken: Mapping[str, TenantUsageDelta]) -> None:
-        """Subtract the usage that tenants had at another router from their limits here."""
+        """Subtract the usage that tenants had at another router from what is left of their limits here."""
         if self._limits is not None:
             now = self._limits.clock.now()
             for name, each in taken.items():

@@ -85,7 +85,7 @@ def decode_infer(
     Args:
         message: The message.
         request_id: The router's own id of the request, because the client's id need not be unique.
-        now: Time of arrival.
+        now: Instant of arrival by the monotonic clock.
         latest: Deadline of the gRPC call; None: the call has no deadline.
 
     Raises:

@@ -296,6 +296,9 @@ def utc(unix_nanoseconds: int) -> str:
 
 
 def quoted(name: str) -> str:
-    """Return a name that a client has chosen, cut and quoted so that it cannot end the log line or look like another field."""
+    """Return a name that a client has chosen, cut to `LONGEST_NAME`.
+
+    A name that could end the log line or look like another field is also quoted.
+    """
     short = name[:LONGEST_NAME]
     return short if short.isascii() and short.isprintable() and not {" ", "="} & set(short) else repr(short)

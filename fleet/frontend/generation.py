@@ -1,7 +1,8 @@
 """Generation: from a client's request to its answer as text; all frontends use this module.
 
-Flow: identify the tenant, resolve the model, validate, render and tokenize, apply the rate limit, salt, submit to the
-router's server, turn tokens into text, look for stop strings, count the tokens for the metrics and the tenant. Rules:
+Flow: identify the tenant, resolve the model, validate, fetch images, render the chat template, tokenize, apply the rate limit, compute
+the salt of the block hashes, submit to the router's server, turn tokens into text, look for stop strings, count the tokens for the
+metrics and the tenant. Rules:
 
 1. Nothing is submitted before everything that the client wrote has been checked. Only the router knows which fields the engines of its
    workers support; it rejects a request that no worker supports (`fleet.router.placement.wait_or_reject`).
@@ -102,8 +103,8 @@ from kvstore.block import adapter_salt, cache_salt, tenant_salt
 Result = TypeVar("Result")
 
 _NO_CALLS = ToolChoice.NONE  # reading a module variable takes a tenth of the time of reading the enum attribute
-# Prompts of up to this many characters are tokenized on the event loop. This takes 0.1 ms with a tokenizer of GPT's kind, and up to 1.4 ms
-# with a tokenizer of BERT's kind. Longer prompts are tokenized in a thread.
+# Prompts of up to this many characters are tokenized on the event loop; longer ones in a thread. Tokenizing this many characters takes
+# 0.1 ms with a tokenizer of GPT's kind, and up to 1.4 ms with one of BERT's kind. Up to this many tokens are also decoded on the event loop.
 INLINE_CHARACTERS = 4096
 # Request bodies with more bytes are parsed in a thread. A body of this size takes up to 6 ms; the slowest ones have thousands of short
 # messages.
@@ -116,7 +117,9 @@ MAX_REPLAYS = 2
 # Resumed answers with up to this many known tokens are replayed on the event loop (8 µs for each token); longer ones in a thread.
 INLINE_TOKENS = 256
 RETRY_AFTER_MS = 1000
-REGISTRATION_SECONDS = 15  # time after a router's start in which workers are still expected to register
+# For this time after a router's start, an unknown model is answered with NO_WORKER and not with MODEL_NOT_FOUND, if workers of a known
+# model are missing: when they register, the unknown model may turn out to be one of their LoRA adapters.
+REGISTRATION_SECONDS = 15
 DATA_URL = "must be a data URL in base64, as data:image/png;base64,…"
 # Limit of vLLM's sampler for the token sequences of one request's `bad_words`. A request with more is rejected.
 MAX_BAD_SEQUENCES = 128
@@ -288,7 +291,7 @@ class Generation:
         return self._codecs[self._parents.get(model, model)].decode(tokens)
 
     async def read_body(self, read: Callable[..., Result], body: bytes, *arguments: object) -> Result:
-        """Return what `read` makes of a body and further arguments; a large body is read in a thread.
+        """Return the result of `read`, called with a body and further arguments; a large body is read in a thread.
 
         While a thread reads the body, another request may begin under an id that was free before. So if one of the arguments is
         the id of the request, the caller must check it again afterwards (`unused_id`).
@@ -384,10 +387,10 @@ class Generation:
             raise
 
     def check_count(self, request: GenerateRequest, authorization: str, count: int, field: str) -> None:
-        """Check that the tenant's limit allows all the requests that one request of a client becomes.
+        """Check that the tenant's limit of requests per minute allows all the requests that one request of a client becomes.
 
-        Call this method before the client's request costs anything, such as fetches of images. If it is refused, it is counted,
-        logged and traced here.
+        Call this method before the client's request costs anything, such as fetches of images. If the request is refused, it is
+        counted, logged and traced here.
 
         Args:
             request: The client's request, or the first one that it becomes.
@@ -396,7 +399,8 @@ class Generation:
             field: The client's field that asks for several requests, such as `n`; the error names it.
 
         Raises:
-            RequestRejected: UNAUTHENTICATED or INVALID_ARGUMENT; the API key or the tenant is wrong, or the limit is lower than `count`.
+            RequestRejected: UNAUTHENTICATED if the API key is wrong; INVALID_ARGUMENT if the request names the tenant of another key, or
+                the limit is lower than `count`.
         """
         if count == 1:
             return
@@ -423,7 +427,8 @@ class Generation:
             most_bytes: The limit for the content of all images together.
 
         Raises:
-            RequestRejected: The request is invalid, or an image cannot be fetched.
+            RequestRejected: The API key is wrong, the deadline has passed, the model is not served, the request is invalid or over a limit
+                of its tenant, or an image cannot be fetched.
         """
         entry, measured = self._begin(request)
         async with AsyncExitStack() as held:
@@ -444,7 +449,10 @@ class Generation:
             yield fetched
 
     def _begin(self, request: GenerateRequest) -> tuple[AccessEntry | None, "_RequestTimes"]:
-        """Begin to measure a client's request before it becomes several requests. The entry is None if there is no access log."""
+        """Begin to measure a client's request before it becomes several requests.
+
+        Return its entry of the access log (None: there is no access log), and the object that measures it.
+        """
         model = request.model or self._only_model
         if model not in self._codecs:
             model = self._parents.get(model, UNKNOWN_MODEL)
@@ -454,7 +462,7 @@ class Generation:
     def _failed(self, request: GenerateRequest, measured: "_RequestTimes", reason: Reason) -> None:
         """Count, log and trace a request that failed before it became several requests.
 
-        The trace begins only here: otherwise each of the several requests has a trace of its own, and this request has none.
+        The trace begins only here, because a request that does not fail has no trace: each of the several requests has one of its own.
         """
         if self.tracing is not None:
             measured.begin_trace(self.tracing, request)
@@ -511,7 +519,7 @@ class Generation:
         return bool(cards) and all(card.limits_reasoning for card in cards)
 
     def class_names(self, model: ModelName) -> Mapping[int, str]:
-        """Return the names of the classes of a classifying model, by number.
+        """Return the names of the classes of a classifying model, by the numbers of the classes; empty if the model names none.
 
         Raises:
             RequestRejected: The model is not served.
@@ -522,8 +530,8 @@ class Generation:
     async def pair_tokens(self, model: ModelName, pairs: Sequence[tuple[str, str]]) -> Sequence[tuple[TokenBytes, int]]:
         """Return for each pair of texts its tokens as one prompt, and how many of them belong to the first text.
 
-        The pairs of one request are tokenized together. If they have many characters, this happens in a thread, because thousands
-        of short pairs would block the event loop.
+        The pairs of one request are tokenized together. If they have more than `INLINE_CHARACTERS` characters together, this happens in
+        a thread, because thousands of short pairs would block the event loop.
 
         Raises:
             RequestRejected: The model is not served, or too many long prompts wait for the tokenizer threads.
@@ -544,7 +552,8 @@ class Generation:
             authorization: The header ``Authorization``, as for `generate`.
 
         Raises:
-            RequestRejected: The request is invalid, or exceeds a limit of its tenant.
+            RequestRejected: The API key is wrong, the deadline has passed, the model is not served, too many long prompts wait, or the
+                request is invalid or over a limit of its tenant.
         """
         tenant = self._tenants.tenant(authorization, request.tenant)
         request = structs.replace(request, tenant=tenant)
@@ -587,7 +596,8 @@ class Generation:
             is_free: True if the tenant is not charged for the request; the tenant's limits are then not checked.
 
         Raises:
-            RequestRejected: The request is invalid or over a limit of its tenant, or an image cannot be fetched.
+            RequestRejected: The deadline has passed, the model is not served, the request is invalid or over a limit of its tenant, or an
+                image cannot be fetched.
         """
         self._check_deadline(request.deadline)
         card, codec = self._resolve(request.model, resumes=request.resume is not None)
@@ -770,7 +780,8 @@ class Generation:
                 )
         if last is not None:
             collected.append(last)
-        if due is not None and request.late_token and not answer.num_tokens:  # no tokens to carry the resume token
+        # The resume token was to come with the first tokens (`late_token`), but the answer has none.
+        if due is not None and request.late_token and not answer.num_tokens:
             yield Delta(text="", token_ids=(), resume_token=self._issued(due))
         text = ""
         if isinstance(answer, AnswerText):
@@ -809,7 +820,7 @@ class Generation:
         """Return the content of a resume token.
 
         Raises:
-            RequestRejected: The API key is wrong, or the resume token is not valid for the tenant.
+            RequestRejected: The API key is wrong, the resume token is not valid for the tenant, or this router issues no resume tokens.
         """
         if self._resume_tokens is None:
             raise invalid(RESUME_FIELD, NO_RESUME_TOKENS)
@@ -819,8 +830,8 @@ class Generation:
         """Prepare a request that resumes an answer; return the request under a new id, and the known part of the answer.
 
         Raises:
-            RequestRejected: The API key is wrong, the resume token is not valid for this tenant, the request is not for a stream,
-                or the tenant has used up a limit.
+            RequestRejected: The API key is wrong, the resume token is not valid for the tenant, this router issues no resume tokens, the
+                request is not for a stream, or the tenant has used up a limit.
         """
         assert request.resume is not None
         if request.whole:
@@ -906,7 +917,7 @@ class Generation:
         """Return the model card, the codec, the prompt tokens and the engine's sampling parameters of a request.
 
         Raises:
-            RequestRejected: The deadline has passed, or the request is invalid.
+            RequestRejected: The deadline has passed, the model is not served, the request is invalid, or too many long prompts wait.
         """
         self._check_deadline(request.deadline)
         card, codec = self._resolve(request.model, resumes=request.resume is not None)
@@ -929,10 +940,15 @@ class Generation:
             raise RequestRejected(Reason.DEADLINE_PASSED, "the deadline had passed on arrival", field="timeout_ms")
 
     def _resolve(self, model: ModelName, *, resumes: bool = False) -> tuple[ModelCard, TextCodec]:
-        """Return the card and the codec of a model. `resumes` is true if the request resumes an answer.
+        """Return the card and the codec of a model; an empty name means the only base model that workers serve.
+
+        Args:
+            model: Name of the model or of a LoRA adapter.
+            resumes: True if the request resumes an answer.
 
         Raises:
-            RequestRejected: MODEL_NOT_FOUND or NO_WORKER; the error says whether it helps to wait.
+            RequestRejected: NO_WORKER if a retry may succeed; MODEL_NOT_FOUND if the router does not know the model; INVALID_ARGUMENT if
+                the name is empty and workers serve several base models.
         """
         cards = {card.name: card for card in self._router.models()}
         if not model:
@@ -947,7 +963,7 @@ class Generation:
         if model in cards and (parent := cards[model].parent):
             self._parents[model] = parent
         if (codec := self._codecs.get(self._parents.get(model, model))) is None:
-            # Only workers say which adapters exist.
+            # Only workers say which adapters exist, so an unknown name may be an adapter of a worker that is not registered now.
             if resumes:
                 raise _unknown_model(model, "no worker serves it now, and one may have served it when the answer began")
             absent = ", ".join(sorted(self._codecs.keys() - cards.keys()))
@@ -1104,7 +1120,7 @@ def resolve_model(card: ModelCard, salt: bytes) -> ModelTarget:
 
 
 def _joined(deltas: Sequence[Delta]) -> Delta:
-    """Join consecutive deltas without reasoning and tool calls to one delta; only a single delta may have a vector."""
+    """Join consecutive deltas to one delta, without their reasoning and tool calls. A delta with a vector must be the only one."""
     if len(deltas) == 1:
         return deltas[0]
     return Delta(
@@ -1192,7 +1208,7 @@ def _quoted(name: str) -> str:
 
 
 class _RequestTimes:
-    """Measures the times and the usage of one request, and adds them to the metrics when the request ends."""
+    """Measures the times and the usage of one request, for the metrics, the access log and the trace of the request."""
 
     def __init__(self, clock: Clock, counts: ModelRequests, entry: AccessEntry | None) -> None:
         self._clock = clock

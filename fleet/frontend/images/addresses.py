@@ -49,7 +49,7 @@ class AddressRule:
     """Decides which addresses the router may connect to."""
 
     def __init__(self, networks: Iterable[str] = ()) -> None:
-        """Create the rule; `networks` are allowed although they are not public."""
+        """Create the rule; `networks` are allowed although they are not public. Each is in CIDR notation, such as ``10.0.0.0/8``."""
         self._networks = tuple(map(ip_network, networks))
 
     def allows(self, address: str) -> bool:

@@ -46,7 +46,7 @@ MIB = 1 << 20
 MAX_URL_CHARACTERS = 4096
 # Maximum number of images, of all requests together, that wait or are fetched at one time. A request that would exceed it is rejected.
 MAX_WAITING = 256
-PARALLEL = 4  # maximum number of images of one request that are fetched at one time
+PARALLEL = 4  # maximum number of images of one request that are fetched at one time; its other images wait
 RETRY_AFTER_MS = 1000
 
 _PORTS = {"http": 80, "https": 443}

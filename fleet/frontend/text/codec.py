@@ -1,8 +1,8 @@
 """Tokenizer, chat template and incremental decoder of a Hugging Face model folder.
 
 Text is encoded by the library `fastokens`, which is at least ten times faster than Hugging Face's library `tokenizers`. When the model is
-loaded, both libraries encode samples. If `fastokens` gives other ids, `tokenizers` encodes all text. Tokens are always decoded by
-`tokenizers`.
+loaded, both libraries encode samples. If `fastokens` fails or gives other ids, `tokenizers` encodes all text. Pairs of texts are always
+encoded, and tokens always decoded, by `tokenizers`.
 
 The chat template comes from ``chat_template.jinja`` or else from ``tokenizer_config.json``. It is code that is delivered with
 the weights. So Jinja renders it in a sandbox, in which the template can reach nothing but the conversation, its variables and the
@@ -43,7 +43,7 @@ RESERVED_VARIABLES = frozenset({"messages", "tools", "documents", "add_generatio
 REASONING_OFF = (("enable_thinking", False), ("thinking", False), ("reasoning_effort", "none"))
 """Variables of templates, each with the value that turns reasoning off.
 
-If a client sends such a value and the template lacks the variable, the value is ignored: a model without the variable does not reason.
+If a client sends such a value and the template lacks the variable, the value is ignored, because the model is taken not to reason.
 """
 
 
@@ -90,8 +90,8 @@ class ChatTemplate:
             template_args: A JSON object with further variables; empty: none.
 
         Raises:
-            RequestRejected: The template cannot render these messages, or would silently drop tools, tool calls or
-                variables (INVALID_ARGUMENT, field ``chat.messages``, ``chat.tools`` or ``chat.template_args``).
+            RequestRejected: INVALID_ARGUMENT; the template cannot render these messages, would silently drop tools, tool calls,
+                images or variables, or the client sets a variable that the router sets.
         """
         if tools and not self._takes_tools:
             raise invalid("chat.tools", "the model's chat template does not support tools; leave them out")
@@ -147,7 +147,7 @@ class ChatTemplate:
         """Return the client's variables that the template uses.
 
         Raises:
-            RequestRejected: INVALID_ARGUMENT; a variable is reserved, or the template has no such variable.
+            RequestRejected: INVALID_ARGUMENT; a variable is reserved, or the template lacks it and its value would not turn reasoning off.
         """
         variables: dict[str, Any] = json.loads(template_args)
         known = {}

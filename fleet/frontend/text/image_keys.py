@@ -37,7 +37,7 @@ def image_keys(
 
     Args:
         tokens: The prompt, with a placeholder for each image.
-        block_tokens: Tokens of a block.
+        block_tokens: Number of tokens of a block.
         salt: Salt of the block hashes.
         images: Digests of the image files (`image_digests`), in the order of their placeholders.
         placeholders: The token ids of the model that may stand for an image. If the prompt does not have exactly one

@@ -258,9 +258,9 @@ class _Regions:
 
     Rules:
 
-    1. Text in which no delimiter begins cannot end a region. The parser does not get such text, because it takes several
-       microseconds for each piece. Without the parser, a token takes less than one microsecond. But the parser gets the
-       text of a tool call at the end of the call. Where any text may begin a delimiter, the parser gets all text.
+    1. Text in which no delimiter begins cannot end a region. The parser does not get such text, because the parser takes
+       several microseconds for each piece. Without the parser, a token takes less than one microsecond. But the parser gets
+       the text of a tool call at the end of the call. Where any text may begin a delimiter, the parser gets all text.
     2. The parser gets at most one delimiter at a time. If it raises an error for a piece, only the events of this piece are
        lost. So the result does not depend on how the text was cut into pieces.
     3. White space between a region and the following text is dropped.
@@ -326,7 +326,7 @@ class _Regions:
         self._feed(text)
 
     def finish(self) -> None:
-        """End the answer."""
+        """Give the parser all text that it did not get yet, and end the answer."""
         text, self.begun = self.begun, ""
         self._feed(text)
         self._parse(lambda: self._parser.finalize()[1])

@@ -100,8 +100,9 @@ class ParsingPlans:
 
         Raises:
             RequestRejected: INVALID_ARGUMENT; no parser of tool calls is known for the model (field ``chat.tools``), the
-                request demands both tool calls and other structured output, this router has no parser installed, or the
-                engine parses and the request wants the stop string in the text.
+                request demands both tool calls and other structured output, the router's parser is missing or has another
+                version, the model's response template is invalid, or the engine parses and the request wants the stop string
+                in the text.
         """
         prompt, parsers = request.prompt, card.parsers
         tools, template_args = (prompt.tools, prompt.template_args) if isinstance(prompt, ChatPrompt) else ("", "")

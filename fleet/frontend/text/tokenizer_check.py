@@ -97,7 +97,7 @@ class _Tokenised(Struct):
 
 
 def compare_tokens(codec: TextCodec, text: str, answer: bytes) -> TokenizerMatch:
-    """Compare a server's answer with this router's tokens.
+    """Compare the tokens in a server's answer with those of this router; return UNKNOWN if the answer has no tokens.
 
     The first token may be missing in the answer, because llama.cpp's answer lacks the special token at the beginning.
     """

@@ -23,8 +23,8 @@ from typing import Any, TypeVar
 from fleet.core.errors import Reason, RequestRejected
 
 THREADS = 2
-# Maximum number of tokenizing tasks that wait or run; further ones are rejected. Their texts take half a GiB if all have the largest
-# size. The conversions of bodies have a limit of their own, which is the same number.
+# Maximum number of tokenizing tasks that wait or run; further ones are rejected. The texts of this many tasks take half a GiB if all
+# have the largest size. The conversions of bodies have a limit of their own, which is the same number.
 MAX_TASKS = 64
 VERY_LONG_BYTES = 256 << 10  # texts above this size are "very long": about 60,000 tokens of prose, tokenized in 0.1 s
 MAX_VERY_LONG_TASKS = 16  # maximum number of tasks with very long texts that wait or run; further ones are rejected

@@ -231,7 +231,7 @@ class CompletionFormatter:
         self._token_text = token_text
         self._model = model
         self._place = place
-        self._offset = 0  # number of characters of the answer before the next token
+        self._offset = 0  # number of characters before the next token, in the echoed prompt and the answer
         self._head = {
             "id": f"cmpl-{parsed.request.id}",
             "object": "text_completion",

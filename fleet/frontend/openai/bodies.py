@@ -131,6 +131,7 @@ class OpenAiBody(Struct, frozen=True, kw_only=True):
     prompt_cache_options: Any = None
     prompt_cache_retention: Any = None
     stream_interval: Any = None
+    # The object with Fleet's options.
     fleet: FleetOptions | None = None
     # Fields of vLLM's API.
     top_k: int | None = None

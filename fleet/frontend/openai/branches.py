@@ -72,7 +72,10 @@ class Branch(Struct, frozen=True, kw_only=True):
 
 
 class PromptTokens(Struct):
-    """The tokens and log probabilities of a prompt, which its lead branch brings. Empty before; `logprobs` also if not requested."""
+    """The tokens and log probabilities of a prompt, which its lead branch brings.
+
+    Until then they are empty. `logprobs` stays empty if the client does not request the log probabilities of the prompt.
+    """
 
     tokens: TokenBytes = b""
     logprobs: tuple[Logprobs, ...] = ()  # one entry for each token except the first
@@ -134,8 +137,8 @@ class BranchedAnswers:
         """Run all branches and answer the HTTP request.
 
         Raises:
-            RequestRejected: A branch failed and all others have ended, an image cannot be fetched, or the tenant's limit is too low for
-            so many branches.
+            RequestRejected: A branch failed and all others have ended, the images cannot be fetched (`Generation.with_images`), or the
+                API key is wrong or the tenant's limit too low for so many branches (`Generation.check_count`).
         """
         request, details = self._parsed.request, self._details
         field = "prompt" if details.more_prompts else "n" if details.n == details.best_of else "best_of"

@@ -7,8 +7,8 @@ Rules:
    also gets the server's own error about a wrong field.
 2. A request is submitted in the same iteration of the event loop in which its last byte arrived. If a server has room,
    the request is also placed and sent in this iteration. There are two exceptions. A long prompt is tokenized in a thread first,
-   because tokenizing it here would delay other requests. And a tenant near a shared rate limit waits until the routers
-   have exchanged their usage.
+   because tokenizing it on the event loop would delay other requests. And a request of a tenant near a shared rate limit
+   waits until the routers have exchanged their usage.
 3. A request and its reservations end once: after the last byte of the answer, when the router rejects the request, or when
    the client disconnects. In the last case the connection to the server is closed, so that the server stops.
 4. For a failure before the first byte of an answer, the client gets an HTTP error status. For a later failure, an event
@@ -485,7 +485,8 @@ class Relay:
         `path` is one of `relayed_paths.PLACED`; `authorization` is the client's key as ``Bearer KEY``, or empty.
 
         Raises:
-            RequestRejected: The request is invalid, or exceeds a limit of its tenant.
+            RequestRejected: The API key is wrong, the request is invalid or over a limit of its tenant, the model is not served at this
+                path, or too many long prompts wait for the tokenizer threads.
         """
         known = self._tenants.tenant(authorization, "")
         body = read_body(content, path)
@@ -561,7 +562,8 @@ class Relay:
         """Return the model whose servers may take a passage; None if any server may.
 
         Raises:
-            RequestRejected: The passage names a model that is not external, and the router also has workers of Fleet.
+            RequestRejected: The passage names a model that is not external, and the router also has workers of Fleet. Or the beginning of
+                the body, which may name the model, does not arrive.
         """
         readers = self._readers
         if self._only and len({each.model for each in readers.values()}) == 1:
@@ -698,6 +700,6 @@ _FINISHED = _FinishedTask()
 
 
 def _streams(body: RelayTextBody | RelayRawBody) -> bool:
-    """Return whether the client wants a stream. Only the body of a completion with one text is decoded as far as this field."""
+    """Return whether the client wants a stream. In a `RelayRawBody`, the field `stream` is still undecoded JSON."""
     stream = body.stream
     return stream is True or (isinstance(stream, Raw) and bytes(stream) == b"true")

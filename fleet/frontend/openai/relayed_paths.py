@@ -6,8 +6,8 @@ Rules:
    parameters (``;name=value``). The path that the server gets is spelled as the client wrote it.
 2. A path that different servers could read differently is not relayed. Such a path contains an empty segment, ``.`` or ``..``, a
    backslash, a control character, or an encoding within an encoding, such as ``%252e``.
-3. A path at which requests are placed by their prompts (`PLACED`) is only relayed in this spelling. In another one, the server would
-   perhaps serve it too, but its prompt would not count against the tenant's limit.
+3. A path at which requests are placed by their prompts is only relayed if it is spelled exactly as in `PLACED`. Other spellings are
+   refused: the server would perhaps serve them too, but their prompts would not count against the tenant's limit.
 4. Control routes change the state of a server, and so affect its other clients (loading adapters, sleeping, updating
    weights). A pattern with a wildcard never covers them. They are relayed only if the setting `external_paths` lists them
    by their own name.

@@ -95,7 +95,7 @@ COMPLETION_MAX_TOKENS = 16  # OpenAI's default for `max_tokens` of a completion
 MAX_N = 128  # OpenAI's limit for `n`, the number of answers to a prompt; a request for more is refused
 MAX_PROMPTS = 1024  # vLLM's limit for the prompts of one request; a request with more is refused
 MAX_BRANCHES = 1024  # maximum number of answers that are generated for one request, over all its prompts; a request for more is refused
-# Limit for a chat with several answers: bytes of all its images, each counted once for every answer.
+# Limit for a chat with several answers: bytes of all its images, each counted once for every answer. A chat above it is refused.
 MAX_REPEATED_IMAGE_BYTES = 16 * 2**20
 
 

@@ -5,9 +5,9 @@ Rules:
 1. Only streams of requests that ask for it have ids (`fleet.resumable`, or the header `x-fleet-resumable`).
 2. The id of an event has two parts, or three: the resume token, the number of tokens up to this event, and, for the last
    events of an answer, the number of this event among them. So a resumed stream goes on with exactly the events that an
-   undisturbed stream would have sent. If the client already has last events, but other fields of its new request let the answer
-   go on, the request is refused. Otherwise the client would get tokens after these events, and as many last events would be
-   missing at the new end.
+   undisturbed stream would have sent. If the client already has some of the last events, but its new request lets the answer go
+   on, for example by a larger `max_tokens`, the request is refused. Otherwise the client would get tokens after these events,
+   and as many last events would be missing at the new end.
 3. To go on, the client sends the same request with the id of the last event that it has. The answer keeps its `id` and
    `created`.
 4. A stream can only be resumed if its events depend on nothing but the text and the tokens after an id. So requests for
@@ -124,7 +124,7 @@ class EventIds:
         if seen is not None and seen.seen is not None:
             raise foreign_id_error()
         self.beginning = b""
-        """The beginning of the line with an id, up to the number of tokens; empty before `begin`."""
+        """The beginning of the line with an id: the resume token with the dot after it; empty until `begin` is called."""
 
         self._last_events = 0 if seen is None else seen.last_events
 

@@ -305,7 +305,7 @@ class HttpFrontend(HttpServer):
         return relay.paths.classify(path) is PathClass.RELAYED
 
     def _is_placed(self, head: HttpHead) -> bool:
-        """Return whether a request is no passage although its path is relayed, because it has a prompt that must count."""
+        """Return whether a request is no passage although its path is relayed: its prompt must count against the tenant's limits."""
         return self._relay is not None and head.path in self._relay.placed and head.method not in _PASSED_METHODS
 
     def _has_no_key(self, head: HttpHead) -> bool:

@@ -31,7 +31,7 @@ MAX_INPUTS = 2048  # OpenAI's limit for the number of inputs of one request; a r
 
 
 class VectorBody(Struct, frozen=True, kw_only=True):
-    """Fields that all bodies share. Null means the same as an absent field."""
+    """Fields that the bodies of all APIs for vectors share. Null means the same as an absent field."""
 
     model: str | None = None
     priority: int | None = None  # vLLM's field: a request with a lower number runs earlier

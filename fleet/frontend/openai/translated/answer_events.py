@@ -9,9 +9,9 @@ Rules:
    the two translated APIs may turn requests into the same prompt, but they write different events.
 3. A resumed answer is written again from its beginning (`Resume.from_start`). As many events and characters as the id names are left
    out. So the client gets exactly what it lacks, even if its stream was cut between two events of one step.
-4. The letter is a capital one if the event comes after the last token of the answer. If other fields of the request let an answer
-   go on although the client has such an event, the request is refused. Its events would not fit those that the client has, and
-   text that was held back until the end may be parsed differently in a longer answer.
+4. The letter is a capital one if the event comes after the last token of the answer. If the client has such an event, but its new
+   request lets the answer go on, for example by a larger limit of tokens, the request is refused. The further events would not fit
+   those that the client has, and text that was held back until the end may be parsed differently in a longer answer.
 """
 
 from fleet.core.requests import Admitted, Delta
@@ -25,7 +25,7 @@ from fleet.frontend.openai.resumable_stream import (
 
 
 class AnswerEvents:
-    """The events of one answer. Without resume tokens the events get no ids."""
+    """Counts the events of one answer, and says which events and which text the client lacks. Events get ids if there are resume tokens."""
 
     def __init__(self, last: LastEventId | None = None, *, api: str = "") -> None:
         """Start before the first event.

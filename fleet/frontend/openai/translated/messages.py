@@ -438,7 +438,7 @@ class AnthropicWriter:
         return self._sent.id_line() + named_event(event) if self._sent.is_new() else b""
 
     def _stop(self, finished: Finished) -> Json:
-        """Return why the answer ended. Fewer tokens than `max_tokens` mean that the model's context was full (rule 5)."""
+        """Return why the answer ended. If the length limit has ended it before `max_tokens`, the model's context was full (rule 5)."""
         match finished.finish:
             case Finish.STOP if finished.stop_string:
                 return {"stop_reason": "stop_sequence", "stop_sequence": finished.stop_string}

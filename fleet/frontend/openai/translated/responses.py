@@ -128,6 +128,7 @@ class ResponsesBody(Struct, frozen=True, kw_only=True):
     prompt_cache_retention: Any = None
     access_programs: Any = None
     image: Any = None
+    # The object with Fleet's options.
     fleet: FleetOptions | None = None
     # Fields that are not supported: a value that `ACCEPTED_VALUES` does not list is rejected.
     previous_response_id: Any = None

@@ -27,7 +27,8 @@ from fleet.net.http.exchange import sse_event
 DONE = b"data: [DONE]\n\n"
 EVENT_START = b"data: "
 UNKNOWN_MODEL_LENGTH = 2**31 - 1  # `ModelCard.max_model_len` of a model whose context length is unknown
-MIN_LOGPROB = -9999.0  # OpenAI's value for an impossible token, because JSON has no minus infinity
+# OpenAI's value for an impossible token, because JSON has no minus infinity. No lower log probability is sent.
+MIN_LOGPROB = -9999.0
 
 Json = dict[str, object]
 
@@ -88,7 +89,7 @@ class ChatFormatter:
         self._first = b'"role":"assistant",'
 
     def resume(self) -> None:
-        """Do not send the role again, because the client already has the first events of this stream."""
+        """Leave out the role from now on, because the client already has the first events of this stream."""
         self._first = b""
 
     def begin(self) -> bytes:
@@ -118,7 +119,7 @@ class ChatFormatter:
 
     def last_chunks(self, finished: Finished, token_ids: Sequence[int]) -> bytes:
         """Return the events that end this answer and, if the request has no other answer, the stream."""
-        # If the answer had no text, the role was not sent yet, and this event contains it.
+        # If no event with the role was sent yet, `rest` is sent even without text, because it contains the role.
         rest = self._content(finished.text, b"null") if finished.text or self._first else b""
         final = b"".join(
             (EVENT_START, self._chunk_head, b'},"logprobs":null,"finish_reason":', encode(finished.finish),
@@ -375,7 +376,7 @@ def _call_delta(call: CallDelta) -> Json:
 
 
 def usage_object(usage: Usage) -> Json:
-    """Return the object ``usage``."""
+    """Return the object ``usage`` of the OpenAI API. It has `completion_tokens_details` only if there are reasoning tokens."""
     details: Json = {}
     if usage.reasoning_tokens:
         details["completion_tokens_details"] = {"reasoning_tokens": usage.reasoning_tokens}

@@ -210,7 +210,7 @@ class CompletionBody(OpenAiBody, frozen=True, kw_only=True):
     logprobs: int | None = None
     echo: bool | None = None
     add_special_tokens: bool | None = None
-    # Fields of chats, not supported for completions.
+    # Fields of chats. A completion that sets one of them to anything but null, false or an empty value is refused.
     tools: Any = None
     tool_choice: Any = None
     parallel_tool_calls: Any = None

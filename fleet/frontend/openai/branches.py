@@ -400,7 +400,8 @@ class BranchedAnswers:
                 other: (logprob, rank)
                 for rank, (other, logprob) in enumerate(zip(token.top_ids, token.top, strict=True), start=1)
             }
-            entries.setdefault(token_id, (token.chosen, None))  # type: ignore[arg-type]  # its rank is not known
+            # The rank of a prompt token that is not among the most likely tokens is not known.
+            entries.setdefault(token_id, (token.chosen, None))  # type: ignore[arg-type]  # None is the unknown rank
             prompt_logprobs.append(
                 {
                     str(other): {

@@ -70,7 +70,7 @@ _EFFECTLESS: dict[str, Mapping[str, tuple[object, ...]]] = {
 
 @cache
 def openapi_document() -> bytes:
-    """Return the document as JSON."""
+    """Return the OpenAPI document as JSON."""
     bodies, components = msgspec.json.schema_components(
         (
             CompletionBody,

@@ -21,7 +21,8 @@ fields of a form before its files."""
 
 _IN_JSON = re.compile(rb'"model"\s*:\s*("(?:[^"\\]|\\.){0,1000}")')
 _IN_FORM = re.compile(rb'name="?model"?[^\r\n]*\r\n(?:[^\r\n]+\r\n)*\r\n([^\r\n]{0,1000})\r\n')
-# Forwarded for passages: the router does not read the answer of a passage, so the answer may be compressed.
+# Header that is forwarded for passages, but not for other relayed requests: the router does not read the answer of a passage, so the
+# answer may be compressed.
 _CONTENT_HEADERS = frozenset({b"accept-encoding"})
 
 

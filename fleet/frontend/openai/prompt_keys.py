@@ -123,7 +123,7 @@ def client_salt(adapter: str, cache_salt: str) -> bytes:
 
 
 class PromptReader:
-    """Reads the prompts for one model. Several threads may call `read`."""
+    """Reads the prompts for one model. Several threads may call the methods that read prompts."""
 
     def __init__(
         self,
@@ -244,7 +244,7 @@ class PromptReader:
 
 
 def _samples() -> Iterator[str]:
-    """Yield texts of about 6 KiB.
+    """Yield texts of about 6 KiB, with which the tokenizer's speed is measured.
 
     The words of these texts hardly repeat. A tokenizer caches words, so it would seem too fast with repeated words.
     """
@@ -261,7 +261,7 @@ def _tokenizing_time(codec: TextCodec, text: str, clock: Clock) -> Nanos:
 
 
 def _text(body: MessageBody) -> str | None:
-    """Return the text of a message; None if the message has more than text."""
+    """Return the text of a message; None if the message has more than text, or no content."""
     if body.tool_calls or body.function_call:
         return None
     match body.content:
@@ -277,7 +277,7 @@ def _is_text(part: ContentPart) -> bool:
 
 
 def _rendered_conversation(instructions: Raw, turns: Raw, codec: TextCodec) -> TokenBytes | None:
-    """Return the tokens of a conversation as its server renders them; None if the conversation has more than text."""
+    """Return the tokens of a conversation, rendered as by its server; None if it has more than text or cannot be rendered."""
     try:
         leading = _INSTRUCTIONS.decode(instructions) if instructions else None
         following = _TURNS.decode(turns)

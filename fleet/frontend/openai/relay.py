@@ -374,14 +374,14 @@ class Relay:
         self._quiet = asyncio.Event()
         self._quiet.set()
         self._threads = threads
-        for reader in readers.values():  # The series of chats and completions begin with value 0.
+        for reader in readers.values():  # chats and completions are in the metrics, with 0, before their first request
             metrics.begin(reader.model, OPERATION_CHAT)
             metrics.begin(reader.model, COMPLETION)
         # Running exchanges of usage with peer routers, for tenants near a shared rate limit. The set keeps the tasks alive.
         self._settling: set[asyncio.Task[bool]] = set()
 
     async def quiet(self) -> None:
-        """Wait until no request is relayed."""
+        """Wait until all requests that `serve` has accepted have ended. Passages are not waited for."""
         await self._quiet.wait()
 
     def serve(self, exchange: Exchange) -> ExchangeTask | None:

@@ -122,7 +122,7 @@ class PathClass(Enum):
     """Class of a path: it decides what the router does with the request."""
 
     RELAYED = auto()
-    UNKNOWN = auto()  # the path matches no pattern
+    UNKNOWN = auto()  # the path matches no pattern of `external_paths`
     CONTROL = auto()
     AMBIGUOUS = auto()
 

@@ -374,7 +374,8 @@ def _build_request(
         parsing=parsing,
         resumable=resumable,
         is_kept=resumable,
-        late_token=resumable and seen is None,  # translated APIs set it to False
+        # The first resume token comes with the first tokens. Translated APIs set this to False.
+        late_token=resumable and seen is None,
         resume=None if seen is None else seen.resume,
         images=contents,
         remote_images=remote_images(images) if b"" in contents else (),
@@ -666,7 +667,7 @@ def decode_body(decoder: "msgspec.json.Decoder[BodyType]", body: bytes) -> BodyT
     """Decode a body with `decoder`.
 
     Raises:
-        RequestRejected: INVALID_ARGUMENT, with the field as the client wrote it.
+        RequestRejected: INVALID_ARGUMENT. If one field is wrong, the error names it as the client wrote it.
     """
     try:
         return decoder.decode(body)

@@ -240,7 +240,10 @@ class VectorFrontend:
         return self._generation.card_of(shared.model, authorization, shared.options.tenant)
 
     def _check_count(self, exchange: Exchange, first: GenerateRequest, count: int, field: str) -> None:
-        """Check that the tenant's limit allows `count` prompts, before any is tokenized. `first` is the request for the first prompt."""
+        """Check that the tenant's limit of requests per minute allows `count` prompts, before any is tokenized.
+
+        `first` is the request for the first prompt.
+        """
         self._generation.check_count(first, authorization_of(exchange.request.headers), count, field)
 
     async def _scores(

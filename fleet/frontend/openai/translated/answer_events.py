@@ -67,7 +67,7 @@ class AnswerEvents:
         self._ends = True
 
     def is_new(self) -> bool:
-        """Count an event between pieces, and return whether the client lacks it.
+        """Count an event that is no piece of text, and return whether the client lacks it.
 
         Raises:
             RequestRejected: INVALID_ARGUMENT; the client has more text, or more events before the end, than this answer has.

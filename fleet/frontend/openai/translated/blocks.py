@@ -15,7 +15,7 @@ class BlockKind(Enum):
 
 
 class AnswerBlock(Struct, kw_only=True):
-    """One block. Its joined `pieces` are the text, or the arguments of the tool call as JSON."""
+    """One block of an answer. Its joined `pieces` are the text, the reasoning, or the arguments of the tool call as JSON."""
 
     index: int
     kind: BlockKind

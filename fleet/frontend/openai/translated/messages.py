@@ -389,7 +389,7 @@ class AnthropicWriter:
     """Writes an answer in the form of the Messages API. Implements `AnswerWriter`."""
 
     def __init__(self, start: AnswerStart, max_tokens: int = 0) -> None:
-        """Create an empty answer; `max_tokens` is the limit that the client has sent."""
+        """Start an empty answer; `max_tokens` is the limit that the client has sent (0: it has sent none)."""
         self._start = start
         self._max_tokens = max_tokens
         self._sent = start.events

@@ -142,7 +142,7 @@ class AccessLog:
             )
 
     def placements(self, request_id: RequestId) -> tuple[PlacementRecord, ...]:
-        """Return all placements of a request in the order of time; empty if the router has forgotten them."""
+        """Return all placements of a request in the order of time; empty if it was not placed, or the router has forgotten the placements."""
         return tuple(
             PlacementRecord(worker=each.decode, prefill_worker=each.prefill or "", why=each.why)
             for each in self.router.decisions(request_id)

@@ -183,7 +183,7 @@ class ImageLoader(Protocol):
         most_bytes: int,
         within_seconds: float,
     ) -> AbstractAsyncContextManager[tuple[bytes, ...]]:
-        """Fetch images. The context yields all images of the request, and ends when the request no longer needs them.
+        """Fetch images. The context yields all images of the request; the caller ends it when the request no longer needs them.
 
         Args:
             images: All images of the request: the content of each image, or empty bytes if it has to be fetched.
@@ -1120,7 +1120,7 @@ def resolve_model(card: ModelCard, salt: bytes) -> ModelTarget:
 
 
 def _joined(deltas: Sequence[Delta]) -> Delta:
-    """Join consecutive deltas to one delta, without their reasoning and tool calls. A delta with a vector must be the only one."""
+    """Join consecutive deltas to one delta. Of several deltas, reasoning and tool calls are not joined, and none may have a vector."""
     if len(deltas) == 1:
         return deltas[0]
     return Delta(

@@ -23,11 +23,12 @@ PROMPTS_A_MESSAGE = 1000  # maximum number of prompts in one message; 4 MB if al
 # The highest age of a prompt, in milliseconds, that the message's field can hold (49 days). An older prompt is sent with this age.
 MOST_AGE_MS = 0xFFFF_FFFF
 MEMBERS_A_MESSAGE = 1000  # maximum number of members in one message, which then has about 100 kB
-# maximum number of session bindings in one message; 2 MB if all session names have the maximum length
+# maximum number of session bindings in one message; 2 MB if all names of sessions and tenants have the maximum length
 BINDINGS_A_MESSAGE = 1000
 LATEST = 1 << 62  # latest time that is accepted from a peer, in nanoseconds of Unix time; it is in the year 2116
 MOST_TAKEN = 1e15  # maximum number of requests or tokens of one tenant in one message; a message with more is invalid
-MOST_BLOCKS = 1e15  # maximum number of blocks of one router on a worker, so that sums over all routers stay finite
+# Maximum number of blocks that one router has reserved on a worker, so that sums over all routers stay finite. A message with more is invalid.
+MOST_BLOCKS = 1e15
 
 
 class PeerThresholds(Struct, frozen=True):

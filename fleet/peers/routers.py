@@ -277,7 +277,7 @@ class PeerRouters:
         return None if answer is None else answer.reported
 
     async def released(self, release: selection_pb2.ReleaseRequest) -> None:
-        """End a selection lease at the router that gave it."""
+        """Forward the release of a selection lease, and wait at most `ANSWER_SECONDS` for the router that gave the lease."""
         await self._first(pb.ReplicaQuestion(release=release))
 
     @property
@@ -321,7 +321,7 @@ class PeerRouters:
             self._router.tune(tuned.thresholds)
 
     def answer(self, question: pb.ReplicaQuestion) -> pb.ReplicaAnswer:
-        """Answer a query of another router."""
+        """Answer a query of another router. The answer has no content if this router cannot answer the query."""
         answer = pb.ReplicaAnswer(number=question.number, router_id=self._settings.router_id)
         match question.WhichOneof("question"):
             case "explain":

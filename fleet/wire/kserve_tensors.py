@@ -152,7 +152,7 @@ def _elements(tensor: pb.ModelInferRequest.InferInputTensor, raw: bytes | None, 
 
 
 def _unpacked(name: str, raw: bytes, datatype: _Datatype) -> Elements:
-    """Return the elements from raw contents. A text input has only one element."""
+    """Return the elements from raw contents. Contents of type BYTES must have exactly one element."""
     if datatype.numpy:
         width = np.dtype(datatype.numpy).itemsize
         if len(raw) % width:

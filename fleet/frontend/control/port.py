@@ -56,7 +56,7 @@ async def open_control_port(
         grpc_address: Address of the gRPC port for clients.
         services: Further gRPC services: the full name of each, with the function that adds the service to the server.
         store: gRPC address of the KV store node whose usage the status shows; empty if there is none.
-        store_access: Proof that the router sends to that node.
+        store_access: Credentials for the router's calls to that node.
         shared: Whether other processes may listen on the same port.
         others: The peer routers; None if there are none.
         demand: Serves the method `WatchDemand` for planners; None: the port does not have this method.

@@ -106,7 +106,7 @@ class ClientPort(ABC):
         """Count the `size` bytes of a message towards the memory limit while the context is open.
 
         Raises:
-            RequestRejected: QUEUE_FULL; the message is long, and the memory for messages is full.
+            RequestRejected: QUEUE_FULL; the message is longer than `ORDINARY_BODY_BYTES`, and would exceed the memory limit.
         """
         memory = self.memory
         if size > ORDINARY_BODY_BYTES and memory.held_bytes + size > memory.max_held_bytes:
@@ -118,7 +118,7 @@ class ClientPort(ABC):
             memory.held_bytes -= size
 
     def traced(self, request: GenerateRequest, context: Context) -> GenerateRequest:
-        """Return a request with the trace context of its call."""
+        """Return a request with the trace context of its call. Call this only if requests are traced."""
         tracing = self._generation.tracing
         assert tracing is not None
         return structs.replace(request, trace=tracing.read(headers_of(context, TRACE_HEADERS)))

@@ -46,7 +46,7 @@ _MAX_HEAD = 256  # maximum number of characters of a data URL before its data; a
 
 
 class ImageFile(NamedTuple):
-    """An image of a request, as the client sent or named it."""
+    """An image of a request: the file that the client sent, or the URL from which it has to be fetched."""
 
     field: str  # path of the image's URL in the client's request, for error messages
     content: bytes  # the bytes of the file; empty if it has to be fetched
@@ -135,7 +135,7 @@ def checked_pixels(content: bytes, field: str) -> int:
 
 
 def image_size(content: bytes) -> tuple[int, int] | None:
-    """Return width and height of an image in pixels; None if the content is no PNG, JPEG, WebP or GIF with a size."""
+    """Return width and height of an image in pixels; None if the content is no PNG, JPEG, WebP or GIF whose header states a size above 0."""
     try:
         size = _stated_size(content)
     except (struct.error, IndexError):  # the file ends within its header

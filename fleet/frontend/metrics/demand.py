@@ -42,7 +42,8 @@ HISTOGRAMS: Mapping[str, CounterDefinition] = {
         "queue_wait": "Requests by time until a worker was sent them",
     }.items()
 }
-"""Maps names of fields of `ModelDemand` to the counters that show these durations. The label `bucket` is the index of a bucket."""
+"""Maps names of fields of `ModelDemand`, which count durations by bucket, to the counters that show these fields. The label `bucket` is an
+index into `fleet.core.duration_counts.EDGES`."""
 
 DEMAND_QUEUED = GaugeDefinition("fleet_demand_queued", "Requests that wait in the router", ("model",), "requests")
 OLDEST = GaugeDefinition("fleet_demand_oldest_seconds", "Age of the oldest of them", ("model",))

@@ -8,7 +8,7 @@ LABEL = "router"
 def merge_metrics(expositions: Mapping[str, str]) -> str:
     """Return one exposition with all samples, each with a label ``router``; help and type of each metric appear once.
 
-    `expositions` maps the name of a router to the output of its `prometheus_client.generate_latest`.
+    `expositions` maps the id of a router to the output of its `prometheus_client.generate_latest`.
     """
     described: dict[str, list[str]] = {}  # the lines with help and type, by the name of the metric
     samples: dict[str, list[str]] = {}

@@ -1,4 +1,4 @@
-"""Metrics of a router's traces: which requests were kept. `kvstore.tracing.metrics` has the metrics of the exporter."""
+"""Metrics of a router's traces: for how many requests spans were kept for export. `kvstore.tracing.metrics` has those of the exporter."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 

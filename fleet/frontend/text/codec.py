@@ -258,7 +258,7 @@ def load_codec(model_dir: str | Path) -> TextCodec:
     This blocks for up to a second if the vocabulary is large.
 
     Raises:
-        ConfigurationRefused: The folder is not a model folder; the message says what is missing or wrong.
+        ConfigurationRefused: The folder is not a usable model folder; the message says which file is missing or wrong.
     """
     folder = Path(model_dir)
     if not folder.is_dir():

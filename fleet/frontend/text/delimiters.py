@@ -179,7 +179,7 @@ class _Prefixes:
         return prefixes
 
     def _step(self, growing: list[tuple[str, bool]], operation: str, value: Any) -> list[tuple[str, bool]]:
-        """Return the prefixes after one node of the parse tree."""
+        """Return the prefixes that result if each of `growing` is extended by one node of the parse tree; flags are as in `_extended`."""
         if operation == "LITERAL":
             return [(text + chr(value), len(text) + 1 < MAX_PREFIX_CHARACTERS) for text, _ in growing]
         if operation == "IN" and all(str(kind) == "LITERAL" for kind, _ in value):

@@ -50,7 +50,7 @@ class EngineParsedAnswer:
     """Forwards the parts of an answer that the worker's engine has parsed."""
 
     def __init__(self, request_id: RequestId, *, is_single: bool = False) -> None:
-        """Create an empty answer; `is_single` drops all tool calls except the first."""
+        """Create an empty answer. If `is_single` is true, all tool calls except the first are dropped."""
         self._request_id = request_id
         self._is_single = is_single
         self._reasoning: list[str] = []

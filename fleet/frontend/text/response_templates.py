@@ -128,7 +128,8 @@ class ResponseTemplates:
     """Compiles and caches the response templates of one router process."""
 
     def __init__(self) -> None:
-        self._parser: Any = None  # module of transformers that compiles templates
+        # Module of transformers that compiles templates; None before `load`, or if transformers is not installed.
+        self._parser: Any = None
         self._missing: ImportError | None = None
         self._compiled: dict[
             tuple[str, str, str], CompiledTemplate | str | None

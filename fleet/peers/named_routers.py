@@ -25,7 +25,7 @@ RESOLVE_SECONDS = 2.0  # seconds between two resolutions of the name, and time l
 
 
 class NamedRouters:
-    """Keeps a connection to each router behind a name, while `follow` runs."""
+    """Keeps a connection to each other router behind a name, while `follow` runs."""
 
     def __init__(self, name: str, listen: str, look_up: ResolveAddresses) -> None:
         """Check the addresses. The name is resolved only when `follow` runs.
@@ -47,11 +47,11 @@ class NamedRouters:
         self._own = _own_address(listen)
 
     async def follow(self, keep_up: Callable[[str], Coroutine[Any, Any, Never]], connected: Collection[str]) -> Never:
-        """Keep connections to the routers behind the name, until cancelled.
+        """Keep connections to the other routers behind the name, until cancelled.
 
         Args:
             keep_up: Function that keeps a connection to the router at an address, and opens it again when it ends.
-            connected: The addresses of the routers that are connected now.
+            connected: The addresses of the routers that are connected; the caller keeps this collection up to date.
         """
         following: dict[str, asyncio.Task[Never]] = {}
         cause = ""

@@ -76,7 +76,7 @@ class FetchOutcome(StrEnum):
 
 
 class ImageFetcher:
-    """Fetches images for all requests of one router process. `close` ends its threads."""
+    """Fetches images for all requests of one router process. `close` ends the threads that look up names."""
 
     def __init__(self, settings: ImageSettings, resolve: Resolve | None = None) -> None:
         """Create the fetcher; it opens no connection yet.
@@ -86,7 +86,7 @@ class ImageFetcher:
             resolve: Resolver of names; None: the system's resolver, called in threads.
 
         Raises:
-            ConfigurationRefused: `authority` cannot be read.
+            ConfigurationRefused: The certificates in the file `settings.authority` cannot be read.
         """
         self._settings = settings
         self._rule = AddressRule(settings.networks)
@@ -244,7 +244,7 @@ class ImageFetcher:
         raise invalid(field, f"redirects more than {self._settings.max_redirects} times")
 
     def _check_url(self, url: URL, field: str) -> None:
-        """Refuse a URL that is not allowed, whatever addresses its host has."""
+        """Refuse a URL whose scheme, host or port is not allowed, or that has credentials. The host's addresses are not checked here."""
         host, port = _host(url), url.port
         if url.scheme not in _PORTS or not host:
             raise invalid(field, "must be a data URL, or an http or https URL with a host")
@@ -259,7 +259,7 @@ class ImageFetcher:
             raise invalid(field, "is at a host or port that the setting images.hosts of this router does not name")
 
     async def _addresses(self, url: URL, field: str, budgets: "Sequence[_Budget]") -> "_Addresses":
-        """Return the addresses of a URL's host, after checking all of them (rule 1)."""
+        """Return the addresses of a URL's host. Refuse the image if there are none, or if one of them is not allowed (rule 1)."""
         host, port = _host(url), url.port
         assert port is not None
         found: Sequence[str] = ()
@@ -387,7 +387,7 @@ class _HeldBytes:
 
 
 async def _content(answer: aiohttp.ClientResponse, field: str, held: _HeldBytes) -> bytes:
-    """Read the content of an answer (rule 4); refuse the image if the status is not 200."""
+    """Read the content of an answer. Refuse the image if the status is not 200, or the content is compressed or too large (rule 4)."""
     if answer.status != HTTPStatus.OK:
         raise invalid(field, f"cannot be fetched: the server answers with status {answer.status}")
     if answer.headers.get("Content-Encoding", "identity").strip().lower() not in ("", "identity"):

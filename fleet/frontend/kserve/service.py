@@ -154,7 +154,7 @@ class KserveFrontend(ClientPort):
     async def _answer(
         self, content: bytes, context: Context, write: Callable[[pb.ModelStreamInferResponse], Awaitable[None]]
     ) -> None:
-        """Answer one request of a stream (rule 1)."""
+        """Answer one request of a stream: write its responses, or an error that carries its id (rule 1)."""
         message = pb.ModelInferRequest()
 
         async def send_one(response: pb.ModelInferResponse, *, final: bool) -> None:

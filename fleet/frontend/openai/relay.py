@@ -228,7 +228,7 @@ class RelayedRequest:
         return client
 
     def end(self, *, keep_alive: bool) -> None:
-        """Note that the answer was relayed completely."""
+        """Note that the answer was relayed completely. Without `keep_alive`, the client's connection is closed after it."""
         if self._stage is not _OVER:
             self._stage = _OVER
             self._relay.ended(self, None)
@@ -669,7 +669,7 @@ class Relay:
     def _submit_after(
         self, relayed: RelayedRequest, waiting: "asyncio.Future[Any]", submit: Callable[[], None]
     ) -> None:
-        """Call `submit` when a future is done, unless the client has disconnected by then."""
+        """Call `submit` when a future is done, unless the client has disconnected by then. If `submit` fails, the client gets the error."""
 
         def done(future: "asyncio.Future[Any]") -> None:
             if future.cancelled():

@@ -107,8 +107,8 @@ class Details(Struct, frozen=True, kw_only=True):
     best_of: int = 1  # number of generated answers for each prompt; the `n` best are returned
     echo: bool = False  # the prompt precedes each answer
     prompt_logprobs: bool = False  # the answer has vLLM's field of this name
-    token_ids: bool = False  # vLLM's field: the answer has the token ids of prompt and answer
-    token_names: bool = False  # log probabilities name tokens by their ids
+    token_ids: bool = False  # the answer has the token ids of prompt and answer (vLLM's `return_token_ids`)
+    token_names: bool = False  # log probabilities name tokens by their ids instead of their texts
     continuous_usage: bool = False  # each event has the usage so far
 
 
@@ -574,7 +574,7 @@ def _refuse_unsupported(body: OpenAiBody, supported: Collection[str] = ()) -> No
 
 
 def _completion_prompts(prompt: str | list[Any], *, special: bool) -> list[Prompt]:
-    """Return the prompts, at least one. Some may be texts and others token ids."""
+    """Return the prompts of a completion, at least one. Each is a text or a list of token ids."""
     match prompt:
         case str():
             return [TextPrompt(prompt, special)]

@@ -608,7 +608,8 @@ def _authorization(exchange: Exchange) -> str:
 
 
 _PASSED_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "DELETE"})
-"""Methods that are passages at every path, because they bring no prompt. By other methods, a server may take one: SGLang takes PUT."""
+"""Methods whose requests are passages at every path, because they bring no prompt. With other methods, a server may take a prompt: SGLang
+also takes one with PUT."""
 
 
 def _unsuitable_content(headers: Mapping[bytes, bytes]) -> str | None:

@@ -51,13 +51,13 @@ class VectorBody(Struct, frozen=True, kw_only=True):
 class ClassifyBody(VectorBody, frozen=True, kw_only=True):
     input: str | list[Any]
     add_special_tokens: bool | None = None
-    messages: Any = None  # not supported
+    messages: Any = None  # not supported: only null is accepted
 
 
 class EmbeddingsBody(ClassifyBody, frozen=True, kw_only=True):
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Meta(ge=1, le=MAX_VECTOR_NUMBERS)] | None = None
-    # Fields that are not supported.
+    # Fields that are not supported, except with the values in `ACCEPTED_VALUES`.
     embed_dtype: Any = None
     endianness: Any = None
     normalize: Any = None
@@ -72,7 +72,7 @@ class RerankBody(VectorBody, frozen=True, kw_only=True):
     documents: list[Any]
     top_n: Annotated[int, Meta(ge=0)] | None = None
     return_documents: bool | None = None
-    # Fields that are not supported.
+    # Fields that are not supported, except with the values in `ACCEPTED_VALUES`.
     max_tokens_per_doc: Any = None
     max_tokens_per_query: Any = None
     max_chunks_per_doc: Any = None
@@ -91,7 +91,7 @@ class ScoreBody(VectorBody, frozen=True, kw_only=True):
     items: str | list[Any] | None = None
     data_1: str | list[Any] | None = None
     data_2: str | list[Any] | None = None
-    # Fields that are not supported.
+    # Fields that are not supported, except with the values in `ACCEPTED_VALUES`.
     max_tokens_per_doc: Any = None
     max_tokens_per_query: Any = None
     instruction: Any = None

@@ -111,7 +111,7 @@ class EngineParsedAnswer:
         )
 
     def finish(self) -> Delta:
-        """Count the last tokens (rule 5), and return an empty delta, because nothing is held back here."""
+        """Count the tokens that are left as reasoning, if the answer has nothing else (rule 5). Return an empty delta: nothing is held back."""
         if any(self._reasoning) and not any(self._texts) and not self._calls:
             self.reasoning_tokens += self._uncounted
             self._uncounted = 0

@@ -47,7 +47,7 @@ PREFIX_BYTES = 256 * 4  # bytes of the last 256 tokens of the prompt, in which a
 
 
 class ParsingPlan(Struct, frozen=True, kw_only=True):
-    """Describes how the answer of one request is parsed, and creates the parser."""
+    """Describes how the answer of one request is parsed, and creates the object that collects the parsed answer."""
 
     task: ParsingTask
     tools: list[Mapping[str, Any]]

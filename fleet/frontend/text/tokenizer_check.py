@@ -60,7 +60,7 @@ BLOCKS = 4
 
 
 def tokenizer_digests(codec: TextCodec | None, block_tokens: int) -> TokenizerDigests:
-    """Compute the three digests of the samples with a tokenizer of this process. `codec` is None if there is no tokenizer."""
+    """Compute the three digests of rule 1 with a tokenizer of this process. `codec` is None if there is no tokenizer."""
     return TokenizerDigests(
         tokens="" if codec is None else _digest([codec.encode(text) for text in SAMPLE_TEXTS]),
         template="" if codec is None else _template(codec),
@@ -69,7 +69,7 @@ def tokenizer_digests(codec: TextCodec | None, block_tokens: int) -> TokenizerDi
 
 
 def folder_tokenizer_digests(model_dir: str, block_tokens: int) -> TokenizerDigests:
-    """Compute the three digests with the tokenizer of a model folder, or without a tokenizer if the folder has none that can be loaded."""
+    """Compute the three digests of rule 1 with the tokenizer of a model folder, or without one if none there can be loaded."""
     codec = None
     if model_dir and (Path(model_dir) / "tokenizer.json").is_file():
         try:
@@ -84,7 +84,7 @@ class TokenizerMatch(StrEnum):
 
     ALIKE = "alike"
     OTHERWISE = "otherwise"
-    UNKNOWN = "unknown"  # the server cannot tokenize, or the router has no tokenizer for the server's model
+    UNKNOWN = "unknown"  # the server returns no tokens, or the router has no tokenizer for the server's model
 
 
 def tokenize_request_body(model: ModelName, text: str) -> bytes:

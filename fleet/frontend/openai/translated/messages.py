@@ -133,7 +133,7 @@ class MessagesBody(CountTokensBody, frozen=True, kw_only=True):
     fleet: FleetOptions | None = None
     metadata: Any = None  # ignored, like the next field
     diagnostics: Any = None
-    service_tier: Any = None  # not supported, like the next field
+    service_tier: Any = None  # not supported, like the next field: only the values in `ACCEPTED_VALUES` are accepted
     inference_geo: Any = None
 
 

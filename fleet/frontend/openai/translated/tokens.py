@@ -105,7 +105,7 @@ def read_detokenize(content: bytes) -> tuple[ModelName, TokenBytes]:
 
 
 def tokens_object(token_ids: Sequence[int], max_model_len: int, strings: Sequence[str] | None) -> bytes:
-    """Return the answer to ``POST /tokenize``."""
+    """Return the answer to ``POST /tokenize``. `strings` are the texts of the tokens; None: the client does not want them."""
     return msgspec.json.encode(
         {"count": len(token_ids), "max_model_len": max_model_len, "tokens": token_ids, "token_strs": strings}
     )

@@ -2,7 +2,7 @@
 
 With the setting `access_log`, lines go to the log. With `access_records`, records go to a file (`fleet.recording.access_records`).
 Lines and records name requests, models and tenants; only the line of a relayed request does not name the model. Lines never contain prompts,
-answers or keys; records have prompts and answers only if the settings enable it.
+answers or keys. Records never contain keys, and prompts and answers only if the settings enable that.
 """
 
 import logging

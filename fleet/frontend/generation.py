@@ -1016,7 +1016,7 @@ class Generation:
         needs: tuple[str, ...] = ()
         placement = request.placement
         if sampling.prompt_logprobs is not None:
-            placement = Placement.AGGREGATED  # for its log probabilities, one worker has to compute the whole prompt
+            placement = Placement.AGGREGATED  # only a worker that computes the whole prompt has its log probabilities
         if request.pooling is not None:
             sampling, placement = structs.replace(sampling, max_tokens=0), Placement.AGGREGATED
         if (

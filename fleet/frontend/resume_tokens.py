@@ -58,7 +58,7 @@ class ResumeClaims(Struct, frozen=True):
     request_id: RequestId  # id of the original request, which began the answer
     tenant: str
     issued: int  # when the original request arrived, Unix time in seconds
-    resumes: int  # how often the answer was resumed before this token
+    resumes: int  # how often the answer was resumed before this token was issued
     prompt: bytes  # digest of the request (`prompt_digest`, `shaped_digest`)
     # A random number of 64 bits that identifies the stream at all routers, and under which workers keep its tokens. A resumed
     # answer is a stream of its own, and so is the rest of an answer after a failed attempt (`LiveRequest.answer_key`).

@@ -115,7 +115,7 @@ DIAL_SECONDS = 1.0
 FIRST_PAUSE_SECONDS = 0.05
 # time limit in seconds for the answers of peers about limits (rule 11); processes without load answer in 1 % of it
 SETTLE_SECONDS = 0.25
-# time limit for the answers of peer routers to a forwarded query: an explanation, metrics, or a lease report (rule 6)
+# time limit for the answers of peer routers to a forwarded query: an explanation, metrics, or a report about a selection lease (rule 6)
 ANSWER_SECONDS = 1.0
 MAX_MESSAGE_BYTES = 16 << 20  # maximum length of a message; the reservations on one worker take about 50 bytes
 # limit of the send buffer for one peer router; when it is exceeded, the connection is closed and opened again
@@ -538,7 +538,7 @@ class PeerRouters:
     def note_connected_peer(self, router_id: str) -> None:
         """Note that a peer router has connected to this one, so that it can probably be dialled.
 
-        Log an error if the peer has the id of this router, because workers then cut the streams of both (rule 15).
+        Log an error if the peer has the id of this router, because workers then cut the streams of both routers (rule 15).
         """
         if router_id == self.router_id:
             cause = "workers cut the streams of routers with the same id: set another router_id in one of them, and leave a router and all its addresses out of its own replicas"
@@ -590,7 +590,8 @@ class _PeerConnection:
         self._router_id = router_id
         self._incompatible = incompatible
         self.over = asyncio.Event()
-        self.cause = ""  # text that says why the connection ended; empty if the other router closed it
+        # Text that says why the connection ended; empty if the other router closed it, or did not read what was sent.
+        self.cause = ""
         # True if the peer did not answer a query about limits in time, and has answered none since then (rule 11).
         self.deaf = False
         self._answers_again = answers_again

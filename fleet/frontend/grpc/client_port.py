@@ -25,13 +25,13 @@ class ClientPort(ABC):
     """Base class of the gRPC frontends: listens, limits the memory for messages, computes deadlines, and refuses requests after `drain`."""
 
     SERVICE: ClassVar[str]
-    """The full name of the service."""
+    """The full name of the gRPC service, such as ``fleet.v1.Inference``."""
 
     SETTING: ClassVar[str]
     """The name of the settings field with the address to listen on. Error messages contain this name."""
 
     def __init__(self, generation: Generation, clock: Clock, memory: MessageMemory, limits: GrpcSettings) -> None:
-        self.address = ""  # set when listening, with the port number in use
+        self.address = ""  # the address with the port number in use; empty before the port listens
         self.memory = memory
         # Seconds for which one message may wait until its caller reads it. After them, the caller counts as disconnected.
         self.write_seconds = limits.write_timeout_seconds

@@ -351,7 +351,7 @@ class _Budget:
         self.lookups = 0  # number of lookups that have not ended
 
     def half(self, tenant: str) -> "_Budget":
-        """Return an unused budget for a tenant, with half of these limits, but at least one fetch and one lookup at a time."""
+        """Return an unused budget for a tenant, with half of the limits of this one, but at least one fetch and one lookup at a time."""
         return _Budget(max(1, self.max_lookups // 2), self.max_waiting // 2, self.max_held_bytes // 2, tenant)
 
     @property

@@ -31,8 +31,8 @@ MAX_SIDE = 16_384
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 
-# Maximum number of segments of a JPEG that are read to find its size; if they do not state it, the image is refused. A color profile
-# takes a segment for each 64 KiB.
+# Maximum number of segments of a JPEG that are read to find its size; if none of them states the size, the image is refused. A color
+# profile takes a segment for each 64 KiB.
 MAX_SEGMENTS = 256
 
 _PNG = b"\x89PNG\r\n\x1a\n\x00\x00\x00\x0dIHDR"

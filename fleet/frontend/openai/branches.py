@@ -74,7 +74,7 @@ class Branch(Struct, frozen=True, kw_only=True):
 class PromptTokens(Struct):
     """The tokens and log probabilities of a prompt, which its lead branch brings.
 
-    Until then they are empty. `logprobs` stays empty if the client does not request the log probabilities of the prompt.
+    Before that, both are empty. `logprobs` stays empty if the client does not request the log probabilities of the prompt.
     """
 
     tokens: TokenBytes = b""
@@ -339,7 +339,7 @@ class BranchedAnswers:
             if details.token_ids:
                 of_prompt["prompt_token_ids"] = prompt.ids
                 choice["token_ids"] = answer.token_ids
-            if self._formatter_type is CompletionFormatter:  # as in vLLM, each choice of a completion has these fields
+            if self._formatter_type is CompletionFormatter:  # as in vLLM, each choice of a completion has `of_prompt`
                 choice |= of_prompt
             else:
                 outside |= of_prompt

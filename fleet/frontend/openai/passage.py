@@ -16,8 +16,8 @@ from fleet.frontend.openai.relay_requests import end_to_end_headers
 from fleet.net.http.exchange import Exchange
 
 MODEL_BYTES = 64 << 10
-"""Number of bytes of a body in which the model's name is looked for. They usually contain the name, because OpenAI's clients send the
-fields of a form before its files."""
+"""Number of bytes at the beginning of a body in which the model's name is looked for. These bytes usually contain the name, because OpenAI's
+clients send the fields of a form before its files. Without the name, any server may get the passage."""
 
 _IN_JSON = re.compile(rb'"model"\s*:\s*("(?:[^"\\]|\\.){0,1000}")')
 _IN_FORM = re.compile(rb'name="?model"?[^\r\n]*\r\n(?:[^\r\n]+\r\n)*\r\n([^\r\n]{0,1000})\r\n')

@@ -303,10 +303,10 @@ class PendingRequests(Protocol):
         ...
 
     async def carry(self, passage: Passage, model: ModelName | None) -> None:
-        """Pass a request on to a server of `model`, or to any server if `model` is None.
+        """Forward a passage to a server of `model`, or to any server if `model` is None, and its answer to the client.
 
         Raises:
-            RequestRejected: No server can take the request, or the request failed before its answer began.
+            RequestRejected: No server can take the passage, or the passage failed.
         """
         ...
 

@@ -27,7 +27,8 @@ MAX_ANSWER_TOKENS = 2**30  # placement counts at most this many tokens of an ans
 CREDENTIALS = (b"authorization", b"x-api-key", b"api-key", b"x-goog-api-key")
 """Headers in which clients of OpenAI, Anthropic, Azure and Google send their keys."""
 
-# Headers that concern only the client's connection (RFC 9110, 7.6.1), headers that the upstream connection sets, and keys.
+# Headers that concern only the client's connection (RFC 9110, 7.6.1), headers that the upstream connection sets, keys, and
+# `accept-encoding`, because the router reads relayed answers.
 _NOT_FORWARDED = frozenset(
     b"host connection keep-alive proxy-connection proxy-authorization te trailer transfer-encoding upgrade expect "
     b"content-length accept-encoding".split()

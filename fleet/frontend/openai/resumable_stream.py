@@ -124,7 +124,7 @@ class EventIds:
         if seen is not None and seen.seen is not None:
             raise foreign_id_error()
         self.beginning = b""
-        """The beginning of the line with an id: the resume token with the dot after it; empty until `begin` is called."""
+        """The beginning of the line with an id: ``id: ``, the resume token and a dot; empty until `begin` is called."""
 
         self._last_events = 0 if seen is None else seen.last_events
 

@@ -84,7 +84,7 @@ HEALTH_LIMITS = HttpSettings(
 
 
 MetricsGuards = tuple[MetricsGuard, MetricsGuard]
-"""The guards of the metrics at the port for clients and at the health port."""
+"""Two guards, which decide who may read the metrics: at the port for clients, and at the health port."""
 
 
 class OverflowOffer(OverflowTerms, Protocol):

@@ -2,9 +2,9 @@
 
 Rules:
 
-1. To the router, each prompt of an HTTP request is a request of its own, with the same key, deadline and limits. The
-   first one has the id of the HTTP request. If one prompt fails, the other prompts are cancelled, and the HTTP request
-   fails with the error of this prompt.
+1. To the router, each prompt of an HTTP request is a request of its own, with the same API key and deadline. It counts
+   against the tenant's limits as one request. The first one has the id of the HTTP request. If one prompt fails, the
+   other prompts are cancelled, and the HTTP request fails with the error of this prompt.
 2. At most `CONCURRENT` prompts of one HTTP request are submitted at a time, so that a long list does not fill the
    admission queue. Prompts begin in several turns of the event loop (`PromptPace`), so that tokenizing them does not block
    the loop for long.

@@ -138,11 +138,11 @@ class MessagesBody(CountTokensBody, frozen=True, kw_only=True):
 
 
 class StrictCountTokensBody(CountTokensBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Body of a count of tokens, used if the settings refuse unknown fields."""
+    """Body of ``POST /v1/messages/count_tokens``, used if the settings refuse unknown fields."""
 
 
 class StrictMessagesBody(MessagesBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Body of a message, used if the settings refuse unknown fields."""
+    """Body of ``POST /v1/messages``, used if the settings refuse unknown fields."""
 
 
 ACCEPTED_VALUES: Mapping[str, tuple[object, ...]] = {

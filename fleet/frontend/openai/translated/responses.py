@@ -50,7 +50,7 @@ class ItemPart(Struct, frozen=True, kw_only=True):
     type: str
     text: str | None = None
     refusal: str | None = None
-    image_url: str | None = None  # with the type input_image
+    image_url: str | None = None  # URL of the image, for the type input_image
 
 
 class InputItem(Struct, frozen=True, kw_only=True):
@@ -147,7 +147,7 @@ class ResponsesBody(Struct, frozen=True, kw_only=True):
 
 
 class StrictResponsesBody(ResponsesBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Body of a response, used if the settings refuse unknown fields."""
+    """Body of ``POST /v1/responses``, used if the settings refuse unknown fields."""
 
 
 ACCEPTED_VALUES: dict[str, tuple[object, ...]] = {
@@ -251,7 +251,7 @@ def _messages(body: ResponsesBody, images: list[ImageFile]) -> list[Json]:
         messages.append({"role": "user", "content": body.input})
         return messages
     check_message_count(len(body.input), "input")
-    turn: Json | None = None  # the assistant's message that further items extend (rule 2)
+    turn: Json | None = None  # the assistant's message that further items extend (rule 2); None: they begin a new one
     for index, item in enumerate(body.input):
         where = f"input[{index}]"
         if item.type in _OF_ASSISTANT or (item.type == "message" and item.role == "assistant"):
@@ -279,7 +279,7 @@ def _messages(body: ResponsesBody, images: list[ImageFile]) -> list[Json]:
 
 
 def _extend(turn: Json, where: str, item: InputItem) -> None:
-    """Add an item that the model wrote to the assistant's message."""
+    """Extend the assistant's message by an item that the model wrote in an earlier answer."""
     match item.type:
         case "reasoning":
             parts = item.content if isinstance(item.content, list) and item.content else item.summary or ()

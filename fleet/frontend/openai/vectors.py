@@ -207,6 +207,9 @@ class VectorFrontend:
 
         The arguments are the request id, the instant of arrival, and the headers if there are hints among them. A
         rejection that is raised within the context is sent as the answer.
+
+        Raises:
+            RequestRejected: DRAINING; the router takes no more requests.
         """
         if self._is_draining():
             raise draining_rejection()

@@ -40,8 +40,9 @@ class Job(Struct, Generic[Name], frozen=True, kw_only=True):
     attempt_id: RequestId
     prompt_tokens: int
     answer_tokens: int  # maximum number of tokens that the attempt may generate
-    keys: Sequence[Name]  # names of the prompt's full blocks
-    answer_keys: Sequence[Name] = ()  # names of the blocks that the answer will fill; further blocks get no names
+    keys: Sequence[Name]  # names of the prompt's full blocks, in order
+    # Names of the blocks after `keys` that the answer will fill, in order; the answer's blocks beyond these get no names.
+    answer_keys: Sequence[Name] = ()
     fetched_tokens: int = 0  # number of prompt tokens whose KV comes from a prefill worker
     handed_off: bool = False  # True if the blocks are kept after the attempt's end, until `BatchScheduler.release`
     priority: int = 0  # attempts of a higher priority are admitted first
@@ -64,7 +65,10 @@ class BlockSupply(Protocol[Name]):
         ...
 
     def fetch(self, job: Job[Name], here: int) -> None:
-        """Begin to fetch the blocks that `offer` has just counted. When the fetch ends, the engine must call `BatchScheduler.fetched`."""
+        """Begin to fetch the blocks of the tokens that `offer` has just counted, except the `here` blocks.
+
+        When the fetch ends, the engine must call `BatchScheduler.fetched`.
+        """
         ...
 
 
@@ -90,12 +94,12 @@ class BatchedAttempt(Generic[Name]):
         self.job = job
         # Number of tokens to compute before the next token is generated: the prompt and, after a preemption, the tokens generated so far.
         self.prompt_tokens = job.prompt_tokens
-        # Number of generated tokens, valid only while the attempt does not run; see `BatchScheduler.generated`.
+        # Number of generated tokens, valid only while the attempt is not in `BatchScheduler.running`; see `BatchScheduler.generated`.
         self.generated = 0
         self.reported = 0  # number of generated tokens that were reported to the worker
-        self.computed = 0  # number of prompt tokens whose KV is in this engine
+        self.computed = 0  # number of the `prompt_tokens` whose KV is in this engine
         self.coming = coming  # number of prompt tokens whose KV will be in this engine after a fetch; 0 without a fetch
-        self.asked = asked  # True: the scheduler does not call the block supply for this attempt (any more)
+        self.asked = asked  # True: the scheduler has called the block supply for this attempt, or must not call it
         self.cached: int | None = None
         self.held: list[Name] = []  # names of the attempt's blocks that have a name
         self.own = 0  # number of the attempt's blocks without a name

@@ -77,7 +77,7 @@ NEXT_LOAN: Mapping[tuple[LoanState, LoanStep], LoanState] = {
 
 
 class IllegalHandoffStep(AssertionError):
-    """Error: the transition tables do not have this step. This means a bug."""
+    """Error: `NEXT_LEASE` or `NEXT_LOAN` does not have this step in this state, so the code of the lender or the borrower has a bug."""
 
 
 def advance_lease(state: LeaseState, step: LeaseStep) -> LeaseState:
@@ -112,7 +112,7 @@ class HandoffLeases(Generic[Name]):
         """
         self._blocks = blocks
         self._lasting = lasting
-        # The leases are in the order in which they end, because all leases last equally long.
+        # The open leases by name, in the order in which they end, because all leases last equally long.
         self._open: dict[str, _HandoffLease[Name]] = {}
         self.expired = 0  # number of leases so far that ended by themselves, because they were not returned in time
 
@@ -155,7 +155,7 @@ class HandoffLeases(Generic[Name]):
         return ended
 
     def state(self, lease: str) -> LeaseState | None:
-        """Return the state of a lease, or None if the lease has ended."""
+        """Return the state of a lease, or None if no lease of this name is open."""
         held = self._open.get(lease)
         return None if held is None else held.state
 

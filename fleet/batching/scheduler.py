@@ -65,7 +65,14 @@ class BatchScheduler(Generic[Name]):
         supply: BlockSupply[Name] | None = None,
         may_admit: Callable[[Job[Name]], bool] | None = None,
     ):
-        """Begin without attempts. While `may_admit` returns False for the first waiting attempt, no waiting attempt is admitted."""
+        """Begin without attempts.
+
+        Args:
+            limits: Limits of the engine.
+            supply: Says which blocks can be fetched (rule 2); None: no blocks are fetched, except for attempts that `fetch` adds.
+            may_admit: Function that is called for the first waiting attempt. While it returns False, no waiting attempt is admitted.
+                None: only rule 1 decides.
+        """
         self._limits = limits
         self._supply = supply
         self._may_admit = may_admit
@@ -74,25 +81,25 @@ class BatchScheduler(Generic[Name]):
         # Attempts whose fetch has ended. They are admitted first, because they hold blocks that other attempts may wait for.
         self._ready: deque[BatchedAttempt[Name]] = deque()
         self._fetching: dict[RequestId, BatchedAttempt[Name]] = {}
-        # Attempts whose prompts are being computed, in the order of admission:
+        # Attempts whose prompts are being computed, in the order of admission.
         self._computing: deque[BatchedAttempt[Name]] = deque()
         self._grows: DueHeap[Name] = []
         self._arrivals = 0
         self._admitted = 0
         self.blocks: KvBlocks[Name] = KvBlocks(limits.kv_blocks, limits.block_tokens)
         self.attempts: dict[RequestId, BatchedAttempt[Name]] = {}
-        """Attempts that have not ended, in the order of arrival; other classes only read it."""
+        """Attempts that have not ended, in the order of arrival. Other classes only read this dict."""
         self.running: dict[BatchedAttempt[Name], None] = {}
-        """Attempts that generate tokens; other classes only read it."""
+        """Attempts that generate tokens. Other classes only read this dict."""
         self.kept: dict[RequestId, BatchedAttempt[Name]] = {}
-        """Ended attempts whose blocks are not released yet; other classes only read it."""
+        """Handed-off attempts that have ended and whose blocks are not released yet (rule 6). Other classes only read this dict."""
         self.context = 0  # number of prompt and answer tokens of all running attempts together
         self.steps = 0  # number of decode steps that were computed
         self.preempted = 0
 
     @property
     def waiting(self) -> int:
-        """Number of attempts that wait for their admission, including preempted ones and those with a fetch."""
+        """Number of attempts that wait for their admission: new ones, preempted ones, and those whose blocks are being fetched."""
         return len(self._waiting) + len(self._ready) + len(self._fetching)
 
     @property
@@ -167,7 +174,7 @@ class BatchScheduler(Generic[Name]):
     # Methods for the steps of the engine:
 
     def plan(self) -> StepPlan[Name] | None:
-        """Admit all attempts for which there is room. Return the work of the next step, or None if there is nothing to compute."""
+        """Admit waiting attempts (rules 1 and 2). Return the work of the next step, or None if there is nothing to compute."""
         self._admit()
         decodes = len(self.running)
         chunks: list[PromptChunk[Name]] = []
@@ -185,7 +192,7 @@ class BatchScheduler(Generic[Name]):
         return StepPlan(chunks, tokens, pairs, decodes, self.context) if chunks or decodes else None
 
     def advance(self, steps: int) -> int:
-        """Record that `steps` decode steps were computed. Return the number of tokens that they have generated."""
+        """Record that `steps` decode steps were computed. Return the number of tokens that all running attempts have generated in them."""
         self.steps += steps
         tokens = len(self.running) * steps
         self.context += tokens
@@ -231,11 +238,11 @@ class BatchScheduler(Generic[Name]):
         return self.steps - attempt.begun_at if attempt in self.running else attempt.generated
 
     def schedule(self, heap: DueHeap[Name], attempt: BatchedAttempt[Name], generated: int) -> None:
-        """Add a running attempt to a heap. It will be due at the step at which its answer has `generated` tokens."""
+        """Add a running attempt to a heap. The attempt is due at the decode step at which its answer has `generated` tokens."""
         heappush(heap, (attempt.begun_at + generated, attempt.admitted, attempt))
 
     def due(self, heap: DueHeap[Name]) -> Iterator[BatchedAttempt[Name]]:
-        """Remove the attempts that are due from a heap, and yield those that still run."""
+        """Remove from a heap all entries that are due now, and yield their attempts. Skip attempts that have left the batch since (rule 4)."""
         while heap and heap[0][0] <= self.steps:
             _, admitted, attempt = heappop(heap)
             if attempt in self.running and attempt.admitted == admitted:
@@ -261,7 +268,7 @@ class BatchScheduler(Generic[Name]):
         return self.steps_to(self._grows)
 
     def _admit(self) -> None:
-        """Admit all attempts for which there is room."""
+        """Admit the attempts whose fetch has ended, then the waiting ones in the order of rule 1, until there is no room for the next."""
         waiting, ready, computing = self._waiting, self._ready, self._computing
         if not waiting and not ready:
             return

@@ -1,4 +1,4 @@
-"""Compatibility: remembers the peers that were refused because they speak no common version of the protocol.
+"""Compatibility: remembers the peers with which this process has no version of the protocol in common.
 
 `kvstore.protocol.versions` has the rules by which two processes agree on a version.
 """
@@ -10,15 +10,16 @@ from msgspec import Struct
 from fleet.core.clock import SECOND, Clock, Nanos
 
 REFUSED_FOR = Nanos(60 * SECOND)
-"""Time after its latest refusal for which a peer is shown as incompatible.
+"""Time after its latest refusal for which a peer counts as incompatible (`IncompatiblePeers.present`).
 
-Refused peers try again every few seconds, so a peer is shown until it is accepted or ends.
+Refused peers try again every few seconds, so a peer that still runs counts as incompatible until it is accepted.
 """
 
 LOG_AGAIN_AFTER = REFUSED_FOR
 """Minimum time between two log lines about the same peer and the same cause, because peers try again every few seconds."""
 
-MOST_REFUSED = 1000  # maximum number of refused peers that are remembered; a further peer replaces the oldest
+# Maximum number of refused peers that are remembered; a further peer replaces the one whose latest refusal is the oldest.
+MOST_REFUSED = 1000
 
 
 class Link(StrEnum):
@@ -27,7 +28,7 @@ class Link(StrEnum):
     WORKER = "worker"  # stream from a router to a worker
     REGISTRY = "registry"  # registration of a worker at a registry
     PEER = "peer"  # connection to another router
-    STORE = "store"  # watch of a store node
+    STORE = "store"  # watch: the stream of block changes from a store node to a router
 
 
 class IncompatiblePeer(Struct, frozen=True, kw_only=True):

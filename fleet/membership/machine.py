@@ -11,8 +11,8 @@ Rules:
 3. A lease ends early if this router cannot reach the member (`MemberUnreachable`) and another incarnation registers
    under the name. So a killed process can be replaced at once. If the incarnation or the address of a member changes,
    everything that was known of the member becomes invalid. So the change is announced as a departure and an arrival.
-4. A replaced incarnation stays replaced. If it registers again, it gets `RegistrationSuperseded`. Neither this attempt
-   nor its deregistration changes anything. Otherwise two processes that have the same name by mistake would replace
+4. A replaced incarnation stays replaced. If it registers again, it gets `RegistrationSuperseded`, and nothing changes.
+   Its deregistration changes nothing either. Otherwise two processes that have the same name by mistake would replace
    each other again and again. The last `REMEMBERED_INCARNATIONS` replaced incarnations of each worker are remembered,
    until no incarnation of the worker is a member any more.
 5. A worker in a directory is a member as if it had registered, for the lease that the directory states. A worker that
@@ -226,7 +226,8 @@ class Membership:
         worker_id = joined.worker_id
         known = self._members.get(worker_id)
         if known is not None and known.joined.incarnation != joined.incarnation:
-            self._claims.pop(worker_id, None)  # the claim is older than the incarnation that joins now
+            # The claim is older than this change, or belongs to the incarnation that joins now.
+            self._claims.pop(worker_id, None)
         self._drop_claim(worker_id, joined.incarnation)
         changes: list[MembershipCommand] = []
         if known is None or known.joined != joined:

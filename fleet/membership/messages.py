@@ -26,7 +26,7 @@ class Deregister(Struct, frozen=True, kw_only=True):
 
 
 class DirectoryRenewal(Struct, frozen=True, kw_only=True):
-    """Event: a directory contains the record of a worker, and the worker has just renewed its lease.
+    """Event: a directory contains the record of a worker, and this router has just seen that the worker's lease was renewed.
 
     `lease` is the duration of the lease from now on.
     """
@@ -101,7 +101,7 @@ class RegistrationSuperseded(Struct, frozen=True, kw_only=True):
 
 
 class NameOccupied(Struct, frozen=True, kw_only=True):
-    """Rejection of a registration for a name that another incarnation holds; nothing changed."""
+    """Rejection of a registration for a name that another incarnation holds; no member has changed."""
 
     worker_id: WorkerId
     incarnation: Incarnation

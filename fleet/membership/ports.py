@@ -15,7 +15,7 @@ class Directory(Protocol):
     def readings(self) -> AsyncGenerator[DirectoryReading, None]:
         """Yield first a `DirectoryListing` of all records, then the changes.
 
-        When the generator ends, call it again at once. Nothing is missed, because the new generator starts with a
+        When the generator ends, call `readings` again at once. Nothing is missed, because the new generator starts with a
         listing.
 
         Raises:
@@ -55,15 +55,18 @@ class RegistrationRefused(RegistryUnreachable):
 
 
 class RegistrationIncompatible(RegistrationRefused):
-    """The registry and this worker speak no common version of the protocol; the message states what to upgrade."""
+    """Error: the registry and this worker speak no common version of the protocol. The message states what to upgrade."""
 
 
 class NameHeld(Exception):
-    """Error: another process holds this worker's id, and its lease has not ended. The message names that process."""
+    """Error: another process holds this worker's id: its lease has not ended, or the router has a stream to it.
+
+    The message names that process.
+    """
 
 
 class WorkerSuperseded(Exception):
-    """Error: a newer process has registered under this worker's id. The message explains how that can happen."""
+    """Error: a newer process has registered under this worker's id. The message says that every worker needs an id of its own."""
 
 
 class StatelessDirectory:

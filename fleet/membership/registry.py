@@ -60,7 +60,8 @@ class GrpcRegistry:
             registry: The registry that handles the calls.
             replicas: Informs the peer routers of each registration and deregistration; None: they are not informed.
             router_id: Name of this router in error messages.
-            incompatible: Collects workers without a common protocol version; None: they are only refused.
+            incompatible: Remembers the workers that were refused for lack of a common protocol version; None: this service alone
+                remembers them, to limit its log messages.
         """
         self._registry = registry
         self._replicas = replicas
@@ -233,7 +234,7 @@ class GrpcRegistries:
 
         Args:
             address: ``unix:/path``, or host:port.
-            timeout: Time limit for the name resolution, and again for the calls, which run at the same time.
+            timeout: Time limit for the name resolution, and again for the calls to the registries, which run at the same time.
             look_up: Resolves the name; None: use the resolver of this host.
             access: Credentials of this worker.
         """

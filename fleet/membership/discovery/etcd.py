@@ -173,7 +173,7 @@ class EtcdDirectory:
         return self._prefix + quote(worker_id, safe="").encode()
 
     def _named(self, key: bytes) -> WorkerId | None:
-        """Return the id of the worker to which a key belongs; None if it does not have the form of a worker's key."""
+        """Return the id of the worker to which a key belongs; None if the key does not have the form of a worker's key."""
         worker_id = WorkerId(unquote(key[len(self._prefix) :], errors="replace"))
         return worker_id if self._key(worker_id) == key else None
 

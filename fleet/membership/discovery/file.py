@@ -57,7 +57,7 @@ class FileDirectory(StatelessDirectory):
         """
         self._settings = settings
         self._folder = Path(settings.folder)
-        # For each worker that this process publishes, the number of renewals that it has published so far.
+        # For each worker that this process publishes, the number of renewals that were published so far.
         self._renewals: dict[tuple[WorkerId, Incarnation], int] = {}
         self._passed_over: set[str] = set()
         if not self._folder.is_dir():

@@ -119,7 +119,7 @@ class KubernetesDirectory:
         """Open the API client; it connects at its first call.
 
         Raises:
-            ConfigurationRefused: The settings do not state how to reach the API server.
+            ConfigurationRefused: The kubeconfig is unusable. Or outside of a pod, the settings name no kubeconfig or no namespace.
         """
         if self._pod is None and not self.settings.kubeconfig:
             self._pod = own_pod()
@@ -223,7 +223,7 @@ class KubernetesDirectory:
         return seen
 
     async def _remove(self, ended: ExpiredLease) -> None:
-        """Delete a Lease that has ended, unless it was renewed meanwhile."""
+        """Delete a Lease that has ended, unless it was renewed meanwhile. Do nothing once the API server has forbidden a deletion."""
         if not self._may_remove:
             return
         try:
@@ -243,7 +243,7 @@ class KubernetesDirectory:
         Raises:
             WorkerSuperseded: Another process owns the Lease.
             RegistryUnreachable: Other processes changed the Lease during `TRIES` attempts.
-            ApiException: Another call of the API server failed.
+            ApiException: The API server refused a call for another reason.
         """
         me = (record.worker_id, record.incarnation)
         if (held := self._held.get(me)) is None:
@@ -277,7 +277,7 @@ class KubernetesDirectory:
         Raises:
             RegistryUnreachable: The Lease belongs to another cluster, or other processes changed it during `TRIES`
                 attempts.
-            ApiException: Another call of the API server failed.
+            ApiException: The API server refused a call for another reason.
         """
         name = _name(record.worker_id)
         for _ in range(TRIES):
@@ -396,6 +396,7 @@ def parse_event(line: bytes) -> LeaseWatchEvent | None:
     Raises:
         DirectoryUnreachable: The watch failed for another reason. The caller should pause before the next listing, to
             spare the API server.
+        msgspec.DecodeError: The line is no event of a watch.
     """
     event = msgspec.json.decode(line, type=LeaseWatchEvent)
     if event.type != "ERROR":

@@ -27,7 +27,8 @@ def open_directory(settings: Discovery, warm_blocks: Callable[[], int] | None = 
         warm_blocks: Returns the number of warm blocks of a worker; only Kubernetes publishes it. None: not published.
 
     Raises:
-        ConfigurationRefused: A package is not installed, or the settings name something that does not exist.
+        ConfigurationRefused: A package for this kind of directory is not installed, the folder (file) does not exist, or a
+            file of the credentials (etcd) cannot be read.
     """
     match settings:
         case FileDiscovery():

@@ -66,7 +66,8 @@ class AccessRecord(Struct, frozen=True, kw_only=True):
     external: bool = False  # True if the request was relayed to an external backend
     outcome: str
     placement: str = ""  # "aggregated" or "disaggregated"; empty: no worker has reported where the prompt was computed
-    # All placements of the request in their order; empty if it was refused. There are several if an attempt has failed.
+    # All placements of the request in the order of time; several if an attempt has failed. Empty if the request was refused, or if the
+    # router has forgotten the placements.
     placements: tuple[PlacementRecord, ...] = ()
     kv: tuple[KvRecord, ...] = ()
     prompt_tokens: int | None = None  # null: the request was not admitted, or its number of tokens is not known
@@ -95,7 +96,7 @@ class AccessRecordFile:
         self.content = content
 
     def write(self, record: AccessRecord) -> None:
-        """Add a record to the file. The call does not wait for the disk."""
+        """Add a record to the file, without waiting for the disk. Drop and log a record that cannot be encoded."""
         try:
             line = self._encoder.encode(record)
         except (ValueError, TypeError) as error:  # for instance, a client's text that is not valid Unicode

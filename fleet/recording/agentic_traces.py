@@ -128,7 +128,7 @@ class _SessionReader:
         """
         agent = self._agents
         self._agents += 1
-        # This number is added to all ids, which are below 2⁴⁰, so that ids of different sessions differ.
+        # This number is added to all ids, which are below 2⁴⁸, so that ids of different sessions differ.
         scope = self._session << 48
         names: list[int] = []  # ids of the previous request, one for each `block_size` tokens
         for index, row in enumerate(rows):

@@ -9,7 +9,7 @@ Rules:
 3. An existing file is the recording of an earlier process. It is renamed to `.1`, an existing `.1` to `.2`, and so on; the last
    `KEPT_RECORDINGS` are kept. A recording has the suffix `.new` until its first event. So a router that ends before its first event does
    not rename earlier recordings.
-4. All events are recorded, even an event for which the machine raises an error.
+4. Until the recording ends, all events are recorded, even an event for which the machine raises an error.
 """
 
 import logging
@@ -50,7 +50,7 @@ class FlightRecorder:
         """Open the recording at `path`. It gets at most `most_bytes` bytes. The results of `hasher` are recorded too.
 
         Raises:
-            ConfigurationRefused: The file cannot be written.
+            ConfigurationRefused: The path is not a regular file, or cannot be written.
         """
         self._path = path
         self._hasher = hasher
@@ -163,7 +163,7 @@ def open_recorded_machine(
     """Return a router's machine, and the recorder that observes it. If `also` is given, the machine calls it after the recorder.
 
     Raises:
-        ConfigurationRefused: The file cannot be written.
+        ConfigurationRefused: The path `settings.record` is not a regular file, or cannot be written.
     """
     head = RecordingHead(
         recording=FORMAT,

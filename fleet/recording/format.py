@@ -185,7 +185,7 @@ WRITTEN_NAMES: dict[type, str] = {
     PeerPlaced: "ReplicaPlaced",
     PeerLeft: "ReplicaLeft",
 }
-"""Names of events in recordings that differ from the names of the classes."""
+"""The name in recordings of each event class whose recorded name differs from the name of the class."""
 
 
 def written_name(kind: type) -> str:
@@ -277,7 +277,10 @@ def _step(progress: Progress) -> RecordedProgress:
 
 
 def _without_texts(sampling: Sampling) -> Sampling:
-    """Return the sampling parameters without the client's texts and token ids. The fields that affect placement are kept."""
+    """Return the sampling parameters without the client's texts and token ids.
+
+    A structured output and forbidden sequences are replaced by empty ones, because placement depends on whether a request has them.
+    """
     form = None if sampling.form is None else AnyObject()
     bad_tokens = ((),) if sampling.bad_tokens else ()
     return structs.replace(

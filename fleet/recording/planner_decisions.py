@@ -64,7 +64,7 @@ class PlannerRecorder:
         """Open the recording and write its first line.
 
         Raises:
-            ConfigurationRefused: The file cannot be written.
+            ConfigurationRefused: The path is not a regular file, or cannot be written.
         """
         self._path = path
         self._left = most_bytes
@@ -117,7 +117,7 @@ class DecidedAgain(Struct, frozen=True, kw_only=True):
     """Number of plans in the recording."""
 
     first: int | None = None
-    """Number of the first decision that differs, counted from 1; None: all decisions are equal."""
+    """Number of the first decision that differs, counted from 1 over all recorded decisions; None: no decision differs."""
 
     recorded: PlanDecision | None = None
     """The first different decision as it was recorded."""

@@ -79,7 +79,7 @@ class Recording:
         """Yield all events in order.
 
         Raises:
-            RecordingError: A line is malformed. The events that were yielded before are valid.
+            RecordingError: A line is malformed, or the file cannot be read. The events that were yielded before are valid.
         """
         try:
             yield from self._entries()

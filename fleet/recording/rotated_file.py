@@ -46,7 +46,7 @@ class RotatedFile:
 
         Args:
             path: The file; its folder must exist.
-            most_bytes: Size from which on the file is renamed.
+            most_bytes: Size in bytes from which on the file is renamed.
             kept: Number of renamed files that are kept; 0: a full file is removed.
             field: The name of the settings field with the path, for error messages.
             clock: The clock that measures the time between two log messages.
@@ -93,7 +93,7 @@ class RotatedFile:
         self._thread.join(STOP_SECONDS)
 
     def add(self, line: bytes) -> None:
-        """Append a line, which has to end with a line break. Drop the line if too many bytes wait."""
+        """Append a line, which has to end with a line break. Drop the line if more than `MAX_BACKLOG_BYTES` would then wait (rule 1)."""
         if self._added - self._done + len(line) > MAX_BACKLOG_BYTES:
             self.dropped += 1
             self._complain("lines not written", "the disk is too slow")

@@ -19,7 +19,7 @@ GZIP_MAGIC = b"\x1f\x8b"
 LONGEST_NUMBER = 1 << 40
 # Maximum number of tokens of a prompt, because the names of all its blocks are held in memory; a longer one is an error.
 LONGEST_PROMPT = 1 << 24
-LONGEST_LINE = 64 << 20  # maximum number of bytes of a line; a longer one is an error
+LONGEST_LINE = 64 << 20  # a line with this number of bytes or more is an error
 
 T = TypeVar("T")
 Count = Annotated[int, Meta(ge=0, le=LONGEST_NUMBER)]

@@ -119,7 +119,7 @@ def open_trace(
 
     Args:
         path: The file.
-        live_sessions: Concurrent sessions, for formats with sessions.
+        live_sessions: Number of sessions that run concurrently; only for formats with sessions.
         cut: The rows to use. If its `begin` is above 0, and always for the formats azure and access, arrivals are times since the first row
             that is used.
         sort: True if rows may be in any order. Then all rows are held in memory.

@@ -79,7 +79,7 @@ def recorded_requests(path: Path, block_tokens: int, chain: UnsharedNames) -> It
             live[event.request_id] = held[-1]
         elif isinstance(event, RequestCancelled) and (gone := live.pop(event.request_id, None)) is not None:
             gone.over = True
-            # A router also cancels an attempt when it finds a stop string, so an answer that has tokens counts as complete.
+            # A router also cancels a request when a stop string has ended its answer, so an answer that has tokens counts as complete.
             gone.complete = gone.answered > 0
         _apply_commands(live, entry)
         while held and held[0].over:

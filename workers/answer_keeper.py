@@ -1,12 +1,12 @@
-"""Answer keeper: the tokens that a worker has sent for resumable answers whose clients keep no tokens.
+"""Answer keeper: keeps a worker's tokens of resumable answers whose clients keep no tokens, for routers that ask for them.
 
 Rules:
 
 1. If an answer can be resumed and its client keeps no tokens, the router gives the attempt an answer key
    (`Start.answer_key`). The worker keeps the tokens that other workers have generated (`Start.generated_tokens`), and
    each token that it generates itself, before it sends the token.
-   So it has all tokens that a client can have, however suddenly the router ends. Any router of the cluster may ask for
-   the tokens by the key.
+   So the worker has all tokens that a client can have, however suddenly the router ends. Any router of the cluster may
+   ask for the tokens by the key.
 2. An answer with at least one token is kept for a set time after its end. When the stream to its router ends, the
    answer gets no more tokens, and it ends when the engine has cancelled the attempt.
 3. If the tokens exceed the memory limit, answers are forgotten: first those that have ended, in the order of their
@@ -85,7 +85,7 @@ class AnswerKeeper:
                 self._forget(now)
 
     def end(self, answer: KeptTokens, now: Nanos) -> None:
-        """Note that no more tokens of an answer follow. Its tokens are kept for the set time; an answer without tokens is forgotten now."""
+        """Record that an answer gets no more tokens. Its tokens are kept for the time of rule 2; without tokens, it is forgotten now."""
         if self._running.get(answer.key) is answer:
             answer.ended_at = now
             if answer.tokens:

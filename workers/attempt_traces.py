@@ -1,4 +1,4 @@
-"""Attempt traces: the spans of the attempts on one worker, from the events and commands of its machine.
+"""Attempt traces: makes the spans of the attempts on one worker from the events and commands of the worker's machine.
 
 Rules:
 
@@ -211,7 +211,7 @@ def attempt_spans(facts: AttemptFacts, ids: SpanIds) -> Iterator[SpanRecord]:
     times = facts.times or AttemptTimes()
     events: tuple[SpanEvent, ...] = ()
     moved = {} if facts.kv is None else transfer_attributes(facts.kv)
-    if moved and times.transfer_ended is None:  # the engine reported which blocks were moved, but not when they were
+    if moved and times.transfer_ended is None:  # the engine reported which blocks were moved, but not at which time
         at = (facts.first_token or facts.ended) + facts.unix_offset
         events = (SpanEvent(name="kv_transfer", at=at, attributes=moved),)
     yield SpanRecord(
@@ -246,9 +246,9 @@ NOTHING_MOVED: Attributes = {"fleet.kv.blocks": 0, "fleet.kv.bytes": 0}
 
 
 def transfer_attributes(report: KvReport) -> dict[str, AttributeValue]:
-    """Return span attributes that describe the KV moved to the worker: blocks, bytes and sources.
+    """Return span attributes for the blocks that a worker got from the store or another worker: their number, bytes and sources.
 
-    The result is empty if no blocks were moved.
+    The result is empty if the worker got none.
     """
     moved = [each for each in report.origins if each.source in (Source.STORE, Source.DIRECT)]
     if not moved:

@@ -35,7 +35,7 @@ class CacheView:
                     assert_never(event)
 
     def dump(self) -> list[tuple[KvEvent, ...]]:
-        """Return KV events that describe the whole cache; the first one tells the router to forget what it knew.
+        """Return KV events that describe the whole cache; the first one tells the router to forget all blocks of this worker.
 
         Each tuple becomes one message.
         """

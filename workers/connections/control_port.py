@@ -34,7 +34,7 @@ async def serve_control(
 
     For readiness probes, the overall health is SERVING while the worker serves and is registered in all its registries.
     For liveness probes, the health service `liveness` is SERVING while the process answers. It is not SERVING if the
-    engine hangs and the process has not managed to end.
+    engine hangs and the process has not ended within `workers.server.END_SECONDS`.
 
     Args:
         worker: The worker, which the caller runs.

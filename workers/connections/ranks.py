@@ -40,7 +40,7 @@ from workers.settings import GroupSettings
 log = logging.getLogger(__name__)
 
 LINE_BYTES = 4096  # maximum length of a message in bytes; a longer one ends the connection
-BEATS = 5  # number of heartbeats that each side sends within `silence_ms`, after which silence counts as loss
+BEATS = 5  # number of heartbeats that each side sends within `silence_ms`; a side that is silent for that time counts as lost
 LEAST_PAUSE_SECONDS, MOST_PAUSE_SECONDS = 0.1, 1.0  # minimum and maximum pause between two attempts to join
 CONNECT_SECONDS = 5.0
 # maximum number of connections that have not sent a message yet; one more closes the oldest of them
@@ -194,7 +194,7 @@ async def leading_group(group: GroupSettings, common: str, clock: Clock) -> Asyn
     Args:
         group: Settings of rank 0.
         common: The digest of the common settings (`workers.rank_rendezvous.common_settings_digest`).
-        clock: The clock of deadlines.
+        clock: The clock by which the time limits of the group are measured.
 
     Raises:
         ConfigurationRefused: The address to listen at cannot be used.
@@ -273,10 +273,10 @@ async def joined_group(group: GroupSettings, common: str, clock: Clock) -> Async
     Args:
         group: Settings of a rank above 0.
         common: The digest of the common settings (`workers.rank_rendezvous.common_settings_digest`).
-        clock: The clock of deadlines.
+        clock: The clock by which the time limits of the group are measured.
 
     Raises:
-        ConfigurationRefused: The leader refuses this rank for good, because settings or the number of nodes differ.
+        ConfigurationRefused: The leader refuses this rank for good, because its rank, its number of nodes or its settings do not fit.
         EngineDied: The group did not form in time. If the connection to the leader is lost later, the error is raised in an
             exception group.
     """
@@ -310,7 +310,7 @@ async def _joined(
             return await _tried(group, common, left)
         except TimeoutError:
             cause = why  # an attempt that timed out gives no new cause, so the earlier one is reported
-        except (_Gone, OSError) as error:  # the leader's name cannot be resolved, or the leader does not listen yet
+        except (_Gone, OSError) as error:  # the leader refuses, does not listen yet, or cannot be found
             cause = f"the leader {error}" if isinstance(error, _Gone) else str(error)
         if cause != why:
             log.info("worker group not formed yet", extra={"leader": group.leader, "cause": cause})
@@ -374,10 +374,10 @@ def _beat_seconds(group: GroupSettings) -> float:
 
 
 async def _next(reader: asyncio.StreamReader, words: msgspec.json.Decoder[Word], group: GroupSettings) -> Word:
-    """Return the next message.
+    """Return the next message of the other side.
 
     Raises:
-        _Gone: The other side was silent too long, has closed the connection, or sent an invalid message.
+        _Gone: The other side was silent for `silence_ms`, has closed the connection, or sent an invalid message.
     """
     try:
         async with asyncio.timeout(group.silence_ms / 1000):

@@ -47,7 +47,8 @@ async def open_store_thread(
         wait_seconds: Maximum wait for the node in this call; None: long enough for a node that is starting.
 
     Raises:
-        LayoutMismatch: The node answers, and has blocks of this model that differ from `kv`.
+        LayoutMismatch: The node answers, and has blocks of this model that differ from `kv`, or another format version.
+        InvalidArgument: The node answers, and cannot store such blocks.
         BadCredentials: A file of the credentials cannot be used.
     """
     with ThreadPoolExecutor(1, thread_name_prefix=name) as thread:

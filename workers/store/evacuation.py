@@ -37,8 +37,8 @@ from workers.store.evacuation_priority import by_evacuation_priority
 log = logging.getLogger(__name__)
 
 BLOCKS_PER_CALL = 1024
-"""Maximum number of blocks in one call of `StoreClient.evacuate`. The node looks up all blocks of a call before it does
-other work, which takes a few milliseconds."""
+"""Maximum number of blocks in one call of `StoreClient.evacuate`. It takes the node a few milliseconds to look up all
+blocks of a call, and it does no other work in this time."""
 
 # Failures in a row that end the evacuation: several tries over some seconds mean that the tier or the node is lost.
 MOST_FAILURES = 5
@@ -157,13 +157,14 @@ async def open_evacuator(
         kv: Fingerprint of the engine's blocks.
         credentials: Credentials for a node on another host.
         engine: The engine, if it can still write its blocks to the store; None: it cannot.
-        clock: The clock of the deadlines.
+        clock: The clock of the deadlines that `evacuate` gets.
         leaving: True if the node ends with this process.
         most_bytes: The maximum number of bytes to copy, by the size of blocks in the store.
         wait_seconds: Maximum wait for the node in this call; None: long enough for a node that is starting.
 
     Raises:
-        LayoutMismatch: The node answers, and has blocks of this model that differ from `kv`.
+        LayoutMismatch: The node answers, and has blocks of this model that differ from `kv`, or another format version.
+        InvalidArgument: The node answers, and cannot store such blocks.
         BadCredentials: A file of the credentials cannot be used.
     """
     async with open_store_thread(address, kv, credentials, "evacuation", wait_seconds=wait_seconds) as store:

@@ -116,7 +116,8 @@ async def open_pin_keeper(
     Leaving the context waits for the current call.
 
     Raises:
-        LayoutMismatch: The node answers, and has blocks of this model that differ from `kv`.
+        LayoutMismatch: The node answers, and has blocks of this model that differ from `kv`, or another format version.
+        InvalidArgument: The node answers, and cannot store such blocks.
         BadCredentials: A file of the credentials cannot be used.
     """
     async with (

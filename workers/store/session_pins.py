@@ -47,7 +47,8 @@ class _SessionAttempt:
 class _SessionPauses(Struct):
     """Records the observed pauses of one session."""
 
-    # Instant at which the latest pinned attempt ended; None while the next attempt runs, and before any was pinned.
+    # Instant at which the latest pinned attempt ended. None before any was pinned, and from the start of the session's next attempt
+    # until an attempt is pinned again.
     ended: Nanos | None = None
     last: Nanos | None = None  # length of the latest pause that has ended; None: there was none
 

@@ -143,7 +143,7 @@ class Batch:
         return self._scheduler.plan()
 
     def perform(self, plan: StepPlan[BlockHash]) -> Iterator[StepOutcome]:
-        """Compute a planned step; requests that were removed after the plan are skipped."""
+        """Compute a planned step, and yield what it has done for each request; requests that were removed after the plan are skipped."""
         scheduler = self._scheduler
         self._grow()
         scheduler.advance(1)

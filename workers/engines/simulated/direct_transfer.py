@@ -32,7 +32,8 @@ from kvstore.net.listeners import stop_listening
 
 log = logging.getLogger(__name__)
 
-MAX_REQUEST_BYTES = 1 << 20  # maximum length of a request; enough for 60,000 block names
+# Maximum length of a request in bytes, enough for 58,000 block names. A longer one ends the connection.
+MAX_REQUEST_BYTES = 1 << 20
 MAX_CONNECTIONS = 256
 # The lender closes a connection after this time, whatever happens on it. One exchange normally takes much less.
 IDLE_SECONDS = 10.0
@@ -40,7 +41,7 @@ _LENGTH = struct.Struct(">I")
 
 
 class DirectParams(Struct, frozen=True, kw_only=True):
-    """The parameters of a handoff, by which a borrower fetches the blocks."""
+    """The parameters of a handoff by direct transfer: a borrower fetches the blocks at `address`, and shows the name of the lease."""
 
     address: str
     lease: str
@@ -159,7 +160,8 @@ class BlockLending:
         self.lender = BlockLender(blocks, lease)
         self.address = ""  # address at which borrowers connect; set by `listen`
         self.connections: set[asyncio.Transport] = set()
-        self._on_end = on_end  # called after leases have ended, because waiting requests may get the free blocks
+        # Called after leases have ended, because waiting requests may get the blocks that are free now.
+        self._on_end = on_end
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -313,7 +315,7 @@ async def borrow(params: DirectParams, names: Sequence[BlockHash], *, block_byte
                 writer.close()
                 with contextlib.suppress(OSError):
                     await writer.wait_closed()
-    except (OSError, EOFError, TimeoutError, ValueError) as error:  # DecodeError is a ValueError
+    except (OSError, EOFError, TimeoutError, ValueError) as error:  # msgspec's DecodeError is a ValueError
         log.warning("block fetch failed", extra={"address": params.address, "cause": str(error)})
         borrower.fail()
     return blocks

@@ -85,8 +85,8 @@ class SimulatedEngine:
         self.memory = self.batch.memory
         lease = Nanos(simulated.direct_lease_ms * MILLISECOND)
         self.lending = BlockLending(self.batch.blocks, lease, on_end=self._wake.set)
-        # Allows as many loads at a time as there can be running requests, so that no load waits for another one until its own
-        # deadline is over.
+        # Limits the loads at a time to the maximum number of running requests. A further load waits here, and its time limit begins
+        # only after this wait.
         self._transfers = asyncio.Semaphore(facts.max_running)
         self._adapters_loading: dict[str, asyncio.Event] = {}
         # Outputs that the loop still has to put into `_outputs`: tokens of the latest step, and ends of requests.
@@ -243,13 +243,13 @@ class SimulatedEngine:
             await asyncio.sleep(HANG_SECONDS)
 
     async def _wait_for_step(self, seconds: float) -> None:
-        """Wait for the modelled duration of a step, less the delay of earlier steps that took longer than modelled."""
+        """Wait for the modelled duration of a step, less the delay of earlier steps that ended late (at most `CATCH_UP_SECONDS`)."""
         clock = asyncio.get_running_loop()
         self._due = max(self._due, clock.time() - CATCH_UP_SECONDS) + seconds / self._settings.speedup
         await asyncio.sleep(max(0.0, self._due - clock.time()))
 
     def _conclude(self, advanced: StepOutcome, tasks: asyncio.TaskGroup) -> None:
-        """Queue the output of a step for one request, and offer its new full blocks to the store. A prefill is handed off first."""
+        """Offer a request's new full blocks to the store, and queue the output of the step for it. An ended prefill is handed off first."""
         sequence, sampled = advanced.sequence, advanced.sampled
         self._offer(advanced)
         if sampled is None:
@@ -290,7 +290,7 @@ class SimulatedEngine:
             )
         )
 
-    # The loads and publications of blocks.
+    # The methods that load and publish blocks.
 
     def _loads(self, sequence: Running) -> bool:
         """Return whether a sequence waits for `_fetch`: it has a LoRA adapter, or the store or a prefill engine may have its blocks."""
@@ -324,7 +324,7 @@ class SimulatedEngine:
             origin = self.store.store_id or ""
             loaded = await self.store.load(names, deadline, call_trace(start.trace))
             blocks, tiers = loaded.blocks, loaded.tiers
-        if blocks:  # waits, so that the transfer takes at least the time of the latency model
+        if blocks:  # wait, so that the transfer takes at least the time of the latency model
             modelled = self._settings.latency.transfer_ms(sum(map(len, blocks))) / 1000 / self._settings.speedup
             await asyncio.sleep(max(0.0, began + modelled - clock.time()))
         if (times := sequence.times) is not None and names:

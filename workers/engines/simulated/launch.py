@@ -49,7 +49,8 @@ async def open_engine(settings: WorkerSettings) -> AsyncIterator[SimulatedEngine
 
     Raises:
         ConfigurationRefused: A file of the model folder, or the address `simulated.direct_listen`, cannot be used.
-        LayoutMismatch: The store has blocks of this model that differ from this engine's blocks.
+        LayoutMismatch: The store has blocks of this model that differ from this engine's blocks, or another format version.
+        InvalidArgument: The store cannot keep this engine's blocks.
         BadCredentials: A file of the store's credentials cannot be used.
     """
     await asyncio.sleep(settings.simulated.start_ms / 1000)

@@ -60,7 +60,8 @@ class ScriptWriter:
         """Return the script of an attempt; None if the whole answer is the model's random text.
 
         Raises:
-            ValueError: This engine does not support the demanded structured output; the message states the reason.
+            ValueError: This engine does not support the demanded structured output, no value fits a schema, or tool calls are demanded
+                without tools. The message states the reason.
         """
         answer = self._answer(start)
         reasoning = self._reasoning(start)

@@ -54,7 +54,7 @@ class Sequence:
         """Begin with the tokens of an attempt and without blocks.
 
         Raises:
-            ValueError: The request demands a structured output that the engine does not support.
+            ValueError: The engine cannot write the structured output or the tool calls that the request demands (`ScriptWriter.write`).
         """
         self.start = start
         self.prompt_tokens = len(start.tokens) // TOKEN_BYTES

@@ -74,7 +74,8 @@ class SimulatedStore:
         """Join a store node, now or as soon as it answers. `kv` describes the blocks of the engine.
 
         Raises:
-            LayoutMismatch: The node has blocks of this model that differ from `kv`; the error names the field.
+            LayoutMismatch: The node has blocks of this model that differ from `kv`, or another format version; the error names the field.
+            InvalidArgument: The node cannot store such blocks; the error names the field.
             BadCredentials: A file of the credentials cannot be used.
         """
         conversion = Conversion(kv)

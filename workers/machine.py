@@ -187,8 +187,8 @@ class WorkerMachine:
         self._store_goes = store_goes
         self._kept = kept or AnswerKeeper(0, 0)
         self._streams: dict[StreamId, str] = {}
-        # The latest replacements of streams, each as its instant and the router id; older than `REPLACEMENT_WINDOW` are dropped
-        # at the next replacement.
+        # The latest replacements of streams (rule 5), each as its instant and the router id. Those older than `REPLACEMENT_WINDOW`
+        # are dropped at the next replacement.
         self._replacements: list[tuple[Nanos, str]] = []
         self._attempts: dict[RequestId, WorkerAttempt] = {}  # all attempts that have not ended, by engine id
         # Attempts whose router still gets messages about them (`PendingReport.ALL`), by stream and the router's request id.

@@ -89,7 +89,8 @@ class Pulse(Struct, frozen=True, kw_only=True):
     may prepare the next step while the engine computes the current one."""
 
     tokens: int
-    """Number of prompt and answer tokens in the current step, or in the last step if none runs."""
+    """Number of prompt and answer tokens in the current step, or in the last step if none runs. If two steps overlap, the larger
+    number."""
 
     working: bool
     """True if the scheduler has work that its steps should advance."""
@@ -240,7 +241,7 @@ class Evacuator(Protocol):
     """Port that copies warm blocks to where other workers can read them."""
 
     async def evacuate(self, prompts: Sequence[RecentPrompt], cached: Sequence[BlockHash], deadline: Nanos) -> None:
-        """Copy blocks. Return when all are copied or no more can be copied, and at the latest at the deadline.
+        """Copy warm blocks. Return when all of them are copied or no more can be copied, and at the latest at the deadline.
 
         Args:
             prompts: The recent prompts; the last one is the newest.
@@ -251,7 +252,7 @@ class Evacuator(Protocol):
 
 
 class WorkerReplaced(Exception):
-    """Raised when another process has registered under this worker's id.
+    """Raised when another process has registered under this worker's id, or has kept the id for too long.
 
     The worker process has to end, and its supervisor decides what happens next.
     """

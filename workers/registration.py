@@ -137,7 +137,7 @@ class WorkerMembership:
         return not self._leaving.is_set() and all(each.taken for each in self.registrations)
 
     def when_replaced(self, tell: Callable[[], None]) -> None:
-        """Call `tell` when another process replaces this worker; call `tell` now if that has happened already."""
+        """Call `tell` when another process replaces this worker or keeps its id for too long; at once if that has happened already."""
         self._when_replaced = tell
         if self.replaced:
             tell()

@@ -183,7 +183,7 @@ class WorkerServer:
 
     @property
     def live(self) -> bool:
-        """False if the engine hangs and the process has not ended in time, so that its supervisor must end it."""
+        """False if the engine hangs and the process has not ended within `END_SECONDS`, so that its supervisor must end it."""
         return self._hung_at is None or self._clock.now() - self._hung_at < END_SECONDS * SECOND
 
     @property

@@ -52,7 +52,7 @@ class VllmSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     extra_args: dict[str, Any] = {}
     """Any other argument of vLLM's `AsyncEngineArgs`; it overrides the fields above. If neither `max_num_batched_tokens` nor
     `performance_mode` is given here, Fleet limits the steps of a CPU engine with one rank and a model that generates from
-    text: to 256 tokens, or to twice `max_running` if that is more."""
+    text: to 256 tokens, or to twice `max_running` if that is more (exceptions: `workers.engines.vllm.launch.step_tokens`)."""
 
 
 class SimulatedSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -68,8 +68,8 @@ class SimulatedSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Number of KV blocks that fit into the engine's memory."""
 
     bytes_per_token: Annotated[int, Meta(ge=8)] = 64
-    """KV bytes of one token; small by default (the tiny Llama model that the project builds has 4096). It is a multiple of 8,
-    for the 4 heads in each of the 2 layers."""
+    """KV bytes of one token; small by default (the tiny Llama model that the project builds has 4096). The number must be a
+    multiple of 8, because they are divided among the 4 heads of each of the 2 layers."""
 
     tensor_parallel: Literal[1, 2, 4] = 1
     """Number of ranks that share the heads. More ranks make the engine no faster, but each has memory of its own."""
@@ -161,11 +161,12 @@ class GroupSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     empty: any free ports."""
 
     join_timeout_ms: Positive = 600_000
-    """Maximum time that each rank waits until all ranks have joined; nodes may have to be created, and images fetched."""
+    """Maximum time that each rank waits until all ranks have joined; then its process ends with an error. Before, nodes may
+    have to be created, and container images fetched."""
 
     silence_ms: Annotated[int, Meta(ge=100)] = 15_000
-    """A rank that sends nothing for this time counts as lost. The whole group then ends, so that its supervisors start
-    all ranks again."""
+    """A rank that sends nothing for this time counts as lost. If the group had formed, all its ranks then end, so that their
+    supervisors start them again."""
 
     def __post_init__(self) -> None:
         if self.rank >= self.nodes:
@@ -193,7 +194,7 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     without a prefill worker (aggregated)."""
 
     engine: str = "vllm"
-    """Name of an entry point in the group `workers.engines`."""
+    """The engine that runs the model: the name of an entry point in the group `workers.engines`, such as vllm or simulated."""
 
     model_dir: str = ""
     """A Hugging Face folder; or a repository of the hub such as Qwen/Qwen3-0.6B, with @revision after it for another
@@ -218,7 +219,7 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     task: ModelTask = ModelTask.AUTO
     """The task of the model: generate (tokens), embed (vectors, for /v1/embeddings), or classify (a number for each class; with
     one class it scores pairs of texts, for /v1/rerank and /v1/score). auto: as vLLM reads it from the model folder; the
-    simulated engine generates. A worker that does not generate has the role both, no KV paths and no store."""
+    simulated engine generates. A worker that does not generate has the role both, no KV paths, no store and no LoRA adapters."""
 
     listen: str = "127.0.0.1:0"
     """Address at which routers connect: host:port (port 0: any free port) or unix:path."""
@@ -289,7 +290,8 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     memory. 0: no pins. In the public trace of coding agents, nine in ten pauses are shorter than 129 s."""
 
     kv_paths: tuple[KvPath, ...] = ()
-    """KV paths by which this worker can hand over or fetch blocks, the preferred one first."""
+    """KV paths by which this worker can hand over or fetch blocks, in any order: if both paths are possible, the router's
+    `prefer_direct` decides. Empty: the worker only runs whole requests."""
 
     block_tokens: Positive = 32
     """Tokens in a block; vLLM on CPUs needs a multiple of 32."""

@@ -323,7 +323,7 @@ async def _joined(
 async def _tried(
     group: GroupSettings, common: str, left: float
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, Begin]:
-    """Connect to the leader, join, and wait until all ranks have joined, for at most `left` seconds."""
+    """Connect to the leader within `CONNECT_SECONDS`, join, and then wait at most `left` seconds until all ranks have joined."""
     async with asyncio.timeout(min(left, CONNECT_SECONDS)):
         reader, writer = await asyncio.open_connection(*host_port(group.leader), limit=LINE_BYTES)
     begin: Begin | None = None

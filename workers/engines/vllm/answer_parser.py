@@ -1,4 +1,4 @@
-"""Answer parser: vLLM's parsers of tool calls and reasoning, fed with the tokens of one answer.
+"""Answer parser: takes tool calls and reasoning out of answers, by giving the tokens of each answer to vLLM's own parsers.
 
 If vLLM has a parser for the model, the router asks the worker to parse the answer. Otherwise the router itself parses,
 by a response template (`fleet.frontend.text.parsed_answer`). `fleet.frontend.text.parsing_plan` decides between these
@@ -80,15 +80,15 @@ def check_names(settings: WorkerSettings) -> None:
 
 
 class VllmAnswerParsers:
-    """Makes a parser for each answer of one engine; all of them have the same class of vLLM."""
+    """Makes a parser for each answer of one engine. All these parsers are objects of one class of vLLM."""
 
     def __init__(
         self, names: AnswerParsers, tokenizer: "TokenizerLike", model_config: "ModelConfig", *, model_type: str
     ) -> None:
-        """Find the classes of the parsers.
+        """Find vLLM's class of parsers for these names.
 
         Raises:
-            TypeError: A parser does not fit the tokenizer; the message states the reason.
+            TypeError: A named parser does not fit the tokenizer; the message states the reason.
         """
         from vllm.parser import ParserManager  # noqa: PLC0415 - vLLM is loaded already
 

@@ -380,7 +380,10 @@ def _is_beyond_tokens(request: "Request") -> bool:
 
 
 def _end_with_parent(scratch: str) -> None:
-    """End this process when the worker process has ended; the other processes of vLLM end when this one does."""
+    """Wait until the worker process has ended. Then remove the folder `scratch`, and end this process.
+
+    The other processes of vLLM end when this one does.
+    """
     parent = multiprocessing.parent_process()
     if parent is None:
         return  # the engine runs in the worker process itself, so there is no parent to watch

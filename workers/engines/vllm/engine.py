@@ -75,7 +75,7 @@ INLINE_CHARACTERS = 4096
 # Seconds between two checks whether vLLM has died, for an idle engine; if an engine with requests dies, this is noticed at once.
 # The same pause lies between two tries to kill a vLLM whose start was cancelled.
 HEALTH_SECONDS = 0.5
-LOADED_CHECK_SECONDS = 0.05  # pause between two checks whether the weights are loaded, so that the warm-up begins
+LOADED_CHECK_SECONDS = 0.05  # pause between two checks whether the weights are loaded; then the phase WARM_UP is noted
 
 
 @asynccontextmanager
@@ -260,7 +260,7 @@ def meet_store(settings: WorkerSettings, namespace: KvNamespace) -> "tuple[Store
     vLLM's own processes have other clients, which also join by themselves (`workers.engines.vllm.connector`).
 
     Raises:
-        ConfigurationRefused: The node answers, and cannot store these blocks.
+        ConfigurationRefused: The node answers, and cannot store these blocks; or a file of the credentials cannot be used.
     """
     try:
         client = StoreClient.join(

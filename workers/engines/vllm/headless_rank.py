@@ -87,7 +87,7 @@ def _stop(process: BaseProcess) -> None:
         log.warning("vllm does not end, killing it")
         process.kill()
         process.join()
-    for each in family:  # kills ranks that did not end, for example because they are stopped
+    for each in family:  # kills ranks that did not end, for example because they are suspended (SIGSTOP)
         with suppress(psutil.NoSuchProcess):
             each.kill()
     process.close()

@@ -33,7 +33,8 @@ log = logging.getLogger(__name__)
 
 MODALITY = "image"
 
-# vLLM's image processors have one thread, so one request is decoded while another one is processed.
+# Maximum number of requests whose images are prepared at a time (rule 4). vLLM's image processor has one thread, so the images
+# of one request are decoded while those of another one are processed.
 PREPARED_AT_ONCE = 2
 
 
@@ -67,8 +68,8 @@ class ImagePrompts:
             is_cancelled: Function that returns whether the attempt has been cancelled. It is also called in a thread.
 
         Raises:
-            ImageRefused: An image cannot be decoded, there are too many images, or the prompt does not have one
-                placeholder for each image.
+            ImageRefused: An image cannot be decoded, the model cannot take it, there are too many images or pixels, or the prompt
+                does not have one placeholder for each image.
             PreparationCancelled: The attempt has been cancelled.
         """
         if len(start.images) > (most := _most_images(self._llm)):
@@ -97,7 +98,7 @@ class ImagePrompts:
             # vLLM's image cache is not used, because it consists of two halves: one in this process, and one in the
             # engine's process. After a request that fails or is cancelled in this process, the halves would differ.
             (rendered,) = await self._llm.renderer.render_cmpl_async([prompt], skip_mm_cache=True)
-        except (ValueError, TypeError, LookupError, AssertionError) as error:  # raised for unusual images
+        except (ValueError, TypeError, LookupError, AssertionError) as error:  # vLLM raises these for unusual images
             log.warning("images refused by the model", exc_info=True, extra={"request": start.request_id})
             raise ImageRefused(f"the model cannot take these images: {str(error) or type(error).__name__}") from error
         if len(rendered["mm_placeholders"].get(MODALITY, ())) != len(images):

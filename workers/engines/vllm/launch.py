@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
 GIB = 1 << 30
-# Memory that an engine needs besides weights and KV cache; measured with three processes that load torch.
+# Host memory that an engine on CPUs needs besides weights and KV cache; measured with three processes that load torch.
 ENGINE_OVERHEAD_BYTES = 2 * GIB
 RANK_OVERHEAD_BYTES = GIB  # memory that each rank of an engine after the first one adds to `ENGINE_OVERHEAD_BYTES`
 
-CPU_BLOCK_TOKENS = 32  # the block size of vLLM's attention kernels for CPUs has to be a multiple of this
+CPU_BLOCK_TOKENS = 32  # vLLM's attention kernels for CPUs need a block size that is a multiple of this number of tokens
 
 STEP_TOKENS = 256
 """Maximum number of tokens in a step of an engine on CPUs, with the exceptions in `step_tokens`; vLLM's default is
@@ -240,7 +240,7 @@ def read_model_config(model_dir: str) -> dict[str, Any]:
     """Read a model folder's config.json.
 
     Raises:
-        ConfigurationRefused: The folder is not a model folder.
+        ConfigurationRefused: The folder does not exist, or has no usable config.json or no weights (*.safetensors).
     """
     folder = Path(model_dir)
     if not model_dir or not folder.is_dir():
@@ -297,7 +297,7 @@ def side_channels(settings: WorkerSettings) -> Iterator[None]:
     process may take a port in the seconds before vLLM binds it, and then the start of vLLM waits for ever.
 
     Raises:
-        ConfigurationRefused: No ports are free.
+        ConfigurationRefused: Not enough consecutive ports were found free.
     """
     if KvPath.DIRECT not in settings.kv_paths:
         yield
@@ -370,7 +370,7 @@ def family() -> list[psutil.Process]:
 
 
 def kill_family() -> None:
-    """Kill all processes of `family`; a process that is stopped would not notice that its parent has ended."""
+    """Kill all processes of `family`. A suspended process (SIGSTOP) would not notice by itself that its parent has ended."""
     for process in family():
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
@@ -416,7 +416,7 @@ def engine_args(
         scratch: A private folder with a short path for the engine's Unix sockets.
 
     Raises:
-        ConfigurationRefused: `vllm.extra_args` names an argument that vLLM does not have.
+        ConfigurationRefused: `vllm.extra_args` names an argument that vLLM does not have, or a LoRA adapter cannot be used.
     """
     from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: PLC0415 - the import takes seconds
 

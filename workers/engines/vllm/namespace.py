@@ -1,4 +1,4 @@
-"""KV namespace of a vLLM engine. The worker and both sides of its connector compute it here, so they always agree."""
+"""KV namespace of a vLLM engine. The worker and both sides of the KV connector compute it by this module, so they always agree."""
 
 import hashlib
 import json

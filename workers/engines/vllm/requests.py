@@ -145,7 +145,7 @@ def sampling_params(
         parser: The parser of the answer, which decides about structured output; None: the answer is not parsed.
 
     Raises:
-        ValueError: vLLM refuses a value.
+        ValueError: vLLM refuses a value, or tool calls are demanded and the answer is not parsed.
     """
     from vllm import SamplingParams  # noqa: PLC0415 - slow to import
     from vllm.sampling_params import RequestOutputKind  # noqa: PLC0415

@@ -154,7 +154,7 @@ class _Tracked:
         self.looked_at = 0.0
         self.has_waited = False
         self.offered = 0  # number of leading blocks that were found in the store or offered to it
-        self.local = 0  # number of leading blocks that were found in the engine's own cache
+        self.local = 0  # number of leading blocks that were found in the engine's own cache at the latest look-up
         self.claimed: list[int] = []  # numbers of the engine's blocks that are being loaded from the store
         self.will_pull = False  # True if NIXL's connector will pull the request's blocks from another engine
         self.pulling: list[int] = []  # numbers of the engine's blocks into which NIXL's connector pulls
@@ -357,7 +357,7 @@ class StorePlanner:
         return tracked
 
     def _fresh_match(self, store: PlannerStore, tracked: _Tracked, num_tokens: int) -> Match | None:
-        """Return the store's match; None while the request waits for promotions that take less time than computing the blocks (rule 5)."""
+        """Return the store's match. Return None while the request waits for promotions, at most as long as computing would take (rule 5)."""
         now = self._now()
         num_blocks = num_tokens // self._block_tokens
         if tracked.waits_until is not None:
@@ -438,8 +438,8 @@ class PrefillSpeed:
     If the estimate is wrong, it is rather too high than too low.
 
     Schedulers may plan a step while the previous one still runs. Therefore the duration of a step is taken as the time
-    until the second plan after it, if none of these steps was idle. The shortest of the last samples is used, because it
-    contains the least other work.
+    until the second plan after it, if none of these steps was idle. Of the last `SAMPLES` durations per token, the shortest is
+    used, because it contains the least other work.
     """
 
     def __init__(self) -> None:

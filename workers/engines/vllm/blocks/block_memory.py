@@ -59,7 +59,7 @@ class EngineBlocks(Protocol):
         ...
 
     def load(self, reader: BlockReader, load: BlockLoad, fence: Wait) -> list[bool]:
-        """Read the blocks of `load` into the memory, after a call of `fence`.
+        """Read the blocks of `load` from the store into the engine's memory. Call `fence` before this memory is changed.
 
         Return for each block whether its bytes arrived correctly.
         """
@@ -73,9 +73,9 @@ class EngineBlocks(Protocol):
         ...
 
     def host_rows(self, count: int) -> ByteArray:
-        """Return host memory for this number of blocks, of shape [count, block_bytes].
+        """Return host memory for `count` blocks, of shape [count, block_bytes].
 
-        Copies between the engine's blocks and this memory are fast.
+        Copies between the engine's blocks and this memory are fast (pinned memory, if there is a device).
         """
         ...
 

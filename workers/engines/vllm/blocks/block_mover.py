@@ -59,7 +59,7 @@ class BlockMover:
         self.saver = _open_saver(client, blocks, end)
 
     def start(self, work: StoreWork) -> None:
-        """Perform the orders of a step: begin its loads, and give back its leases."""
+        """Perform the orders of a step: begin the loads, and return the leases in `work.releases` (on the only or the first rank)."""
         self.saver.stepped()
         for load in work.loads:
             with self._ended:

@@ -13,12 +13,12 @@ Rules:
 3. An order identifies a block by its step and save, which are the same on all ranks, because the scheduler gives all
    ranks the same orders. A rank that has missed a save therefore notices this, and answers that it does not have the
    block.
-4. Urgent and deferred blocks have separate channels: each is a socket in a folder that only this engine's processes can
-   access. Each channel carries one order at a time. The leader waits for answers, and followers wait for orders, up to
-   a deadline. A save that exceeds its deadline is lost, so its blocks will have to be computed again. If a rank leaves
-   an order unanswered, the leader orders no more writes of that save. It then pauses all writes on the channel for some
-   time (`kvstore.circuit_breaker`). The engine therefore does not wait for this rank again and again. If the connection
-   of a rank is lost, the leader orders no more writes at all.
+4. Urgent and deferred blocks have separate channels: two connections from each rank to a Unix socket in a folder that
+   only this engine's processes can access. Each channel carries one order at a time. The leader waits for answers, and
+   followers wait for orders, up to a deadline. A save that exceeds its deadline is lost, so its blocks will have to be
+   computed again. If a rank leaves an order unanswered, the leader orders no more writes of that save. It then pauses
+   all writes on the channel for some time (`kvstore.circuit_breaker`). The engine therefore does not wait for this rank
+   again and again. If the connection of a rank is lost, the leader orders no more writes at all.
 5. If several ranks hold the same head, only one of them writes it, and the ranks take turns from block to block. The
    other ranks report a contribution of zero to the checksum.
 """
@@ -126,7 +126,10 @@ class WriteOrder(Struct, frozen=True, array_like=True):
 
 
 class WrittenShards(Struct, frozen=True, array_like=True):
-    """A rank's answer to an order: for each block that it wrote, by position in the order, its part of the checksum."""
+    """A rank's answer to an order: its part of each block's checksum, by the block's position in the order.
+
+    The part is 0 for a block that another rank with the same heads writes (rule 5). A block that was not written is left out.
+    """
 
     number: int
     sums: dict[int, int]
@@ -259,9 +262,9 @@ class LeaderRank:
                 self._lose(rank, error)
 
     def _answer(self, rank: int, follower: socket.socket, number: int, deadline: Nanos) -> Mapping[int, int] | None:
-        """Return a rank's answer: its part of the checksum of each block that it wrote.
+        """Return the checksum parts of a rank's answer (`WrittenShards.sums`).
 
-        Return None if the rank does not answer.
+        Return None if the rank does not answer by the deadline, or is lost.
         """
         while not self.lost:
             try:
@@ -379,7 +382,7 @@ class FollowerRank:
 
 
 def _put(client: StoreClient, seat: RankPosition, order: WriteOrder, source: Source) -> Mapping[int, int]:
-    """Write this rank's shards of the blocks of an order; return the rank's part of each block's checksum, by position in the order."""
+    """Write this rank's shards of the blocks of an order, and return the checksum parts for its answer (`WrittenShards.sums`)."""
     assert order.grant is not None
     sums = {at: 0 for at in range(len(order.blocks)) if not seat.writes(order.first + at)}
     mine = [at for at in range(len(order.blocks)) if at not in sums]

@@ -54,7 +54,7 @@ LONGEST_WAIT_SECONDS = (
 # The first rank may order a block before another rank has staged its shard. That rank waits for the shard at most this
 # many seconds.
 LAG_SECONDS = 1.0
-CLOSE_SECONDS = 5.0  # time limit to write staged blocks when the engine stops
+CLOSE_SECONDS = 5.0  # time limit to write staged blocks when the engine stops; the other blocks are not saved
 
 
 class BlockSaverThread(Protocol):
@@ -154,7 +154,7 @@ class StagingArea:
 
 
 class SaveStore(Protocol):
-    """Protocol of writing blocks to the store: whole blocks, or the shards of several ranks.
+    """Port by which a `LeadingSaver` writes blocks to the store: whole blocks, or the shards of several ranks.
 
     The caller handles errors.
     """

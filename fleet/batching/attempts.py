@@ -43,7 +43,7 @@ class Job(Struct, Generic[Name], frozen=True, kw_only=True):
     keys: Sequence[Name]  # names of the prompt's full blocks, in order
     # Names of the blocks after `keys` that the answer will fill, in order; the answer's blocks beyond these get no names.
     answer_keys: Sequence[Name] = ()
-    fetched_tokens: int = 0  # number of prompt tokens whose KV comes from a prefill worker
+    fetched_tokens: int = 0  # number of prompt tokens whose KV comes from a prefill worker (`BatchScheduler.fetch`)
     handed_off: bool = False  # True if the blocks are kept after the attempt's end, until `BatchScheduler.release`
     priority: int = 0  # attempts of a higher priority are admitted first
 

@@ -78,7 +78,7 @@ def agentic_sessions(path: Path, lines: Iterator[TraceLine]) -> Iterator[TraceSe
     """Yield a session for each row.
 
     Raises:
-        TraceError: A row is malformed.
+        TraceError: A row is malformed, or the file cannot be read.
     """
     for recorded in _rows(path, lines):
         yield TraceSession(tuple(_turns(recorded)))

@@ -35,10 +35,10 @@ class _HeldRequest(Struct):
 
 
 def recorded_block_tokens(path: Path) -> int | None:
-    """Return the block size of the first worker that joined; None if no worker joined.
+    """Return the block size in tokens of the first worker that joined; None if no worker joined.
 
     Raises:
-        TraceError: The file is no recording, or a line is malformed.
+        TraceError: The file cannot be read or is no recording, or a line is malformed.
     """
     for entry in _entries(path):
         if isinstance(entry.event, WorkerJoined):
@@ -56,7 +56,7 @@ def recorded_requests(path: Path, block_tokens: int, chain: UnsharedNames) -> It
             size.
 
     Raises:
-        TraceError: The file is no recording, or a line is malformed.
+        TraceError: The file cannot be read or is no recording, or a line is malformed.
     """
     held: deque[_HeldRequest] = deque()
     live: dict[RequestId, _HeldRequest] = {}

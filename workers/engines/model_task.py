@@ -26,7 +26,7 @@ def task_of_folder(folder: Path) -> ModelTask:
     """Return the task of the model in a folder.
 
     Raises:
-        ConfigurationRefused: The folder's config.json cannot be read.
+        ConfigurationRefused: The folder's config.json cannot be read, or is not JSON.
     """
     path = folder / "config.json"
     try:

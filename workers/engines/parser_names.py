@@ -79,7 +79,7 @@ def parsers_for(settings: WorkerSettings, *, in_engine: bool) -> AnswerParsers |
         in_engine: True if the engine parses the answers, False if the router does.
 
     Raises:
-        ConfigurationRefused: A file of the model folder cannot be read.
+        ConfigurationRefused: The chat template or a JSON file of the model folder cannot be read or decoded.
     """
     tool_calls, reasoning = settings.tool_call_parser, settings.reasoning_parser
     if AUTO in (tool_calls, reasoning):

@@ -110,7 +110,7 @@ class EtcdDirectory:
             raise DirectoryUnreachable("etcd: it does not take a watch") from error
 
     async def _publish(self, channel: grpc.aio.Channel, record: WorkerRecord) -> None:
-        """Write the key of a worker, or renew the lease under which this process has written it.
+        """Write the key of a worker. If this process has written the key before, renew its lease, and write the key again if it is gone.
 
         Raises:
             WorkerSuperseded: Another process owns the key.

@@ -49,7 +49,7 @@ NO_WORKER = WorkerId("")  # placeholder, which the server replaces by the worker
 
 
 class SimulatedEngine:
-    """Runs requests with the simulated model, behind the engine port; made by `workers.engines.simulated.launch`."""
+    """Runs requests with the simulated model. Implements `workers.ports.Engine`; made by `workers.engines.simulated.launch`."""
 
     def __init__(
         self,

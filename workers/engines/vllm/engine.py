@@ -310,7 +310,7 @@ class _InFlight:
 
 
 class VllmEngine:
-    """Runs requests on a started `AsyncLLM`, behind the engine port; made by `open_engine`."""
+    """Runs requests on a started `AsyncLLM`. Implements `workers.ports.Engine`; made by `open_engine`."""
 
     def __init__(
         self,

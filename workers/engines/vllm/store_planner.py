@@ -102,7 +102,7 @@ class EngineRequest(Protocol):
 
 
 class PromptBlockCounts(Struct, frozen=True, array_like=True):
-    """Counts a prompt's blocks by their source; the blocks that are not counted here were computed."""
+    """Numbers of a prompt's blocks by the source that they came from (rule 7). All other blocks of the prompt were computed."""
 
     engine: int = 0
     store: int = 0
@@ -120,7 +120,7 @@ class BlockLoad(Struct, frozen=True):
 
 
 class BlockSave(Struct, frozen=True):
-    """Names some blocks of the engine, consecutive in one chain, that the worker side has to offer to the store."""
+    """An order to offer some blocks of the engine, which are consecutive in one chain, to the store."""
 
     request_id: str
     names: list[BlockHash]
@@ -357,7 +357,7 @@ class StorePlanner:
         return tracked
 
     def _fresh_match(self, store: PlannerStore, tracked: _Tracked, num_tokens: int) -> Match | None:
-        """Return the store's match. Return None while the request waits for promotions, at most as long as computing would take (rule 5)."""
+        """Return the store's match. Return None while the request waits for promotions (rule 5)."""
         now = self._now()
         num_blocks = num_tokens // self._block_tokens
         if tracked.waits_until is not None:

@@ -41,8 +41,9 @@ from workers.engines.vllm.store_planner import BlockSave, StoreWork
 
 log = logging.getLogger(__name__)
 
-STAGING_BYTES = 64 << 20  # bytes of a rank's staging area, enough for 500 blocks of a tiny model or 6 of a large one
-# Minimum number of blocks in the staging area; a decode step of 16 requests may complete that many.
+# Size of a rank's staging area in bytes, unless `MIN_STAGED_BLOCKS` blocks need more. It holds 500 blocks of a tiny model.
+STAGING_BYTES = 64 << 20
+# Minimum number of blocks for which a staging area has room; a decode step of 16 requests may complete that many.
 MIN_STAGED_BLOCKS = 16
 # The engine counts as pausing if for this time no step has begun or ended. A write then hardly slows it down.
 PAUSE_SECONDS = 0.02

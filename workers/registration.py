@@ -34,8 +34,8 @@ from fleet.membership.ports import NameHeld, RegistrationRefused, Registry, Regi
 log = logging.getLogger(__name__)
 
 FIRST_PAUSE_SECONDS = 0.1
-# Maximum pause between two tries while the registry does not answer. It is short, so that a router that has restarted soon
-# knows its workers again.
+# Maximum pause between two tries while the registry does not answer. It is short, so that a restarted router knows its workers
+# again after a short time.
 LONGEST_PAUSE_SECONDS = 2.0
 HELD_PAUSE_SECONDS = 0.5  # pause between two attempts to register an id under which another process is registered
 DEREGISTER_SECONDS = 2.0

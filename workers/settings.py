@@ -199,7 +199,7 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     model_dir: str = ""
     """A Hugging Face folder; or a repository of the hub such as Qwen/Qwen3-0.6B, with @revision after it for another
     revision than the newest. The simulated engine reads no weights there, only config.json, the tokenizer and the chat
-    template, if they exist."""
+    template, if they exist; for this engine, the field may be empty."""
 
     hub: HubSettings = HubSettings()
     """The hub from which a repository in `model_dir` is downloaded, and the folder for downloads."""
@@ -247,10 +247,10 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     certificate."""
 
     metrics_access: MetricsAccess = MetricsAccess()
-    """The keys with which the metrics at `metrics_listen` may be read."""
+    """The keys with which the metrics at `metrics_listen` may be read. Without a key or `open`, only a port on loopback answers."""
 
     metrics_tls: MetricsTls = MetricsTls()
-    """The certificate and key for TLS at `metrics_listen`."""
+    """The certificate and key for TLS at `metrics_listen`; without them, the port does not use TLS."""
 
     advertise: str = ""
     """The address that routers dial, if it differs from `listen`, for example because `listen` is 0.0.0.0 or addresses

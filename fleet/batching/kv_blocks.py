@@ -153,7 +153,7 @@ class KvBlocks(Generic[Name]):
         attempt.own -= len(named)
 
     def free(self, attempt: BatchedAttempt[Name]) -> None:
-        """Release all blocks of an attempt that has ended or was preempted."""
+        """Release all blocks of an attempt that has ended, was cancelled or was preempted."""
         self.release(attempt.held)
         self._free += attempt.own
         attempt.held, attempt.own, attempt.computed = [], 0, 0

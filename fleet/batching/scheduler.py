@@ -296,7 +296,7 @@ class BatchScheduler(Generic[Name]):
         self._computing.append(attempt)
 
     def _ask(self, attempt: BatchedAttempt[Name], supply: BlockSupply[Name]) -> bool:
-        """Call the block supply, and begin a fetch. Return False if no block is worth fetching."""
+        """Ask the block supply how many tokens a fetch would bring, and begin the fetch. Return False if no block is worth fetching."""
         attempt.asked = True
         here = len(attempt.held)
         coming = supply.offer(attempt.job, here)

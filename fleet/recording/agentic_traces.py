@@ -66,10 +66,10 @@ class _SessionRow(Struct, frozen=True):
 
 
 class _TimedRequest(Struct, frozen=True):
-    """A request with its agent, and with the time at which its answer ended."""
+    """A request with the agent that sent it, and with the time at which its answer ended."""
 
     request: TraceRequest
-    end: Nanos  # time at which the answer ended
+    end: Nanos  # time at which the answer ended, since the session's start
     agent: int  # number of the agent that sent the request; 0 is the main agent
     parent: int  # number of the agent that started this agent; for the main agent its own number
 

@@ -216,7 +216,7 @@ def end_line(why: str) -> bytes:
 
 
 def deciding_settings(settings: RouterSettings) -> RouterSettings:
-    """Return only the settings that affect decisions. Their names are listed in this module, so that no secret is recorded."""
+    """Return the settings that affect decisions, with defaults for all others. This module lists them, so that no secret is recorded."""
     kept = {name: getattr(settings, name) for name in _DECIDING_FIELDS}
     tenants = {name: TenantSettings(weight=tenant.weight) for name, tenant in settings.tenants.items()}
     chosen = {name: table for name, table in settings.policies.items() if name == settings.policy}

@@ -114,7 +114,7 @@ class DecidedAgain(Struct, frozen=True, kw_only=True):
     """Number of decisions whose replicas or reason differ from those that were recorded."""
 
     plans: int
-    """Number of plans in the recording."""
+    """Number of lines in the recording that state a plan; a plan has a line for each of its recorded states."""
 
     first: int | None = None
     """Number of the first decision that differs, counted from 1 over all recorded decisions; None: no decision differs."""

@@ -61,7 +61,9 @@ class TraceFile(Struct, frozen=True, kw_only=True):
     block_tokens: int
     requests: Callable[[], Iterator[TraceRequest]]  # yields the requests in the order of their arrival
     sessions: Callable[[], Iterator[TraceSession]] | None  # yields the sessions; None if the format has no sessions
-    count: Callable[[], int] | None  # returns the number of requests without decoding them; None if that is impossible
+    # Returns the number of rows without decoding them: the number of requests, or for "access" at least this number. None if a row is
+    # no request.
+    count: Callable[[], int] | None
 
 
 class Trace(Struct, frozen=True, kw_only=True):

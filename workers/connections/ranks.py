@@ -162,7 +162,7 @@ class GroupLeader:
                 writer.close()
 
     def _taken(self, asked: Join, writer: asyncio.StreamWriter) -> bool:
-        """Return True if a rank may join; otherwise send it the reason why it is refused, and return False."""
+        """Return True and keep the connection if a rank may join; otherwise send it the reason why it is refused, and return False."""
         if (refused := self._rendezvous.join(asked)) is not None:
             if not refused.again:
                 log.warning("engine rank refused", extra={"cause": refused.why})

@@ -152,7 +152,7 @@ class SimulatedModel(Struct, frozen=True, kw_only=True):
         return SampledToken(token, ends=may_end and token in ends)
 
     def vector(self, tokens: TokenBytes, pooling: Pooling, size: int) -> Vector:
-        """Return the vector of a prompt, which depends only on its tokens and on the weights.
+        """Return the vector of a prompt, which depends only on the prompt's tokens, the weights and the parameters `pooling`.
 
         An embedding is a unit vector with the demanded number of dimensions; each prompt has a random direction of its
         own. A classification is one number from 0 to 1, such as the score of a pair of texts.

@@ -91,7 +91,7 @@ class SimulatedStore:
         return cls(client, conversion, threads)
 
     async def load(self, names: Sequence[BlockHash], deadline: Nanos, trace: bytes = b"") -> Loaded:
-        """Load the longest prefix of `names` that the store has and that arrives within `deadline` from now.
+        """Load the longest prefix of `names` that the store has. Return no blocks if this takes longer than `deadline`.
 
         `trace` is the trace context of the request, which the node gets with the call
         (`kvstore.tracing.context.call_trace`).

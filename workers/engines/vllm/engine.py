@@ -559,7 +559,7 @@ class VllmEngine:
             self._tell(outcome)
 
     async def _prompt_with_images(self, request: _InFlight, params: "SamplingParams") -> "MultiModalInput | None":
-        """Return the prompt of a request with images; None if the request has ended, because it was refused or cancelled."""
+        """Return the prompt of a request with images; None if the request has ended: it was refused or cancelled, or has failed."""
         start = request.start
         try:
             prompt = await self._image_prompts.prompt_of(start, lambda: request.cancelled)
@@ -684,7 +684,10 @@ class VllmEngine:
 
 
 def _parsed(progress: Progress, parser: VllmAnswerParser, start: Start) -> Progress:
-    """Return the progress with the parsed parts of its tokens, and without the tokens after a stop string."""
+    """Return the progress with the parsed parts of its tokens, and without the tokens after a stop string.
+
+    After the step with the stop string, and for a cancelled request, return the progress unchanged.
+    """
     if parser.stopped or progress.finish is Finish.CANCELLED:
         return progress
     ends = progress.finish is not None and not (start.phase is Phase.PREFILL and progress.finish is Finish.LENGTH)

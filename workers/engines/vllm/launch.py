@@ -432,7 +432,7 @@ def engine_args(
         "enable_prefix_caching": settings.task not in POOLING_TASKS,
         # Requests run by priority, and requests of equal priority in the order of arrival.
         "scheduling_policy": "priority",
-        # The router tokenizes the prompts, so the engine needs a tokenizer only for grammars.
+        # The router tokenizes the prompts, so vLLM needs a tokenizer only for grammars, answer parsers and images.
         "skip_tokenizer_init": not settings.vllm.keeps_forms,
         # Off, because Fleet has its own statistics, and each step takes less time without vLLM's.
         "disable_log_stats": True,

@@ -261,7 +261,7 @@ def counts_at_end(output: "RequestOutput") -> PromptBlockCounts:
 
 
 def counts_at_start(start: Start, stats: "PrefillStats", block_tokens: int) -> PromptBlockCounts:
-    """Return the same counts as `counts_at_end`, but already at the first token, from vLLM's statistics.
+    """Return the same counts as `counts_at_end`, without the tiers, but already at the first token, from vLLM's statistics.
 
     Fleet's connector has corrected these statistics, so blocks that did not arrive are not counted. vLLM does not say
     which connector has provided a block. Therefore Fleet's connector makes only directly pulled blocks count as

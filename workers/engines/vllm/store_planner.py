@@ -74,8 +74,8 @@ class PlannerStore(Protocol):
     def match(self, names: Sequence[BlockHash], *, max_wait_seconds: float, tenant: bytes, trace: bytes = b"") -> Match:
         """Return the longest prefix of `names` in the node's memory, leased for `LEASE_SECONDS`.
 
-        The node may also begin to promote the blocks after this prefix from slower tiers. It records a span of the call
-        in the trace of `trace`.
+        If `max_wait_seconds` is above 0, the node also begins to promote the blocks after this prefix from slower tiers
+        (`Match.loading`). It records a span of the call in the trace of `trace`.
         """
         ...
 
@@ -423,7 +423,7 @@ class StorePlanner:
         fresh = [index for index in range(tracked.offered, full) if names[index] not in self._offered]
         tracked.offered = full
         if tracked.hands_off:
-            # The whole chain is saved: the store skips blocks that it has, but then keeps the chain's beginning longer.
+            # The whole chain is saved. The store writes only the blocks that it lacks, but the save counts as a use of the whole chain.
             work.urgent.append(BlockSave(request_id, names, list(block_ids[:full]), tracked.salt))
         elif fresh:
             first = fresh[0]

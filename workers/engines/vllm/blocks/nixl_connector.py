@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 class ChecksumOrders(NixlConnectorMetadata):  # type: ignore[misc]  # vLLM's types are not read
-    """Orders of one step for all ranks: the orders of vLLM's connector, and the blocks that have to be checked."""
+    """Orders of one step for all ranks: those of vLLM's connector, and the checksums that have to be computed or compared."""
 
     def __init__(self, orders: NixlConnectorMetadata, handed: dict[str, list[int]]):
         self.__dict__.update(vars(orders))
@@ -160,7 +160,7 @@ class NixlConnector(NixlPullConnector):  # type: ignore[misc]  # vLLM's types ar
     def build_connector_worker_meta(self) -> RankChecksums | None:
         """Return this rank's report about a step; None if there is nothing to report.
 
-        It has the checksums of the blocks that are handed over, and the counts of the pulled blocks that were checked.
+        It has the checksums of the blocks that are handed over, and the counts of the pulled blocks by the result of their check.
         """
         pulled = self._checks.take_counts()
         computed = {}

@@ -258,7 +258,7 @@ class LeadingSaver:
                 self._write(staged)
 
     def _await_pause(self) -> None:
-        """Wait until the engine pauses, at most `LONGEST_WAIT_SECONDS`, or until half of the area is taken (rule 3)."""
+        """Wait until the engine pauses, half of the area is taken, or the saver closes, at most `LONGEST_WAIT_SECONDS` (rule 3)."""
         for _ in range(round(LONGEST_WAIT_SECONDS / PAUSE_SECONDS)):
             turns = self._turns
             closing = self.closing.wait(PAUSE_SECONDS)

@@ -184,7 +184,7 @@ class Engine(Protocol):
 class BlockSaver(Protocol):
     """An engine that can write blocks of its prefix cache to the store when the evacuation calls `save`.
 
-    Other engines write a block only once, when it becomes full.
+    Other engines write a block only when it becomes full, or when it is handed off through the store.
     """
 
     async def save(self, names: Sequence[BlockHash], within: Nanos) -> int:

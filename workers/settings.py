@@ -321,7 +321,7 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     Workers of one model should have the same adapter under the same name."""
 
     adapter_slots: Positive = 4
-    """Number of LoRA adapters that are loaded at a time; each uses memory of the device."""
+    """Maximum number of LoRA adapters that are loaded at a time; each uses memory of the device."""
 
     max_waiting: Annotated[int, Meta(ge=0)] = 256
     """Maximum number of requests that wait for a place in the batch; further requests are refused with QUEUE_FULL."""

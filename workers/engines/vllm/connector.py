@@ -67,7 +67,8 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 CALL_SECONDS = {
-    # The deadline is short, because every request of the engine waits for a match, which usually takes 0.5 ms.
+    # Time limit of a call to the store node. It is short here, because every request of the engine waits for a match, which usually
+    # takes 0.5 ms.
     KVConnectorRole.SCHEDULER: 0.25,
     KVConnectorRole.WORKER: 1.0,
 }
@@ -75,7 +76,7 @@ CALL_SECONDS = {
 STORE_SECONDS = 2.0
 ORPHAN_GRACE_SECONDS = 5.0  # time between SIGTERM and SIGKILL for a vLLM process whose worker process has ended
 # The planner remembers the names of this many offered blocks for each block that fits into the engine's memory. A block
-# that the planner remembers is not offered to the store again.
+# that the planner remembers is not offered to the store again, except for a handoff.
 REMEMBERED_PER_BLOCK = 4
 
 
@@ -84,7 +85,7 @@ class KvConnectorSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str
     revision: str
-    store: str  # address of the store node; empty: there is no store, and the connector only counts blocks and steps
+    store: str  # address of the store node; empty: there is no store, so no blocks are loaded or saved
     store_credentials: Credentials
     scratch: str  # folder of the engine's sockets; `_end_with_parent` removes it after the worker process has ended
 

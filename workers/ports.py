@@ -1,4 +1,4 @@
-"""Ports of a worker: interfaces to the engine, the routers' streams, the store and the registry, which its server needs."""
+"""Ports of a worker: the interfaces that its server needs, to the engine, the routers' streams and the store (pins, evacuation)."""
 
 from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Literal, Protocol, runtime_checkable

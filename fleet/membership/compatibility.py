@@ -45,7 +45,7 @@ class _Refusals(Struct):
     peer: IncompatiblePeer
     at: Nanos  # instant of the latest refusal
     logged: Nanos  # instant of the latest refusal that the caller had to log
-    unlogged: int = 0  # number of refusals since `logged`
+    unlogged: int = 0  # number of refusals after `logged`, which the caller did not log
 
 
 class IncompatiblePeers:

@@ -61,7 +61,7 @@ class RegistryServer:
         return self.machine.lease // MILLISECOND
 
     def register(self, event: Register) -> RegistrationRefusal | None:
-        """Register a worker, or renew its registration. Return None if the registration was accepted, else the reason of its refusal."""
+        """Register a worker, or renew its registration. Return None if the registration was accepted, else the refusal."""
         commands = self.machine.handle(event, self._clock.now())
         self._announce(commands)
         return next((command for command in commands if isinstance(command, RegistrationRefusal)), None)

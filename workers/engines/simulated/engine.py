@@ -168,7 +168,9 @@ class SimulatedEngine:
         return self.lending.leases
 
     async def save(self, names: Sequence[BlockHash], within: Nanos) -> int:
-        """Write those of the named blocks that are in the engine's cache; return how many of them the store did not have.
+        """Write those of the named blocks that are in the engine's cache to the store. Return how many of them it did not have.
+
+        Return 0 if there is no store, or if the write takes longer than `within`.
 
         Implements `workers.ports.BlockSaver.save`.
         """

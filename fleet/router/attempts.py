@@ -212,7 +212,8 @@ class Attempts:
 class _QueuedPrompt(Struct):
     worker_id: WorkerId
     tokens: int  # prompt tokens that the worker has to compute, so without cached ones
-    # Queue position (rule 4). `rank`, `seq` and `priority` are set only for prompts that wait, or have waited, in a prefill queue.
+    # Queue position (`rank` and `seq`, rule 4) and priority of the request. They are set only for prompts that wait, or have waited, in a
+    # prefill queue.
     rank: int = 0
     seq: int = 0
     priority: int = 0

@@ -60,7 +60,8 @@ class SessionTable:
         # The bindings to announce, by session. Values: the worker (None: the binding has ended) and the stamp.
         self._news: dict[SessionKey, tuple[WorkerId | None, int]] = {}
         self.has_moved = False
-        """True if this router has bound a session to another worker, or for the first time, or has ended a binding, since the last call of `news`."""
+        """True if this router has bound a session to another worker, or for the first time, or has ended a binding, since the last call of
+        `news`. Always false without `telling`."""
 
         self.dropped: list[SessionKey] = []
         """The sessions whose bindings have ended by age or by the limit (rules 1 and 2) since the last call of `take_dropped`."""
@@ -119,7 +120,7 @@ class SessionTable:
         return dropped
 
     def news(self) -> list[SessionBinding]:
-        """Return the bindings that this router has made or ended since the last call, for its peers."""
+        """Return, for the peers, the bindings that this router has made or ended since the last call, up to the limit of rule 4."""
         news, self._news, self.has_moved = self._news, {}, False
         return [SessionBinding(key=key, worker_id=worker_id, stamp=stamp) for key, (worker_id, stamp) in news.items()]
 

@@ -54,7 +54,7 @@ class PlacedPrompt(Struct, frozen=True, kw_only=True):
     number: int = 0
     """The number that the announcing router gave to an unfinished prompt (rule 1). 0: the prompt is assumed to be cached (rule 3)."""
 
-    # Block keys of the prompt's marks (rule 2), or of all its blocks if the prompt is assumed to be cached.
+    # Block keys of the prompt's marks (rule 2), or of its first `MAX_ANNOUNCED_KEYS` blocks if the prompt is assumed to be cached (rule 3).
     keys: tuple[int, ...]
     age_ms: int = 0  # milliseconds since the prompt was sent; 0 for an unfinished prompt, whose age does not matter
 

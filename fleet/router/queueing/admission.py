@@ -12,7 +12,7 @@ Rules:
    queue. If it is rejected because it would wait too long on the chosen worker, the hint is the predicted wait there.
 4. The queue is notified of everything that may end a wait: released room, workers that come and go, changed limits, and sessions that have
    moved. After the whole event was processed, queued requests are placed until no more can be placed, or until `MAX_FAILED_TRIES` tries
-   have failed.
+   for one model have failed. First tries of a wait group are limited separately (`admission_queue.QueueSearch`).
 5. A request that can be served only by a worker that has gone is rejected. So when a worker has gone, all requests that wait for it are
    tried.
 """
@@ -33,10 +33,11 @@ from fleet.router.state.worker_table import RegisteredWorker
 
 # Maximum retry hint in milliseconds; the present load says little about the load more than a minute later.
 MAX_RETRY_AFTER_MS = 60_000
-# Maximum margin for errors of a predicted wait, as a share of the limit `max_queue_seconds`. However wrong the predictions were, this limit
-# never rejects a request whose predicted wait is below half the limit.
+# Maximum margin for errors of a predicted wait, as a share of `max_queue_seconds`. However wrong the predictions were, the margin never
+# causes the rejection of a request whose predicted wait is below half of `max_queue_seconds`.
 MAX_MARGIN = 0.5
-# Maximum number of failed tries to place queued requests after an event; each try is a placement, which takes 35 us with 64 workers.
+# Maximum number of failed tries to place queued requests of one model after an event, without first tries of wait groups (rule 4). Each try
+# is a placement, which takes 35 us with 64 workers.
 MAX_FAILED_TRIES = 32
 
 TryPlace = Callable[[RequestId], BusyWorkers | None]

@@ -34,8 +34,8 @@ from fleet.router.state.departure_rate import DepartureRate
 
 # Larger values of `priority_seconds` and `size_seconds` count as this value, because infinity cannot be used in sums.
 MAX_SECONDS = 1e9
-# Maximum number of untried wait groups that one search tries without success, in addition to its limited number of failing tries. 1024
-# tries take about 35 ms.
+# Maximum number of untried wait groups (`fleet.router.queueing.wait_groups`, rule 3) that one `QueueSearch` tries without success, in
+# addition to its limited number of other failing tries. 1024 tries take about 35 ms.
 MAX_FIRST_TRIES = 1024
 # Number of clocks that are kept for tenants without waiting requests. If there are more, those clocks are removed that are not ahead of the
 # clock of the tenant that was served last, because they make no difference (rule 2).
@@ -46,7 +46,7 @@ QueuePosition = tuple[int, int, RequestId]
 
 
 class OrderedRequests:
-    """Keeps request ids in the order of their ranks, the lowest first. Requests with equal ranks are in the order of `seq`.
+    """Keeps request ids in the order of their ranks, the lowest first. Requests with equal ranks are in the order of their arrival (`seq`).
 
     The ids are in a sorted list, because a request may be removed from any position. A removal from a thousand entries takes less than a
     microsecond.
@@ -120,7 +120,7 @@ class QueuedRequest(Struct, frozen=True, kw_only=True):
     tokens: int  # number of tokens of the prompt
     whole_tokens: int = 0  # number of tokens of the prompt and of the longest possible answer together
     wait_key: Hashable = (
-        # A value that is equal for requests that the same workers may serve, apart from their lengths and sessions. None: every worker may.
+        # Equal for requests that the same workers may serve if lengths and sessions do not count. None: every worker may serve the request.
         None
     )
     session: SessionKey | None = None  # the session, if only the worker to which it is bound may serve the request
@@ -246,7 +246,7 @@ class FairQueue:
         return group
 
     def _group_of(self, waiting: QueuedRequest) -> WaitGroup:
-        """Return the wait group of a request, after the request was added to it."""
+        """Add a request to the wait group of all requests that the same workers can serve, and return the group."""
         reach = self._sizes.reach(waiting.tokens, waiting.whole_tokens)
         return self.groups.join((waiting.wait_key, waiting.session, reach), waiting.session)
 
@@ -438,7 +438,7 @@ class QueueSearch:
 class AdmissionQueue:
     """Keeps all queued requests of one router.
 
-    The mapping has the weight of each tenant; a tenant without an entry has weight 1. The caller may change the mapping later.
+    The mapping `weights` has the weight of each tenant; a tenant without an entry has weight 1. The caller may change the mapping later.
     """
 
     def __init__(self, weights: Mapping[str, float]) -> None:
@@ -516,7 +516,10 @@ class AdmissionQueue:
         return waiting
 
     def served(self, request_id: RequestId, model: ModelName, tokens: int, computed: int, now: Nanos) -> None:
-        """Record that a prompt was given to a worker, which computes `computed` of its tokens. Remove the request if it was queued."""
+        """Record that a prompt of `tokens` tokens was given to a worker, which has to compute `computed` of them.
+
+        If the request was queued, remove it, and charge its tenant with the computed tokens.
+        """
         if (queue := self.queues.get(model)) is None:
             return
         queue.departed(tokens, now)

@@ -52,7 +52,8 @@ class WaitGroup:
         self.session = session
         self.blocked_on = blocked_on
         self.waiting = 0
-        # The last turn (`WaitGroups.turn`) in which the group was tried. Tries at the front of the queue do not count.
+        # The last turn of `admission_queue.QueueSearch` in which the group was tried. Tries because of a place at the front of the queue, and
+        # first tries, do not count.
         self.turn = 0
         self.rejected_in = 0  # the number of the last search that rejected the group; 0: the group is untried
 

@@ -19,7 +19,7 @@ class ImageSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     hosts: tuple[str, ...] = ()
     """The only hosts that images are fetched from, in lower case: ``images.example.com`` at the ports 80 and 443,
     ``images.example.com:8443`` at that port, ``*.example.com`` for all names below it. Redirects to other hosts are refused too. Empty:
-    all hosts with public addresses."""
+    all hosts whose addresses are public or in `networks`."""
 
     networks: tuple[str, ...] = ()
     """Networks that images are fetched from although they are not public, such as ``10.20.0.0/16`` for an image store on your own network.

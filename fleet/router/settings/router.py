@@ -20,11 +20,11 @@ from kvstore.tracing.settings import TracingSettings
 
 
 class SelectionSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Limits of the leases that the call `Select` gives, and of the time for which it waits."""
+    """Limits of `Select` in the gRPC service `fleet.v1.Selection`: for the leases on workers that it gives, and its wait for a worker."""
 
     max_lease_ms: Annotated[int, Meta(ge=100, le=3_600_000)] = 60_000
-    """The longest lease in milliseconds; a request for a longer one is refused. Each report renews a lease, so a lease need not be longer
-    than the pause between two reports. The capacity that a dead caller has reserved is free again when its leases end."""
+    """The longest lease in milliseconds; a request for a longer one is refused. Each report of the caller renews the lease, so a lease need
+    not be longer than the pause between two reports. The capacity that a dead caller has reserved is free again when its leases end."""
 
     max_wait_ms: Annotated[int, Meta(ge=0, le=3_600_000)] = 60_000
     """The longest wait of `Select` in milliseconds while all workers are busy; a request for a longer wait is refused."""
@@ -95,7 +95,8 @@ DEFAULT_EXTERNAL_PATHS = (
     "/pooling",
     "/v2/embed",
 )
-"""The API of OpenAI, and the paths outside of ``/v1`` by which clients use vLLM."""
+"""Default of `external_paths`, the paths of external servers that clients may reach: the API of OpenAI, and the paths outside of ``/v1`` by
+which clients use vLLM."""
 
 
 class OpenAiWorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -162,8 +163,8 @@ class OpenAiWorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fie
     eight, so that neither a load that doubles twice nor an uncached prompt counts as a hang."""
 
     silence_floor_seconds: Annotated[float, Meta(ge=0.01, le=3600)] = 1.0
-    """Shorter silences never count as a hang, however fast a server was before. The default is longer than garbage collection, a busy core or
-    a retransmission take (some hundreds of milliseconds), and not longer than clients wait before they give up."""
+    """Silences shorter than this never count as a hang, however fast a server was before. The default is longer than garbage collection, a
+    busy core or a retransmission take (some hundreds of milliseconds), and not longer than clients wait before they give up."""
 
     silence_timeout_seconds: PositiveSeconds = 600.0
     """The upper limit of silence: a request that has got no byte for this time has failed, however slow the server was before. This also
@@ -204,7 +205,7 @@ class OpenAiWorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def withholds_keys(self) -> bool:
-        """True if the keys of clients would cross the network unencrypted to this server, which the settings do not allow."""
+        """True if clients' keys are left out of requests to this server, because they would cross the network without encryption."""
         return not self.insecure and is_plain_hop(self.url)
 
     @property
@@ -239,7 +240,7 @@ class AccessRecordSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Path of the file with the records. Processes of one router may share it. Empty: there are no records."""
 
     max_mib: Annotated[int, Meta(ge=1, le=1 << 20)] = 100
-    """Size in MiB at which the file is renamed to `.1`. A record has about 700 bytes without content."""
+    """Size in MiB at which the file is renamed: `.1` is added to its name. A record has about 700 bytes without content."""
 
     kept_files: Annotated[int, Meta(ge=0, le=1000)] = 5
     """Number of renamed files that are kept; older files are removed."""
@@ -270,8 +271,8 @@ class Thresholds(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     on a better worker or be rejected in time, and a request that waits in an engine cannot."""
 
     max_queued: Annotated[int, Meta(ge=0, le=2**32 - 1)] = 1024
-    """Maximum number of requests that wait because every worker is at its limit. If one more comes, the last request of the tenant with
-    the largest backlog is rejected with `queue_full`."""
+    """Maximum number of requests in the admission queue, over all models. If one more comes, the last request of the tenant with the largest
+    backlog (prompt tokens, divided by the tenant's weight) is rejected with `queue_full`. Requests that have lost a worker stay."""
 
     max_queue_seconds: PositiveSeconds = 10.0
     """A request is rejected at once if it would wait longer than this for its first token; its own prefill does not count. Set it to your
@@ -295,8 +296,8 @@ class Thresholds(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_fields=True):
     router_id: Annotated[str, Meta(min_length=1)] = "router"
     """Name of this router at workers and peers; two routers of one cluster must have different names.
-    A worker keeps one stream for each name, so routers with the same name interrupt each other's requests. Workers and peers
-    log this."""
+    A worker keeps one stream for each name, so routers with the same name interrupt each other's requests. Workers and peers log a
+    warning if two routers have the same name."""
 
     http_listen: str = "127.0.0.1:8000"
     """host:port of the OpenAI API, health and metrics; port 0 takes a free one."""
@@ -586,7 +587,7 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
                 )
 
     def _check_redis(self) -> None:
-        """Refuse a URL that is not one of Redis. The message does not show the URL, which may hold a password."""
+        """Refuse a `tenants_redis` that is not a URL of Redis. The error message does not show the URL, which may contain a password."""
         try:
             url = urlsplit(self.tenants_redis)
             is_usable = url.scheme in ("redis", "rediss", "unix") and url.port != 0

@@ -43,7 +43,7 @@ class DepartureRate:
         return None if self._departures < EVIDENCE or seconds <= 0 else amount / seconds
 
     def _faded(self, now: Nanos) -> tuple[float, float]:
-        """Return the measured amount and seconds with their present weights. The time since the last departure is included."""
+        """Return the measured amount and seconds with their present weights. If something waits, the time since `_since` is included."""
         if self._since is None:
             return self._amount, self._seconds
         seconds = max(0, now - self._since) / SECOND

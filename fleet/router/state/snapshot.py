@@ -20,7 +20,7 @@ class RouterCounters(Struct, kw_only=True):
     aggregated: int = 0  # number of decisions that chose one worker for prompt and answer
     disaggregated: int = 0  # number of decisions that chose a pair
     placements: dict[PlacementReason, int] = {}
-    # Requests that no worker could serve, by cause; they are also in `refused`.
+    # Requests that no worker could serve, or whose answer no other worker could continue, by cause; they are also in `refused`.
     impossible: dict[RejectionCause, int] = {}
     policy_fallbacks: int = 0  # number of choices that the default policy made because the configured policy failed
     retried: int = 0  # number of failed attempts after which the router tried to place the request again

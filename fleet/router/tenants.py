@@ -55,10 +55,11 @@ class TenantSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """While requests wait in the router, each tenant gets a share of the computed prompt tokens in proportion to its weight."""
 
     requests_per_minute: PerMinute = 0.0
-    """Number of requests per minute that are admitted on average, 1 or more. After a pause, as many are admitted at once. 0: no limit."""
+    """Maximum number of requests per minute on average, at least 1. After a minute's pause, so many are admitted at once. 0: no limit."""
 
     tokens_per_minute: PerMinute = 0.0
-    """Number of tokens of prompts and answers per minute on average, 1 or more. After a pause, as many may be used at once. 0: no limit."""
+    """Maximum number of tokens of prompts and answers per minute on average, at least 1. After a pause, so many may be used at once, and the
+    last request that is admitted may exceed the limit (rule 2). 0: no limit."""
 
     @property
     def is_limited(self) -> bool:

@@ -50,7 +50,7 @@ class PrefillBreakEven:
             token_seconds: Seconds per prompt token on the decode worker; 0: unknown.
             requests: Requests on the decode worker.
             constant: The setting `remote_prefill_min_tokens`. Until enough handoffs were measured, the result is this number or
-                `MIN_TOKENS`, whichever is smaller.
+                `MIN_TOKENS`, whichever is smaller. Afterwards it is this number only if `token_seconds` is 0.
         """
         if not self.measured:
             return min(constant, MIN_TOKENS)

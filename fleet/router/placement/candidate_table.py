@@ -129,7 +129,7 @@ class PoolTopology:
         return flags
 
     def with_fingerprint(self, fingerprint: str) -> Flags:
-        """Return a flag for each worker: True if it has this fingerprint, and so computes the same tokens."""
+        """Return a flag for each worker: True if it has this fingerprint, so that it can continue an answer of a worker that has it too."""
         flags: Flags = np.array([each.fingerprint == fingerprint for each in self.descriptions], dtype=np.bool_)
         return flags
 
@@ -253,7 +253,7 @@ class CandidateTable(Struct, frozen=True, eq=False, gc=False):
         return structs.replace(self, failed=failed)
 
     def candidates(self, rows: Rows) -> Candidates:
-        """Return the candidates at these rows, in this order. The caller must not name a row twice."""
+        """Return the candidates at these rows. The rows must be in ascending order, and each at most once."""
         topology = self.topology
         everybody = Candidates(topology.worker_ids, self.columns, None, self.warm, topology.even)
         return everybody if len(rows) == len(topology.worker_ids) else everybody.only(rows)
@@ -322,7 +322,7 @@ def _able_workers(request: PlacementRequest, table: CandidateTable) -> Flags:
 def capable(request: PlacementRequest, topology: PoolTopology, flags: Flags, answer_tokens: int) -> Flags:
     """Return `flags`, but with False for each worker that could not serve the request even when idle.
 
-    The pin, the labels and the session of the request are not considered here.
+    The pin, the labels, the session and a demanded pair are not considered here.
     """
     if not topology.all_fit(request.prompt_tokens, answer_tokens):
         flags = flags & topology.fit(request.prompt_tokens, answer_tokens)

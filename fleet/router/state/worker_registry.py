@@ -351,7 +351,10 @@ class WorkerRegistry:
         )
 
     def paces(self) -> Iterator[tuple[WorkerId, int, float]]:
-        """Yield, for each answering worker, its id, its number of requests and its seconds per prompt token."""
+        """Yield, for each answering worker, its id, its number of requests of all routers, and its seconds per prompt token.
+
+        If the worker itself has no measurement, the seconds are the mean of the workers of its model; 0: unknown.
+        """
         for pool in self.tables.values():
             yield from pool.paces()
 

@@ -436,7 +436,10 @@ class RegisteredWorker:
         return self.description.role is not Role.PREFILL
 
     def assume(self, live: LiveRequest, now: Nanos) -> None:
-        """Record that the prompt of a request will be cached on this worker. Do nothing if the worker reports its cache."""
+        """Record that the prompt of a request will be cached on this worker, and announce it to peer routers, if there are any.
+
+        Do nothing if the worker reports its cache.
+        """
         if self._assumed_for is not None:
             keys = live.keys(self.description.block_tokens)
             self.assumed.sent(keys, Nanos(now + self._assumed_for))
@@ -739,7 +742,10 @@ class WorkerTable:
         return unanswered / rate if rate else 0.0
 
     def paces(self) -> Iterator[tuple[WorkerId, int, float]]:
-        """Yield, for each answering worker, its id, its number of requests and its seconds per prompt token."""
+        """Yield, for each answering worker, its id, its number of requests of all routers, and its seconds per prompt token.
+
+        The seconds are those of `prompt_paces`.
+        """
         columns = self.columns
         for row, worker_id in enumerate(self.topology.worker_ids):
             if self.topology.decodes[row]:

@@ -22,7 +22,10 @@ MAX_EVICTED = 64  # maximum number of nodes that one estimate of evictions looks
 
 
 class WindowTokens:
-    """Sums, for each half of the window, how many prompt tokens were to be computed before the first token of each request."""
+    """Sums for the requests with one prefix on one worker: the prompt tokens that had to be computed before their first tokens.
+
+    Each half of the window has a sum of its own.
+    """
 
     __slots__ = ("earlier", "earlier_requests", "later", "later_requests")
 

@@ -82,7 +82,7 @@ async def http_request(
     Content beyond `MAX_ANSWER_BYTES` is cut off, at the end of the read that exceeds this limit.
 
     Raises:
-        BackendUnreachable: No answer came in time, or it is not HTTP.
+        BackendUnreachable: The server cannot be reached, no answer came in time, or the answer is not HTTP or switches protocols.
         OutOfSockets: No socket was left for the request.
     """
     headers = {"Host": server.netloc.decode()}

@@ -107,7 +107,11 @@ class AnswerHeads:
         self._known: dict[bytes, AnswerHead] = {}
 
     def find(self, content: bytes) -> AnswerHead:
-        """Return the prepared head, as `read_head` does."""
+        """Return the result of `read_head` for this head, from the cache if the same bytes came before.
+
+        Raises:
+            UnclearEnd: The head does not say clearly where the answer ends.
+        """
         if (head := self._known.get(content)) is None:
             if len(self._known) >= MAX_KNOWN_HEADS:
                 self._known.clear()
@@ -688,7 +692,7 @@ def read_head(content: bytes) -> AnswerHead:
     `content` must be a complete head that ends with the empty line. Of its lines, only the transfer coding is checked.
 
     Raises:
-        UnclearEnd: The transfer coding `chunked` is not the only one.
+        UnclearEnd: There is another transfer coding beside `chunked`, or `chunked` is named twice.
     """
     status_line, *lines = content[:-4].split(b"\r\n")
     version, _, status = status_line.partition(b" ")

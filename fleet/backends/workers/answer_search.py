@@ -82,7 +82,7 @@ class AnswerSearch:
         return search
 
     def received(self, worker_id: WorkerId, kept: KeptAnswers) -> None:
-        """Store the tokens that a worker has sent in the searches for their answers, and end the searches that are complete."""
+        """Note the kept tokens that a worker has sent, in each search for their answer. End the searches that are complete."""
         for each in kept.answers:
             for search in self._searches.get(each.key, ()):
                 if len(each.tokens) > len(search.found):

@@ -42,7 +42,7 @@ MAX_FIRST_TRIES = 1024
 MAX_IDLE_CLOCKS = 64
 
 QueuePosition = tuple[int, int, RequestId]
-"""Rank, number in the order of arrival, and request id. The lowest position goes first."""
+"""The rank of a request (`QueuedRequest.rank`), its number in the order of arrival, and its id. The lowest position goes first."""
 
 
 class OrderedRequests:

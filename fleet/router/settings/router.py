@@ -143,7 +143,7 @@ class OpenAiWorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     kv_events_replay: Annotated[str, Meta(pattern=ENDPOINT)] = ""
     """Endpoint where the server repeats its KV events (vLLM's `replay_endpoint`). Empty: the router does not know the blocks that the server
-    cached before the router connected to it."""
+    cached before the router connected to it, and after a lost event it forgets all blocks of the server."""
 
     cache_ttl_seconds: PositiveSeconds = 600.0
     """Without `kv_events`: how long a prompt is assumed to be cached after it was sent."""
@@ -153,8 +153,8 @@ class OpenAiWorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fie
     for ``/v1/models``."""
 
     probe_seconds: PositiveSeconds = 2.0
-    """Pause between two health checks. The time limit for an answer is this pause, or `RouterSettings.connect_timeout_seconds` if that is
-    longer."""
+    """Pause between two health checks; it is at most 0.25 s while the server gets no new requests. The time limit for an answer is this
+    setting, or `RouterSettings.connect_timeout_seconds` if that is longer."""
 
     silence_factor: Annotated[float, Meta(ge=1, le=1000)] = 8.0
     """Silence limit, as a multiple of the expected time to the first byte. This expected time is the one within which 95 % of the server's
@@ -167,9 +167,9 @@ class OpenAiWorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fie
     busy core or a retransmission take (some hundreds of milliseconds), and not longer than clients wait before they give up."""
 
     silence_timeout_seconds: PositiveSeconds = 600.0
-    """The upper limit of silence: a request that has got no byte for this time has failed, however slow the server was before. This also
-    applies before the server's first answer, for example while it loads its model for the first request. The default is ten minutes,
-    because model loads and long answers in one piece take minutes."""
+    """The upper limit of silence: a request that has got no byte for this time ends on this server, however slow the server was before. It
+    starts on another server if its client has got no part of the answer. The limit also applies before the server's first answer, for
+    example while it loads its model. The default is ten minutes, because model loads and long answers in one piece take minutes."""
 
     silence_cut_seconds: PositiveSeconds = 30.0
     """Time without a byte after which an answer that has begun ends, if the server has not answered a trial request either; at least the
@@ -177,8 +177,8 @@ class OpenAiWorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fie
     go on. The time also applies to a request that no other server can take."""
 
     trial_requests: bool = True
-    """True if a silent server is asked for a completion of one token, on a separate connection and with `api_key`. If off, three silent
-    requests take the server out of rotation, and clients' requests find out whether it is back."""
+    """True if a silent server is asked for a completion of one token, on a separate connection and with `api_key`. If off, a server leaves
+    rotation when about three requests have waited too long for a byte, and returns after a pause to be tried with clients' requests."""
 
     def __post_init__(self) -> None:
         refuse_credentials("url", self.url, "api_key")
@@ -349,7 +349,7 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
     """host:port of the gRPC API for clients."""
 
     grpc_max_held_bytes: Annotated[int, Meta(ge=KIB, le=1 << 40)] = 1024 * MIB
-    """Memory for the messages of all requests at `grpc_listen`, from the first byte to the end of the answer, and the same again
+    """Memory in bytes for the messages of all requests at `grpc_listen`, from the first byte to the end of the answer, and the same again
     for `kserve_listen`; `http.max_held_bytes` is its counterpart for HTTP. When it is full, complete messages above 64 KiB are
     rejected. Shorter messages may use 256 MiB more. Messages above 64 KiB may use 128 MiB more until they are complete."""
 
@@ -448,13 +448,14 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
     share of each decode step."""
 
     engine_hit_credit: Annotated[float, Meta(ge=0, le=1e9)] = 1.0
-    """Credit for a block in the engine's own cache, in blocks of prefill."""
+    """Hit credit of a block in the engine's own cache: the cost that it saves, in blocks of prefill."""
 
     store_hit_credit: Annotated[float, Meta(ge=0, le=1e9)] = 0.75
-    """Credit for a block that has to be loaded from the store (NVIDIA Dynamo's weight of a host cache hit)."""
+    """Hit credit of a block that has to be loaded from the store, in blocks of prefill (NVIDIA Dynamo's weight of a host cache hit)."""
 
     lower_tier_hit_credit: Annotated[float, Meta(ge=0, le=1e9)] = 0.5
-    """Credit for a block that the store first has to fetch from a tier below its memory: SSD, Redis, S3 or another node."""
+    """Hit credit of a block that the store first has to fetch from a tier below its memory (SSD, Redis, S3 or another node), in blocks of
+    prefill."""
 
     prefill_window_tokens: Annotated[int, Meta(ge=0)] = 8192
     """Prefill window: a worker is sent prompts only while it has fewer prompt tokens than this to compute. The default is one step of vLLM
@@ -542,8 +543,9 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
     """Maximum pause between two attempts to reach a worker that is still a member; the first pause is 50 ms."""
 
     catch_up_seconds: Annotated[float, Meta(ge=0, le=20)] = 5.0
-    """The longest time in seconds for which a starting router waits until it knows the existing workers. Until then it does not
-    report that it is ready and, if it shares its ports, accepts no connections. Afterwards it serves with the workers that it knows."""
+    """The longest time in seconds for which a starting router waits until it has dialled each existing worker once, and has the state of its
+    peers. Until then it does not report that it is ready and, if it shares its ports, accepts no connections. Afterwards it serves with the
+    workers that it knows."""
 
     @property
     def counts_limits_without_redis(self) -> bool:

@@ -94,7 +94,7 @@ class StoreSnapshot(Struct, frozen=True, kw_only=True):
 
 
 class KnowledgeSnapshot(Struct, frozen=True, kw_only=True):
-    """The accuracy of what the router knows about caches: one value for all workers of one model with the same kind of knowledge."""
+    """How accurately the router knows the caches of all workers of one model for which it has the same kind of knowledge."""
 
     model: ModelName
     knowledge: Knowledge

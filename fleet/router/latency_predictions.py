@@ -160,7 +160,10 @@ class LatencyPredictions:
         return found
 
     def speeds(self) -> dict[WorkerId, float]:
-        """Return the speed of each worker relative to its profile; above 1 is faster. Workers without predictions are left out."""
+        """Return the speed of each worker relative to its profile: 1 divided by the mean of its learned factors; above 1 is faster.
+
+        Workers without predictions are left out.
+        """
         factors: dict[WorkerId, list[float]] = {}
         for each in self.expected():
             if each.predictions and each.factor > 0:

@@ -7,7 +7,7 @@ Rules:
 2. A server that cannot be reached, or fails `TRIPS` requests in a row, gets no new requests (it drains) and leaves when
    its running requests have ended. It returns when it answers a health check. After failed requests, it first has to wait
    for the end of a pause. If the first request after its return fails too, the server leaves again, and the next pause is
-   twice as long.
+   twice as long, up to `LONGEST_PAUSE_SECONDS`.
    Failed requests alone never remove the only server of a model, or more than half of its servers. Otherwise a request
    that no server can handle could remove all servers.
 3. Exactly one event ends each request: it has finished, it was rejected, or its server left. For a cancelled request
@@ -107,7 +107,7 @@ RETRY_AFTER_MS = 1000
 NO_SOCKET = "this router has no socket left for it; raise its limit of open files, or retry later"
 TOKEN = 0  # stands for each token in reports of progress, because external servers send no token ids
 # Minimum time between two silence checks of a server, for each request that runs on it: with 10 requests it is 10 times as long. A check
-# takes 2 µs for each request.
+# takes 2 µs for each request. This and the next limit do not apply while the silence detector is not `calm`.
 PROBE_INTERVAL = MILLISECOND // 2
 PROBE_INTERVAL_IN_PROGRESS = SECOND  # minimum time between two silence checks of a server that sends content of answers
 
@@ -205,7 +205,7 @@ class ExternalBackend:
         # True if the server has sent content of an answer, or has answered a passage, since the last health check.
         self._was_active = False
         self._looked_at = Nanos(0)  # time of the last silence check of all running requests
-        # Number of failed requests since the last finished one; `TRIPS` - 1 after a suspension (rule 2).
+        # Number of failed requests since the last finished one; `TRIPS` - 1 after a suspension because of failed requests (rule 2).
         self._failures = 0
         self._pause_seconds = FIRST_PAUSE_SECONDS
         self._not_before = Nanos(0)
@@ -326,7 +326,7 @@ class ExternalBackend:
         return answered
 
     async def run(self, hear: Hear) -> None:
-        """Check the server's health until cancelled, and then close all connections to the server; `hear` gets all events."""
+        """Check the server's health until cancelled, and then close all connections to it. `hear` gets all events about the server."""
         self._hear = hear
         try:
             async with asyncio.TaskGroup() as self._tasks:
@@ -684,7 +684,7 @@ class ExternalBackend:
             self._left()
 
     def _lose(self) -> None:
-        """Drop all running requests, because the server does not answer any more."""
+        """Drop all running requests and report that the server has left, because it does not answer any more."""
         works = list(self._works.values())
         self._works.clear()
         for work in works:

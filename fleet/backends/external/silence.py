@@ -32,8 +32,8 @@ still loads. Rules:
      but at most once.
    - In any state, a request is abandoned after `silence_timeout_seconds` without content.
 6. A server returns (`ReturnToRotation`) when it answers the trial request or sends any byte of an answer, but only
-   after a pause. The pause doubles each time the server leaves rotation again soon. If trial requests are not possible,
-   the server returns after the pause, and one more silent request then removes it again.
+   after a pause. The pause doubles, up to `MAX_OUT_PAUSE`, each time the server leaves rotation again within `CALM`. If
+   trial requests are not possible, the server returns after the pause, and one more silent request then removes it again.
 7. Only content counts as a byte of an answer. An HTTP server may send comments or a first event without content while
    its engine hangs. They are passed on, but the request still waits for its first byte.
 8. Instants are running time (`running_time.py`), which stands still while the router does not run.

@@ -53,7 +53,8 @@ NOT_IMPLEMENTED = 501
 UNAVAILABLE = frozenset({502, 503, 504})
 EXCERPT_BYTES = 200
 UNFINISHED = "the stream ended before its last event"
-# Maximum number of measured first bytes between two silence checks (0.1 s); they are enough to know a server's speed.
+# Maximum number of answers between two silence checks (0.1 s) whose time to the first byte is measured. So many measurements are
+# enough to know a server's speed.
 LEARNED_FIRST_BYTES = 16
 # The usage of a stream is searched in its last `USAGE_BYTES` bytes. Of an answer in one piece, as many bytes before and after
 # the last token count are kept.
@@ -97,7 +98,7 @@ class AnswerHead(Struct, frozen=True):
 
 
 class UnclearEnd(Exception):
-    """Error: the head of an answer does not say clearly where the answer ends, so a client could take it for two answers."""
+    """Error: the head of an answer does not say clearly where the answer ends, so a client could take this answer for two."""
 
 
 class AnswerHeads:

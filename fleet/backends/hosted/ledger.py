@@ -48,7 +48,7 @@ class SpendingLedger(Protocol):
         ...
 
     def has_room(self, estimate: int) -> bool:
-        """Return True if an estimate in nanodollars would fit the limit now, by the charges that were read last."""
+        """Return True if an estimate in nanodollars would fit the limit now. The charges may be those at the last reading of a file."""
         ...
 
     async def settle(self, began: int, estimate: int, cost: int) -> None:

@@ -12,7 +12,8 @@ Rules:
    reached, requests wait as they would without an endpoint.
 3. If the endpoint does not accept a request, the client gets the router's own rejection. Its message also gives the
    reason why the request did not overflow.
-4. An endpoint that fails through its own fault gets no requests for a pause. The pause doubles with each further failure.
+4. An endpoint that fails through its own fault gets no requests for a pause. The pause doubles with each further failure, up to
+   `LONGEST_PAUSE_SECONDS`.
 """
 
 import logging

@@ -16,7 +16,7 @@ Rules:
    missing batches are requested again, as a further piece of the replay. If a gap remains, only the batches after the
    gap are used.
 6. If a replay endpoint does not answer, it is not queried again at every gap, because each query costs a timeout. It is
-   queried again after a pause, which doubles with each query without an answer.
+   queried again after a pause, which doubles with each query without an answer, up to `LONGEST_PAUSE_SECONDS`.
 7. The listener yields to the event loop regularly, even if messages arrive without a break.
 """
 
@@ -238,7 +238,7 @@ class _Replay:
             async with asyncio.timeout_at(min(until, clock.time() + REPLAY_TIMEOUT_SECONDS)) as patience:
                 socket.connect(self._endpoint)
                 await socket.send_multipart([b"", start.to_bytes(NUMBER_BYTES, "big")])
-                for received in range(1, RECEIVE_BATCHES + 1):  # repeated batches count too, so that the loop ends
+                for received in range(1, RECEIVE_BATCHES + 1):  # a batch that comes twice counts twice, so that the loop ends
                     *_, number, payload = await socket.recv_multipart()  # SGLang sends the topic before the number
                     if number == END_OF_REPLAY:
                         return batches, True

@@ -108,7 +108,7 @@ class KvEventTranslator:
         """Create a translator that knows no blocks.
 
         Args:
-            block_tokens: Number of tokens in a block.
+            block_tokens: Number of tokens in a block of the router. Published blocks of other sizes are skipped.
             algorithm: Hash algorithm of the block hashes.
             capacity: Number of blocks that the engine can hold (rule 5).
             salt_of: Computes the salt of a chain.
@@ -124,7 +124,7 @@ class KvEventTranslator:
         # Number of the followed group of layers; None: none is chosen yet, or the engine has no groups.
         self._main: int | None = None
         self._knows_main = False
-        # Number of published blocks that were taken over since the translator was created (rule 3). Copies count, and
+        # Number of published blocks that were followed since the translator was created (rule 3). Copies count, and
         # removals do not lower the number.
         self.followed = 0
         # Number of skipped blocks since the translator was created, by reason.

@@ -61,7 +61,10 @@ class GrpcStoreWatch:
         self._reported: set[tuple[StoreId, str]] = set()
 
     async def run(self, tell: Tell) -> Never:
-        """Report every change to `tell` until cancelled; after a failure, connect again with growing pauses."""
+        """Report every change of the node's blocks to `tell` until cancelled.
+
+        After a failure, report that the node has no blocks, and connect again with growing pauses.
+        """
         pause = FIRST_PAUSE_SECONDS
         cause = ""
         loop = asyncio.get_running_loop()

@@ -154,7 +154,7 @@ class WorkerStreams:
             settings: Timeouts, and the store node to watch.
             membership: Yields the arrivals and departures of members; None: there is no registry.
             addresses: Addresses of workers that are always members.
-            reachability: Function that is called when a worker was reached, or could not be reached.
+            reachability: Function that is called when a stream was opened or has ended, or a worker could not be reached.
             incompatible: Collects workers without a common protocol version; None: they are only logged.
 
         Raises:
@@ -376,7 +376,8 @@ class _WorkerConnection:
     def say(self, message: RouterMessage) -> bool:
         """Send a message; return False if it is too long or the send buffer is full.
 
-        If the connection has just ended, the message is lost, and the result is True.
+        If a message that must not be lost is not sent, the stream ends soon (rule 4). If the connection has just ended, the
+        message is lost, and the result is True.
         """
         try:
             self._connection.send(encode_router_message(message).SerializeToString())

@@ -208,7 +208,7 @@ class Arrived(Struct, frozen=True, kw_only=True, rename={"external": "second_han
     whole: bool = False  # the client gets the answer in one piece, so it has seen nothing before the end
     needs: tuple[str, ...] = ()  # the fields of `fleet.core.requests.ENGINE_FIELDS` that the sampling parameters use
     most_wait: Nanos | None = (
-        # A request with a longer predicted wait is rejected, because a hosted endpoint then takes it. None: there is no such endpoint.
+        # A request with a longer predicted wait is rejected, because a hosted endpoint then takes it. None: no hosted endpoint takes it now.
         None
     )
     parsing: ParsingTask | None = None  # what workers need to parse the answer; None: they do not parse it

@@ -259,7 +259,10 @@ class RouterServer:
         raise AssertionError("time ended")
 
     async def drain(self, within: Nanos) -> int:
-        """Accept no new requests, wait for the running ones, and reject those that do not end in time. Return the number of rejected requests."""
+        """Accept no new requests, wait for the running ones, and reject those that do not end in the time `within`.
+
+        Return the number of rejected requests.
+        """
         self._closed = True
         try:
             async with asyncio.timeout(within / SECOND):

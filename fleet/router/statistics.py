@@ -258,7 +258,7 @@ class RouterDemand:
         counters.waited += 1
 
     def first_token(self, live: LiveRequest, now: Nanos) -> None:
-        """Count the first token of a request, with its TTFT and its queue wait."""
+        """Count the first token of a request, with its TTFT, its queue wait and its cached tokens."""
         live.first_token_at = now
         counters = self._models.get(model := live.arrived.model) or self._new(model)
         since = live.since

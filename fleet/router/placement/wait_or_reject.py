@@ -25,7 +25,10 @@ from fleet.router.policy import PlacementRequest
 
 
 class RejectionCause(StrEnum):
-    """The cause of a rejection: why no worker can serve a request. The values are public and stable like `Reason`, but more detailed."""
+    """The cause of a rejection: why no worker can serve a request, or continue its answer.
+
+    The values are public and stable like those of `Reason`, but more detailed.
+    """
 
     NO_WORKER = "no_worker"
     ALL_DRAINING = "all_draining"

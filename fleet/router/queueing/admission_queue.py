@@ -425,7 +425,7 @@ class QueueSearch:
             groups.next_turn()  # all groups were tried in this turn
 
     def mark_rejected(self, busy: BusyWorkers) -> None:
-        """Record that the request that `candidates` yielded last still waits for one of these workers."""
+        """Record that the request that `candidates` yielded last still waits, for one of the workers `busy` (empty: they are not known)."""
         assert self._tried is not None
         if not self._tried.rejected_in and self._first:
             self._first -= 1

@@ -1,10 +1,10 @@
 """Prediction errors: by how much first tokens came later than predicted, and the margin that follows for the next predictions.
 
-A predicted wait is a mean, so about half of all requests wait longer. If requests were admitted up to the limit by the mean alone, the queue of an
-overloaded router would stay at the limit, and half of the answers would come too late. So a prediction is compared with the limit together with a
-margin: the 98th percentile of the latest errors. The expected time of the request's own prefill is first subtracted from
-an error (`fleet.router.queueing.admission.QueueAdmission.first_token`). Everything else that the prediction leaves out is a part of the
-error, and so of the margin.
+A predicted wait is a mean, so about half of all requests wait longer. If the mean alone were compared with the limit `max_queue_seconds`, the
+predicted wait in an overloaded router would stay at the limit, and half of the first tokens would come too late. So a margin is added to a
+prediction before the comparison: the 98th percentile of the latest errors. The expected time of the request's own prefill is first subtracted
+from an error (`fleet.router.queueing.admission.QueueAdmission.first_token`). Everything else that the prediction leaves out is a part of
+the error, and so of the margin.
 """
 
 from collections import deque
@@ -17,7 +17,7 @@ ENOUGH = 8  # number of errors that are needed before there is a margin; with fe
 QUANTILE = 0.98
 FORGOTTEN_AFTER = 30 * SECOND
 """When this time has passed since the latest error, all errors are forgotten. After a fault, the margin may be so large that no request may
-wait. Without this limit, no new error would then be measured, and the margin would stay too large.
+wait. If errors were never forgotten, no new error would then be measured, and the margin would stay too large.
 """
 
 

@@ -296,8 +296,8 @@ class Thresholds(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_fields=True):
     router_id: Annotated[str, Meta(min_length=1)] = "router"
     """Name of this router at workers and peers; two routers of one cluster must have different names.
-    A worker keeps one stream for each name, so routers with the same name interrupt each other's requests. Workers and peers log a
-    warning if two routers have the same name."""
+    A worker keeps one stream for each name, so routers with the same name interrupt each other's requests. Workers and peers write to
+    their logs if two routers have the same name."""
 
     http_listen: str = "127.0.0.1:8000"
     """host:port of the OpenAI API, health and metrics; port 0 takes a free one."""

@@ -224,7 +224,7 @@ class LiveRequest(Struct):
         return structs.replace(sampling, max_tokens=max_tokens, min_tokens=min_tokens, prompt_logprobs=prompt_logprobs)
 
     def keys(self, block_tokens: int) -> tuple[int, ...]:
-        """Return the block keys of `prompt`. The caller has to call `forget_chains` when tokens of the answer are added.
+        """Return the block keys of `prompt`. If tokens were added to the answer since an earlier call, `forget_chains` must be called first.
 
         For a prompt with images, return the keys of the client's prompt that arrived with the request; empty if there are none for this
         block size.

@@ -71,13 +71,14 @@ class FleetCost(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """
 
     engine_hit_credit: float = 1.0
-    """Credit for a block in the engine's own cache, in blocks of prefill."""
+    """Hit credit (item 2) of a block in the engine's own cache, in blocks of prefill."""
 
     store_hit_credit: float = 0.75
-    """Credit for a block that has to be loaded from the store's memory, in blocks of prefill (NVIDIA Dynamo's weight of a host cache hit)."""
+    """Hit credit of a block that has to be loaded from the store's memory, in blocks of prefill (NVIDIA Dynamo's weight of a host cache
+    hit)."""
 
     lower_tier_hit_credit: float = 0.5
-    """Credit for a block that the store first has to fetch from a tier below its memory, in blocks of prefill."""
+    """Hit credit of a block that the store first has to fetch from a tier below its memory, in blocks of prefill."""
 
     running_request_blocks: float = 1.0
     """Cost of each request on a worker, in blocks of prefill. It stands for the time that a request adds to decode steps, apart from the

@@ -204,7 +204,8 @@ class Arrived(Struct, frozen=True, kw_only=True, rename={"external": "second_han
     # Another program sends the request to the worker and reports the progress, so the router does not measure the request's timing.
     external: bool = False
     keys: Mapping[int, tuple[int, ...]] = {}  # block keys of the prompt by block size, if the frontend knows them
-    only_end: bool = False  # the frontend gets only the end of the answer from the router, and the tokens in another way
+    # True if the frontend gets only the end of the answer from the router, and the tokens in another way.
+    only_end: bool = False
     whole: bool = False  # the client gets the answer in one piece, so it has seen nothing before the end
     needs: tuple[str, ...] = ()  # the fields of `fleet.core.requests.ENGINE_FIELDS` that the sampling parameters use
     most_wait: Nanos | None = (

@@ -46,7 +46,8 @@ TOKEN_SECONDS = 9  # recent seconds per prompt token, including the wait for oth
 LIVE_BLOCKS = 10  # number of leading blocks of the prompt that live requests on the worker hold or will soon compute
 NEW_BLOCKS = 11  # number of blocks of the prompt that no live request on the worker holds or will soon compute
 ENGINE_BLOCKS = 12  # number of leading blocks of the prompt in the engine's prefix cache
-COMING_BLOCKS = 13  # number of the next blocks, after those of the row above, that live requests there hold or will soon compute
+# Number of the next blocks, after those of the row above, that live requests on the worker hold or will soon compute.
+COMING_BLOCKS = 13
 STORE_BLOCKS = 14  # number of the next blocks, after those of the two rows above, in the memory of the worker's store
 # Number of the next blocks, after those of the three rows above, that are in a slower tier of the worker's store.
 BELOW_BLOCKS = 15

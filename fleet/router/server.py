@@ -52,8 +52,9 @@ log = logging.getLogger(__name__)
 
 
 class RequestListener(Protocol):
-    """Port: receives the commands of the router's machine for one request. It is called while the router processes an event, so it must
-    not block.
+    """Port: receives the commands of the router's machine for one request.
+
+    It is called while the router processes an event, so it must not block.
     """
 
     def put(self, item: Emit | StartedOver | Complete | RequestRejected) -> None:

@@ -238,7 +238,8 @@ class _Replay:
             async with asyncio.timeout_at(min(until, clock.time() + REPLAY_TIMEOUT_SECONDS)) as patience:
                 socket.connect(self._endpoint)
                 await socket.send_multipart([b"", start.to_bytes(NUMBER_BYTES, "big")])
-                for received in range(1, RECEIVE_BATCHES + 1):  # a batch that comes twice counts twice, so that the loop ends
+                # A batch that comes twice counts twice, so that the loop ends.
+                for received in range(1, RECEIVE_BATCHES + 1):
                     *_, number, payload = await socket.recv_multipart()  # SGLang sends the topic before the number
                     if number == END_OF_REPLAY:
                         return batches, True

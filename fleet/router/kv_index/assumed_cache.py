@@ -72,8 +72,9 @@ class AssumedCache:
             self._forget_first()
 
     def add_earlier(self, keys: Keys, until: Nanos) -> None:
-        """Add a prompt that was sent some time ago, unless it is known already. If the cache is full, prompts that were added before this one
-        are forgotten first.
+        """Add a prompt that was sent some time ago, unless it is known already.
+
+        If the cache is full, prompts that were added before this one are forgotten first.
         """
         keys = keys[: self.capacity]
         if not keys or keys[-1] in self._sent:

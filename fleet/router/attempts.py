@@ -92,7 +92,7 @@ class Attempts:
             self._send(live, attempt, now, out, handoff)
 
     def computed(self, live: LiveRequest, now: Nanos) -> None:
-        """Record that the worker has computed the prompt of a request, so that the worker's prefill queue may send the next prompt."""
+        """Record that the worker has computed the prompt of a request: measure the prefill rate, and let the prefill queue send more prompts."""
         if (tokens := self._queues.leave(live.id)) and live.attempt is not None:
             self._rates[live.attempt.worker_id].computed(tokens, now)
             self._note_idle(live.attempt.worker_id)

@@ -46,7 +46,10 @@ class Placer:
     def choose(
         self, live: LiveRequest, candidate_table: CandidateTable, now: Nanos
     ) -> Decision | WaitForRoom | Rejection:
-        """Choose the workers of a request, for its first or a later placement. A caller that carries out the decision has to call `taken`."""
+        """Choose the workers of a request, for its first or a later placement (rules 1 to 3).
+
+        A caller that carries out the decision has to call `taken`.
+        """
         settings, break_even = self.settings, self._break_even
         placement_request = self.with_session(live, now)
         counts = settings.learn_remote_prefill and (break_even.measured or not live.arrived.external)

@@ -37,7 +37,7 @@ REQUESTS = 2  # number of requests that are reserved on the worker
 BOOKED = 3  # number of the rows above; every reservation changes them, and peer routers report their own sums for them
 LIMIT = 3  # the maximum number of requests that may be reserved on the worker
 MAX_RUNNING = 4  # the maximum number of requests in one batch of the engine
-KV_BLOCKS = 5  # number of blocks that the engine's cache holds
+KV_BLOCKS = 5  # number of blocks that the engine's KV cache can hold
 BLOCK_TOKENS = 6
 PREFILL_SPEED = 7  # speed of prefill on the worker's hardware, relative to other workers of the model; 2: twice as fast
 DECODE_SPEED = 8
@@ -194,7 +194,7 @@ class Candidates(Struct, frozen=True, eq=False):
         return np.maximum(1.0, prompt_tokens - self.held_blocks() * self.block_tokens)
 
     def copy(self) -> "Candidates":
-        """Return a copy of the arrays, for policies that might write to them."""
+        """Return these candidates with a copy of the table, for policies that might write to it."""
         return Candidates(self.everybody, self.columns.copy(), rows=self.rows, warm=self.warm, even=self.even)
 
     def only(self, rows: Rows) -> "Candidates":

@@ -124,7 +124,7 @@ class RequestStream:
         return item
 
     def put(self, item: Emit | StartedOver | Complete | RequestRejected) -> None:
-        """Receive a command of the machine for this request, or its rejection."""
+        """Receive a command of the machine for this request, or its rejection. `StartedOver` removes the tokens that wait to be read."""
         if type(item) is Emit:
             self.kv, self.cached_tokens = item.kv, item.cached_tokens
             self._waiting.append(item.progress)
@@ -140,7 +140,10 @@ class RequestStream:
             self._wake.set_result(None)
 
     def dispatched(self, answer_key: int) -> None:
-        """Record the key under which the worker of a new attempt keeps the tokens of the answer. The worker has sent no tokens yet."""
+        """Record the key under which the worker of a new attempt keeps the tokens of the answer. The worker has sent no tokens yet.
+
+        If this is another key than before, the reader of the stream gets `AnswerKeyChanged`.
+        """
         if answer_key != self._answer_key:
             self._answer_key = answer_key
             self._waiting.append(AnswerKeyChanged(answer_key))

@@ -72,7 +72,7 @@ class SessionTable:
         return len(self._bindings)
 
     def bound(self, key: SessionKey, now: Nanos) -> WorkerId | None:
-        """Return the worker of a session; None if the session is not bound, or was idle for longer than the time to live."""
+        """Return the worker of a session; None if the session is not bound. End a binding that was idle for longer than the time to live."""
         if (binding := self._bindings.get(key)) is None:
             return None
         worker_id, used, _ = binding

@@ -114,7 +114,7 @@ class RouterStatistics:
         refused[reason] = refused.get(reason, 0) + 1
 
     def compare(self, decision: Decision, worker: RegisteredWorker, reported_tokens: int) -> CacheDriftChanged | None:
-        """Compare the cached tokens that a decision predicted with the cached tokens that the worker reported.
+        """Compare the cached tokens that a decision predicted with those that the worker reported, and keep the comparison.
 
         Returns:
             The command to return from the machine if the worker's cache begins to drift or no longer drifts; otherwise None.
@@ -239,7 +239,7 @@ class RouterDemand:
         return counters
 
     def arrived(self, live: LiveRequest) -> None:
-        """Count a request that has arrived."""
+        """Count a request that has arrived, and its prompt tokens."""
         counters = self._models.get(model := live.arrived.model) or self._new(model)
         tokens = live.own_tokens
         counters.arrivals += 1
@@ -258,7 +258,7 @@ class RouterDemand:
         counters.waited += 1
 
     def first_token(self, live: LiveRequest, now: Nanos) -> None:
-        """Count the first token of a request, with its TTFT, its queue wait and its cached tokens."""
+        """Record when the first token of a request came, and count its TTFT, its queue wait and its cached tokens."""
         live.first_token_at = now
         counters = self._models.get(model := live.arrived.model) or self._new(model)
         since = live.since
@@ -268,7 +268,10 @@ class RouterDemand:
         counters.cached_tokens += live.cached_tokens
 
     def ended(self, live: LiveRequest, now: Nanos) -> None:
-        """Count a request that was completed or cancelled: as finished if it has had a first token, or else as abandoned."""
+        """Count a request that was completed or cancelled: as finished if it has had a first token, or else as abandoned.
+
+        A finished request may become a sample (rule 6).
+        """
         counters = self._models.get(model := live.arrived.model) or self._new(model)
         if not live.first_token_at:
             counters.abandoned += 1

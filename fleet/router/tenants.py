@@ -263,7 +263,7 @@ class Tenants:
             limited.expected -= 1
 
     def used(self, tenant: str, answer_tokens: int, now: Nanos, image_tokens: int = 0) -> None:
-        """Take the tokens of an answer from the tenant's buckets. The answer may have ended in any way.
+        """Take the tokens of an answer and of images from the tenant's buckets. The answer may have ended in any way.
 
         Args:
             tenant: Name of the tenant.

@@ -92,7 +92,9 @@ from fleet.router.settings.router import OpenAiWorkerSettings
 
 log = logging.getLogger(__name__)
 
-TRIPS = 5  # number of failed requests in a row after which a server gets no new ones, as in Envoy's outlier detection
+# Number of failed requests in a row after which a server gets no new ones, if enough other servers of its model remain (rule 2). Envoy's
+# outlier detection has the same default.
+TRIPS = 5
 # Number of failed health checks in a row, without an answer to any request in between, after which a server leaves.
 MISSES = 3
 # Pause before a server returns that failed `TRIPS` requests in a row for the first time (rule 2).

@@ -237,7 +237,7 @@ class SilenceDetector:
         self._latest_byte_at = max(self._latest_byte_at, now)
 
     def abandoned(self, request: OutstandingRequest, now: Nanos) -> None:
-        """Note that a client cancelled a request before the first byte of its answer."""
+        """Note that a client cancelled a request before the first byte of its answer. Count the request if it waited too long (rule 4)."""
         silent = self._remember(request, now)
         if request.work_id in self._counted:
             return

@@ -150,7 +150,10 @@ class UpstreamOwner(Protocol):
         ...
 
     def finished(self, upstream: "Upstream", work_id: RequestId, tokens: int, *, reusable: bool) -> None:
-        """Record that the answer is complete; `tokens` more tokens were passed on since the last report."""
+        """Record that the answer is complete; `tokens` more tokens were passed on since the last report.
+
+        `reusable` is true if another request can be sent over the connection.
+        """
         ...
 
     def failed(self, work_id: RequestId, reason: Reason, message: str) -> None:
@@ -200,7 +203,7 @@ class Upstream(asyncio.Protocol):
         self.earlier = b""  # of a stream, the bytes before `latest`, from the previous read in which an event began
         self._counted = b""  # for an answer in one piece: the bytes around the last token count so far
         self._interim_heads = 0  # number of interim heads before the present answer
-        self._served = 0  # number of requests that this connection has served
+        self._served = 0  # number of requests that were sent over this connection, with the running one
         self._events = 0  # number of events that were not reported to `owner` yet
         self._keep_alive = False  # True if the connection to the client stays open after the answer
         # Decoded parts of the answer for a client without chunked encoding; None for other clients.
@@ -268,7 +271,7 @@ class Upstream(asyncio.Protocol):
         self._owner.write_batcher.send(self.flush)
 
     def drop(self) -> None:
-        """Close the connection, because nobody waits for the rest of the answer."""
+        """Close the connection without a report to `owner`. If an answer is arriving, nobody waits for the rest of it."""
         self._send_answer()
         self._relayed = None
         self.transport.abort()

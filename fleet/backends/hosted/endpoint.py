@@ -2,9 +2,9 @@
 
 Rules:
 
-1. The endpoint gets the client's body with the endpoint's own name of the model, without `ROUTER_FIELDS`, and with a
-   limit for the answer's length. For a stream, the body asks for the usage. If the client did not ask for it, the event
-   that contains only the usage is not passed on.
+1. The endpoint gets the client's body with the endpoint's own name of the model and without `ROUTER_FIELDS`. If the body
+   has no limit for the answer's length, one is added. For a stream, the body asks for the usage. If the client did not ask
+   for it, the event that contains only the usage is not passed on.
 2. A failure before the first byte of the answer raises `EndpointFailed`, and the caller may give the client another
    answer. A failure after the first byte ends the answer.
 3. A status other than 2xx counts as a failure before the first byte. The client sent its request to its own cluster, so

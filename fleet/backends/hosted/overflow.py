@@ -238,8 +238,8 @@ class HostedOverflow:
         """Try to serve a rejected request by its hosted endpoint; return None if it was served, or else the rejection.
 
         Raises:
-            RequestRejected: The client has no known key, the tenant's limit is reached, the deadline has passed, or an
-                answer that has begun broke off.
+            RequestRejected: The client has no known key or names another tenant than its own, the tenant's limit is
+                reached, the deadline has passed, or an answer that has begun broke off.
             ClientDisconnected: The client has closed its connection.
         """
         hosted, now = offer.hosted, self._clock.now()

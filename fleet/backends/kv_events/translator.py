@@ -82,6 +82,9 @@ def salt_of_router(adapter: str, salt_text: str) -> bytes:
     """Return the salt of a chain.
 
     `salt_text` is the salt in hexadecimal. The router gave it to the engine, and it already covers the LoRA adapter.
+
+    Raises:
+        ValueError: The text is not a router's salt, or it is empty although the chain has a LoRA adapter.
     """
     salt = bytes.fromhex(salt_text)
     if len(salt) != (SALT_BYTES if salt_text or adapter else 0):

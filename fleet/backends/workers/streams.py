@@ -155,7 +155,7 @@ class WorkerStreams:
             membership: Yields the arrivals and departures of members; None: there is no registry.
             addresses: Addresses of workers that are always members.
             reachability: Function that is called when a stream was opened or has ended, or a worker could not be reached.
-            incompatible: Collects workers without a common protocol version; None: they are only logged.
+            incompatible: Collects workers and store nodes without a common protocol version; None: they are only logged.
 
         Raises:
             ConfigurationRefused: A file of `worker_credentials` cannot be used.
@@ -491,7 +491,11 @@ class _WorkerConnection:
                 assert_never(message)
 
     def _described_anew(self, description: WorkerDescription) -> KvPathsChanged:
-        """Handle a second description of the worker. Only the fields that depend on the worker's store may differ."""
+        """Handle a second description of the worker.
+
+        Raises:
+            StreamBroken: A field differs from the first description that does not depend on the worker's store.
+        """
         before = self.description
         assert before is not None
         if structs.replace(description, kv_paths=before.kv_paths, store_id=before.store_id) != before:

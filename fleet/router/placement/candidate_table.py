@@ -195,7 +195,10 @@ def max_requests(description: WorkerDescription, settings: RouterSettings) -> in
 
 
 class ServingWorkers(Struct, frozen=True):
-    """Flags of the workers that take requests, one for each row. They are computed again when a worker begins or ends draining."""
+    """Flags of the workers that take requests, one for each row.
+
+    They are computed again when a worker joins or leaves, or begins or ends draining.
+    """
 
     draining: Flags
     able: Flags  # workers that do not drain, whatever their role
@@ -229,7 +232,7 @@ class CandidateTable(Struct, frozen=True, eq=False, gc=False):
 
     @property
     def able(self) -> Flags:
-        """Flags of the workers that take this request: they are not draining, and have not failed it."""
+        """Flags of the workers that neither drain nor have failed this request."""
         return self.serving.able if self.failed is None else self.serving.able & ~self.failed
 
     @property

@@ -92,7 +92,7 @@ class DecisionExplanation(Struct, frozen=True, kw_only=True):
     prefill: WorkerId | None = None
     kv_path: KvPath | None = None
     why: PlacementReason
-    policy: str  # the policy that chose the decode worker
+    policy: str  # name of the policy that chose the decode worker
     prefill_policy: str = ""
     uncached_tokens: int  # prompt tokens that neither the decode worker nor its store holds
     min_tokens: int  # the number of uncached tokens from which on another worker would compute the prompt

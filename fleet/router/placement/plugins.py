@@ -166,7 +166,7 @@ def _numbers(costs: Mapping[str, Floats], count: int) -> dict[str, Floats]:
     """Return the costs by name, as new arrays with one number for each of the `count` candidates.
 
     Raises:
-        ValueError: A number is missing or not finite.
+        ValueError: An array has not one number for each candidate, or a number is not finite.
     """
     numbers = {str(name): np.array(each, dtype=np.float64) for name, each in costs.items()}
     if not all(each.shape == (count,) and np.isfinite(each).all() for each in numbers.values()):

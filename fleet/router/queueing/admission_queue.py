@@ -304,7 +304,7 @@ class FairQueue:
         self._rate.departed(tokens, now)
 
     def charge(self, name: str, tokens: int) -> None:
-        """Advance a tenant's clock by the tokens that a worker has to compute for the tenant, divided by the tenant's weight."""
+        """Advance the clock of a tenant that is served, by the tokens that a worker has to compute for it, divided by its weight."""
         clock = max(self._clock, self.clocks.get(name, -inf))
         self._clock = clock
         after = clock + tokens / self.weight(name)

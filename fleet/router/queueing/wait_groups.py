@@ -110,7 +110,7 @@ class WaitGroups:
             self._close(group.blocked_on)
 
     def session_moved(self, session: SessionKey) -> bool:
-        """Mark the wait groups whose requests must go to this session's worker as untried. Return whether there are such groups."""
+        """Unblock the wait groups whose requests must go to this session's worker, as if they were untried. Return whether there are any."""
         groups = self._by_session.get(session, set())
         for group in groups:
             self._move(group, self._unblocked)

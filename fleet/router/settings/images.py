@@ -38,11 +38,12 @@ class ImageSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Maximum number of redirects for one image; a request whose image has more is refused. File stores and short links use one or two."""
 
     max_fetches: Annotated[int, Meta(ge=1, le=1024)] = 16
-    """Maximum number of images that are fetched at the same time, and of threads that look up host names. Further images wait."""
+    """Maximum number of images that are fetched at the same time, and of threads that look up host names. Further images wait; if more than
+    256 are fetched or wait, requests are refused with 429. One tenant may use at most half of each limit."""
 
     max_held_mib: Annotated[int, Meta(ge=1, le=1 << 20)] = 256
     """Memory in MiB for the fetched images of all requests, until the end of their answers. While it is full, requests with image URLs are
-    refused with 429. One request may have 32 MiB of images."""
+    refused with 429. One tenant may use at most half of it, and one request 32 MiB."""
 
     def __post_init__(self) -> None:
         for index, host in enumerate(self.hosts):

@@ -109,7 +109,7 @@ class WorkerRegistry:
             pool.tune(settings)
 
     def reserve(self, live: LiveRequest, worker_id: WorkerId, prefill_tokens: int, now: Nanos) -> RegisteredWorker:
-        """Reserve capacity for a request on a worker that has to compute `prefill_tokens` tokens of the request's prompt."""
+        """Reserve capacity for a request on a worker that has to compute `prefill_tokens` tokens of the prompt. Return the worker."""
         worker = self.workers[worker_id]
         keys = live.keys(worker.description.block_tokens)
         expected = live.arrived.expected_tokens
@@ -194,7 +194,7 @@ class WorkerRegistry:
         return pool is None or pool.has_room()
 
     def has_room(self, worker_id: WorkerId) -> bool:
-        """Return True if a worker is known and has fewer requests than its limit."""
+        """Return True if a worker is known and has fewer requests, of all routers together, than its limit."""
         worker = self.workers.get(worker_id)
         return worker is not None and self.tables[worker.description.model].has_room_on(worker_id)
 

@@ -160,7 +160,7 @@ class WorkerReservations:
         return self._token_seconds
 
     def keep_in(self, column: Floats) -> None:
-        """Write the sums to this column of the worker table, now and after each change of the reservations."""
+        """Write the sums of the reservations to this column of the worker table, now and after each change of the reservations."""
         self._column = column
         column[TOKEN_SECONDS] = self._token_seconds
         self._note()
@@ -193,7 +193,10 @@ class WorkerReservations:
         self._note()
 
     def computed(self, request_id: RequestId, now: Nanos | None) -> None:
-        """Release the prefill tokens of a prompt that was computed or fetched. `now` is None if the duration must not be measured."""
+        """Release the prefill tokens of a prompt that was computed or fetched, and measure the seconds per prompt token.
+
+        `now` is None if nothing must be measured.
+        """
         reservation = self._reservations[request_id]
         if now is not None and reservation.prefill_tokens >= MIN_MEASURED_TOKENS:
             seconds = (now - reservation.since) / SECOND / reservation.tokens_ahead
@@ -457,7 +460,7 @@ class RegisteredWorker:
             self.assumed.add_earlier(keys, until)
 
     def assumed_prompts(self, now: Nanos, most: int) -> list[PlacedPrompt]:
-        """Return at most `most` prompts that this worker is assumed to have cached. The latest one is first."""
+        """Return the latest prompts, at most `most`, that this worker is assumed to have cached. The latest one is first."""
         if self._assumed_for is None:
             return []
         return [
@@ -561,7 +564,7 @@ class WorkerTable:
         return sum(peer[worker_id].requests for peer in self._peer_reservations if worker_id in peer)
 
     def has_room_on(self, worker_id: WorkerId) -> bool:
-        """Return whether a worker has fewer requests than its limit."""
+        """Return whether a worker has fewer requests, of all routers together, than its limit."""
         worker, elsewhere = self.workers[worker_id], self._peer_sums
         there = 0 if elsewhere is None else elsewhere[REQUESTS, self.topology.rows[worker_id]]
         return bool(len(worker.reservations) + there < worker.request_limit)

@@ -131,7 +131,7 @@ class RequestWindow:
         decode: float,
         capacity: float,
     ) -> None:
-        """Count a request.
+        """Add a request to the window, and the tokens that it computes to the worker's cache.
 
         Args:
             now: The present instant.

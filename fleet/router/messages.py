@@ -198,7 +198,7 @@ class Arrived(Struct, frozen=True, kw_only=True, rename={"external": "second_han
     pin: WorkerId | None = None  # the only worker that the client lets answer; None: any worker may answer
     labels: tuple[str, ...] = ()  # labels that the worker that answers must have
     among: tuple[WorkerId, ...] | None = None  # the only workers that may answer; None: all may
-    # The LoRA adapter to use; `salt` then separates its blocks from those of the base model.
+    # The LoRA adapter to use; `salt` then separates its blocks from those of the base model. None: the base model is used.
     adapter: LoraAdapter | None = None
     expected_tokens: int = 0  # length of the answer that the client expects; 0: unknown
     # Another program sends the request to the worker and reports the progress, so the router does not measure the request's timing.
@@ -215,7 +215,7 @@ class Arrived(Struct, frozen=True, kw_only=True, rename={"external": "second_han
     parsing: ParsingTask | None = None  # what workers need to parse the answer; None: they do not parse it
     answered: tuple[int, ...] = ()  # tokens of the answer that another router has sent already; fewer than `max_tokens`
     fingerprint: str = ""  # fingerprint of the worker that generated the first token in `answered`; empty: unknown
-    # The vector that the client wants instead of tokens; `sampling.max_tokens` is then 0.
+    # The vector that the client wants instead of tokens; `sampling.max_tokens` is then 0. None: the client wants tokens.
     pooling: Pooling | None = None
     images: tuple[bytes, ...] = ()  # content of the image files of the prompt (`Start.images`)
     # Key under which workers keep the tokens of the answer (`LiveRequest.answer_key`); 0: they keep none.
@@ -293,7 +293,8 @@ class Reject(Struct, frozen=True, kw_only=True):
     message: str
     field: str = ""
     retry_after_ms: int = 0
-    cause: str = ""  # a `RejectionCause`, if no worker can serve the request or continue its answer
+    # A `RejectionCause`, if no worker can serve the request or continue its answer; otherwise empty.
+    cause: str = ""
 
 
 class CacheDriftChanged(Struct, frozen=True, kw_only=True):

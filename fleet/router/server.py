@@ -159,9 +159,10 @@ class RouterServer:
         self._streams: dict[RequestId, RequestListener] = {}
         self._events: deque[RouterEvent] = deque()
         self._processing = False
-        self._bug: Exception | None = None  # the exception that interrupted the processing of an event; `run` raises it
+        # The exception that interrupted the processing of an event, and that `run` raises; None: there was none.
+        self._bug: Exception | None = None
         self._bug_met = asyncio.Event()
-        # Called after each event. `fleet.peers.routers` uses it to send changes to the peer routers.
+        # Called after each event. `fleet.peers.routers` uses it to send changes to the peer routers. None: there are no peers.
         self.on_change: Callable[[], None] | None = None
         self._closed = False  # True if no more requests are accepted: the router drains, or `run` has ended
         self._idle = asyncio.Event()
@@ -250,7 +251,10 @@ class RouterServer:
         self._machine.demand.turned_away(model)
 
     async def run(self) -> Never:
-        """Serve until the task is cancelled, or a bug interrupts the processing of an event. Then reject all requests that have not ended."""
+        """Serve until the task is cancelled, or a bug interrupts the processing of an event, whose exception is then raised.
+
+        At the end, reject all requests that have not ended.
+        """
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._keep_time(), name="deadlines")

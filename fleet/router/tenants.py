@@ -392,6 +392,8 @@ class Tenants:
 async def admit_with_peers(tenants: Tenants, tenant: str, prompt_tokens: int, clock: Clock) -> RateLimitStatus | None:
     """Admit a request like `Tenants.admit`. If the tenant is near a limit, first wait for the peer routers (rule 4).
 
+    Return what is left in the buckets; None for a tenant without limits.
+
     Raises:
         RequestRejected: The tenant has used up its limit.
     """

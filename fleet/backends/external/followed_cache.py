@@ -65,7 +65,10 @@ class KvEventFollower:
             self._task = None
 
     def sent(self, keys: tuple[int, ...], work_id: RequestId) -> None:
-        """Note a prompt that was sent to the server. If the prompt is long and new, expect that the server publishes its blocks."""
+        """Note a prompt that was sent to the server. If the prompt is long and new, expect that the server publishes its blocks.
+
+        Long means at least `LONG_PROMPT_BLOCKS` blocks; new means that the prompt is not among the remembered ones.
+        """
         if len(keys) < LONG_PROMPT_BLOCKS or keys[-1] in self._prompts:
             return
         if len(self._prompts) == REMEMBERED_PROMPTS:

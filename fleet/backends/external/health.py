@@ -58,7 +58,7 @@ class ServerHealth:
         self._codec = codec
         self.tokenises = TokenizerMatch.UNKNOWN
         self.cause = ""
-        """Result of the last health check for log messages: the error, or the status of the answer."""
+        """Result of the last health check for log messages: the error, or the status of the answer; empty before the first check."""
 
     async def healthy(self) -> bool | None:
         """Send a health check.

@@ -134,7 +134,11 @@ class ServerPassage:
         return True
 
     async def _final_head(self, reader: asyncio.StreamReader) -> tuple[int, bytes, bytes]:
-        """Return the status of the answer, its head, and the bytes after the head. Skip interim heads (status 1xx)."""
+        """Return the status of the answer, its head, and the bytes after the head. Skip interim heads (status 1xx).
+
+        Raises:
+            ServerLost: The connection was closed, the answer is no HTTP answer, or the head or the number of interim heads is too large.
+        """
         held = b""
         for _ in range(MAX_INTERIM_HEADS):
             while (end := held.find(b"\r\n\r\n") + 4) < 4:  # the end of the head was not found
@@ -178,7 +182,11 @@ class ServerPassage:
         exchange.passed_on(keep_alive=keep_alive)
 
     async def _switch(self, reader: asyncio.StreamReader, content: bytes, rest: bytes) -> None:
-        """Pass on the bytes of a WebSocket until one side ends it."""
+        """Pass on the bytes of a WebSocket until one side ends it.
+
+        Raises:
+            ServerLost: The client did not ask for another protocol.
+        """
         if not self._passage.switches:
             raise ServerLost("it switches to another protocol")
         head = read_head(content)

@@ -168,7 +168,7 @@ class SilenceDetector:
         self._silent = 0.0  # count of silent requests; each answer lowers it (rule 4)
         self._overtakes = 0
         self._siblings: Sequence[SilenceDetector] = ()
-        # Results of `_limit` since the last call of `note`, by kind of request.
+        # Results of `_limit` since the last call of `note`, by kind of request (`_kinds`). None: the limit is not known.
         self._known: dict[tuple[bool, int], float | None] = {}
         self._outstanding: Sequence[OutstandingRequest] = ()
         self._counted: set[RequestId] = set()  # outstanding requests that are counted in `_silent`

@@ -189,7 +189,7 @@ class Upstream(asyncio.Protocol):
         self.transport: asyncio.Transport
         self._work_id = RequestId("")
         self._relayed: RelayedRequest | None = None
-        self._path = ""  # path of the running request
+        self._path = ""  # path of the running or the last request
         # The connection to the client; None until the answer's head was passed on to it.
         self._client: asyncio.Transport | None = None
         self._complete = False  # True if the answer is complete, but not reported to `owner` yet

@@ -250,7 +250,11 @@ def _noted(data: bytes, known: HostedAnswer) -> bool:
 
 
 async def _events(answer: aiohttp.ClientResponse) -> AsyncIterator[list[bytes]]:
-    """Yield a list of complete events for each read of the answer; each event includes the empty line at its end."""
+    """Yield a list of the events that each read of the answer has completed; each event includes the empty line at its end.
+
+    Raises:
+        _BadAnswer: An event is longer than `MAX_EVENT_BYTES`.
+    """
     held = b""
     async for part in answer.content.iter_any():
         held += part

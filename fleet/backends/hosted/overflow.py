@@ -148,7 +148,7 @@ class _HostedModel:
         return key
 
     def api_key(self) -> str:
-        """Read the API key from its file and return it; return the last known key if the file cannot be read."""
+        """Read the API key from its file and return it; if the file cannot be used, the last known key; empty if no file is set."""
         try:
             self._api_key = self._read_key()
         except ConfigurationRefused as error:

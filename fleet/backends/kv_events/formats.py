@@ -46,13 +46,14 @@ class BlocksStored(Struct, frozen=True):
     adapter_number: int | None = field(name="lora_id", default=None)
     medium: str | None = None
     adapter: str | None = field(name="lora_name", default=None)
-    # For each block, the inputs of its hash besides tokens, such as a salt (vLLM).
+    # For each block, the inputs of its hash besides tokens, such as a salt (vLLM). None: no block has such inputs.
     extra_keys: list[list[Any] | None] | None = None
-    # The number of the group of layers that the blocks belong to (vLLM).
+    # The number of the group of layers that the blocks belong to (vLLM). None: the engine has no groups.
     group: int | None = field(name="group_idx", default=None)
-    # The kind of attention in the group of layers `group` (vLLM).
+    # The kind of attention in the group of layers `group` (vLLM). None: the engine does not say it.
     attention: str | None = field(name="kv_cache_spec_kind", default=None)
-    salt: str | None = field(name="cache_salt", default=None)  # the salt of the chain (SGLang)
+    # The salt of the chain (SGLang). None: there is none, or vLLM says it in `extra_keys`.
+    salt: str | None = field(name="cache_salt", default=None)
 
 
 class BlocksRemoved(Struct, frozen=True):

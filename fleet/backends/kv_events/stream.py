@@ -64,10 +64,10 @@ class EventStreamCounters(Struct):
 
     batches: int = 0
     recovered: int = 0  # number of batches that came from the replay endpoint
-    gaps: int = 0  # gaps in the batch numbers that the replay endpoint could not fill
+    gaps: int = 0  # number of gaps in the batch numbers that the replay endpoint could not fill
     restarts: int = 0  # number of times that another process of the engine began to publish (rule 3)
-    unreadable: int = 0  # batches that could not be read
-    why: str = ""  # error text of the latest unreadable batch
+    unreadable: int = 0  # number of batches that could not be read
+    why: str = ""  # error text of the latest unreadable batch; empty: there was none
 
 
 async def read_events(

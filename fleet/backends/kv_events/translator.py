@@ -216,6 +216,9 @@ class KvEventTranslator:
         """Return the block hashes of an event's blocks in order, or the reason why they cannot be named.
 
         The first block with an image and all blocks after it are left out, because only the engine knows the image's key.
+
+        Raises:
+            UnreadableEngineEvent: The event has too few or too many tokens or extra keys, or something else in place of token ids.
         """
         extra_keys = event.extra_keys or [None] * len(event.hashes)
         if len(extra_keys) != len(event.hashes):

@@ -354,10 +354,10 @@ class _WorkerConnection:
         incompatible: IncompatiblePeers,
         answers: AnswerSearch,
     ):
-        self.description: WorkerDescription | None = None  # set when the worker has joined
+        self.description: WorkerDescription | None = None  # None until the worker has joined
         self.begun = asyncio.Event()  # set when the worker has joined, or the stream has ended
         self.ended = asyncio.Event()
-        self.why = ""  # text that says why the stream ended
+        self.why = ""  # text that says why the stream ended; empty while the stream is open
         self.incompatible = False  # True if the stream ended because worker and router have no common protocol version
         self.silent = False  # True if the stream ended because nothing arrived for too long
         self._connection = connection
@@ -369,7 +369,7 @@ class _WorkerConnection:
         self._answers = answers
         self._sequence = 0  # sequence number that the next message with KV events must have
         self._patience_seconds = settings.heartbeat_timeout_seconds
-        self._silence: _SilenceTimer | None = None  # set when the worker has joined
+        self._silence: _SilenceTimer | None = None  # None until the worker has joined
         self._router_id = settings.router_id
         self.say(RouterHello(router_id=settings.router_id, protocols=own_protocols()))
 

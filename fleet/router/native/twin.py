@@ -205,6 +205,9 @@ def block_keys(tokens: bytes | memoryview, size: int, factors: bytes, /) -> tupl
         tokens: The prompt, 4 bytes for each token.
         size: The size of a block in bytes, a multiple of 4.
         factors: A factor of 8 bytes for each token of a block.
+
+    Raises:
+        ValueError: `size` is not above 0, or `factors` has another length.
     """
     if size <= 0 or len(factors) != 2 * size:
         raise ValueError("size must be above 0, with a factor of 8 bytes for each 4 bytes of it")

@@ -144,13 +144,16 @@ class QueueAdmission:
         return round(min(max(self.settings.retry_after_ms, seconds * 1000), MAX_RETRY_AFTER_MS))
 
     def worker_joined(self, model: ModelName) -> None:
-        """Record that a worker of this model takes requests from now on, or that it can form pairs with other workers than before."""
+        """Record that a worker of this model takes requests from now on, or that it can form pairs with other workers than before.
+
+        All queued requests of the model may then be tried again.
+        """
         self.queue.set_sizes(model, self._registry.sizes(model))
         self.queue.all_changed(model)
         self.queue.may_move.setdefault(model, False)
 
     def worker_gone(self, worker: RegisteredWorker) -> None:
-        """Record that a worker takes no more requests, or has left."""
+        """Record that a worker takes no more requests, or has left, so that the requests that wait for it are tried (rule 5)."""
         model = worker.description.model
         self.queue.set_sizes(model, self._registry.sizes(model))
         self.queue.gone(model, worker.description.worker_id)
@@ -171,7 +174,7 @@ class QueueAdmission:
         self.queue.may_move.update(dict.fromkeys(models, False))
 
     def session_moved(self, session: SessionKey) -> None:
-        """Record that the requests of a session may go to another worker than before."""
+        """Record that the requests of a session may go to another worker than before, so that the queued ones are tried again."""
         for model in self.queue.session_moved(session):
             self.queue.may_move.setdefault(model, False)
 

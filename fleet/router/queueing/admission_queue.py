@@ -123,7 +123,8 @@ class QueuedRequest(Struct, frozen=True, kw_only=True):
         # Equal for requests that the same workers may serve if lengths and sessions do not count. None: every worker may serve the request.
         None
     )
-    session: SessionKey | None = None  # the session, if only the worker to which it is bound may serve the request
+    # The session, if only the worker to which it is bound may serve the request; otherwise None.
+    session: SessionKey | None = None
     stays: bool = False  # True if the request must not be dropped when the queue is full (rule 4)
 
 

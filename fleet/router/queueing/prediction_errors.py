@@ -39,5 +39,5 @@ class PredictionErrors:
         self._margin = max(0.0, ordered[ceil(QUANTILE * len(ordered)) - 1]) if len(ordered) >= ENOUGH else 0.0
 
     def margin(self, now: Nanos) -> float:
-        """Return the seconds to add to a predicted wait before it is compared with a limit."""
+        """Return the seconds to add to a predicted wait before it is compared with the limit; 0 if too few errors are known."""
         return 0.0 if now - self._noted_at > FORGOTTEN_AFTER else self._margin

@@ -65,7 +65,7 @@ class PickerLease(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     so that gateways reach only the holder. Empty: there is no such Service."""
 
     endpoint: str = ""
-    """``ip:port`` at which gateways reach this picker; needed only with `service`."""
+    """``ip:port`` at which gateways reach this picker; needed only with `service`, and otherwise empty."""
 
     def __post_init__(self) -> None:
         if self.service:
@@ -94,7 +94,7 @@ class EndpointPickerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_f
     lease: PickerLease | None = None
     """The Lease that chooses one of several pickers, if each would pick workers without knowing the reservations of the others. In three
     cases no Lease is needed: there is only one router (it may have several processes), or the routers exchange reservations as peers
-    (`RouterSettings.replicas`), or gateways send all requests to the router (`router_endpoint`)."""
+    (`RouterSettings.replicas`), or gateways send all requests to the router (`router_endpoint`). None: every picker answers gateways."""
 
     fallbacks: Annotated[int, Meta(ge=0, le=16)] = 1
     """Number of further endpoints that the picker names after the chosen one. Gateways may try them if the chosen endpoint fails."""

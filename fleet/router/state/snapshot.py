@@ -90,7 +90,7 @@ class StoreSnapshot(Struct, frozen=True, kw_only=True):
     store_id: StoreId
     fingerprint: str
     tier: str
-    blocks: int  # number of blocks of this tier that the prefix index has
+    blocks: int  # number of blocks with this fingerprint in this tier that the prefix index has
 
 
 class KnowledgeSnapshot(Struct, frozen=True, kw_only=True):

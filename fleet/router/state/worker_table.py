@@ -100,7 +100,7 @@ from kvstore.protocol.versions import own_protocols
 
 # weight of the newest measurement in the average of the seconds per token; so mostly the last four measurements count
 TOKEN_SECONDS_WEIGHT = 0.25
-# A prefill with fewer tokens is not measured, because its time depends more on the engine's step than on the tokens.
+# A prefill with fewer tokens than this is not measured, because its time depends more on the engine's step than on the tokens.
 MIN_MEASURED_TOKENS = 64
 # Time for which the rate of first tokens is used after the worker was full: three times the memory of `DepartureRate`.
 RATE_USED_FOR = 30 * SECOND
@@ -450,7 +450,10 @@ class RegisteredWorker:
                 self._prompts.sent(self.description.worker_id, keys)
 
     def assume_peer_prompt(self, keys: Keys, sent_at: Nanos, now: Nanos) -> None:
-        """Assume that this worker caches a prompt that a peer router has sent to it. Do nothing if the worker reports its cache."""
+        """Assume that this worker caches a prompt that a peer router has sent to it.
+
+        Do nothing if the worker reports its cache, or if the prompt was sent too long ago.
+        """
         if self._assumed_for is None:
             return
         until = Nanos(sent_at + self._assumed_for)

@@ -40,7 +40,7 @@ from fleet.router.state.snapshot import Explanation, KnowledgeSnapshot, RouterCo
 from fleet.router.state.worker_table import RegisteredWorker
 
 MOST_MODELS = 1000
-"""The maximum number of models with counters of their own; requests for further models are not counted by model. Model names
+"""The maximum number of models whose requests are counted; requests for further models are not counted. Model names
 come from workers and settings, so only a fault can reach this limit."""
 
 # This name exists because reading a module variable is ten times as fast as reading the enum attribute.

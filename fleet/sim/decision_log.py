@@ -14,13 +14,14 @@ Rules:
        refuse R: REASON
        drift W: yes | no                (cache drift of W has begun, or has ended)
 
-2. A `place` line states a decision with its data. It lists the candidates in the order in which they joined. COST is the
-   cost of a candidate, and HITS is the number of leading blocks of the prompt that it need not compute. The `send`
-   line of the chosen worker follows. A `send` line without a `place` line is the decode part of a handoff. Its worker
-   was chosen when the request was placed. If this worker has gone or drains at the handoff, another one is chosen then.
-   In a `send` line, N counts prompt tokens, and M is the maximum number of tokens to generate. K of the N tokens come
-   from worker P.
-3. A `book` line states the sums of the reservations on one worker after an event. There is one line for each worker whose sums have changed.
+2. A `place` line states a decision with its data: N of the M prompt tokens have to be computed. The line lists the candidates in
+   the order in which they joined. COST is the cost of a candidate, and HITS is the number of leading blocks of the prompt
+   that it need not compute. The `send` line of the chosen worker follows. A `send` line without a `place` line is the
+   decode part of a handoff. Its worker was chosen when the request was placed. If this worker has gone or drains at the
+   handoff, another one is chosen then. In a `send` line, N counts prompt tokens, and M is the maximum number of tokens to
+   generate. K of the N tokens come from worker P.
+3. A `book` line states the sums of the reservations on one worker after an event. There is one line for each worker whose
+   sums have changed.
 4. Costs are printed with nine significant digits, because sums of floats may differ in the last bits between two machines.
 """
 

@@ -2,7 +2,7 @@
 
 Rules:
 
-1. Time moves only from one event to the next. An event is a call without arguments that is due at an instant.
+1. Time moves only from one event to the next, or by `Kernel.skip`. An event is a call without arguments that is due at an instant.
 2. Events of one instant run in a random order that the seed determines. So a result that depends on their order differs between seeds.
 3. The same calls with the same seed always give the same order of events.
 """

@@ -1,4 +1,4 @@
-"""Replay of a live router's recording: gives the recorded events to the same machine, and compares its commands with the recorded ones.
+"""Replay of a live router's recording: gives its events to a new router machine, and compares the machine's commands with the recording.
 
 `fleet.sim.workload.traffic` replays traces of requests instead.
 
@@ -13,7 +13,7 @@ Rules:
    (`fleet.router.latency_predictions`).
 4. The replay calls policies of other packages without a time limit. A live router has a time limit: if such a policy
    was too slow while the recording was made, the default policy decided instead. The replay then reports a
-   difference.
+   difference if the two policies decide differently.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -51,7 +51,8 @@ class ReplayDifference(Struct, frozen=True, kw_only=True):
     fields: dict[str, Any]  # fields of the event, as recorded
     recorded: list[Any] | None  # recorded commands; None: the router's machine raised an error
     replayed: list[Any] | None
-    # why the commands differ: the machine raises an error now, or requests block keys that are not in the recording
+    # why the commands differ: the machine raises an error now, or requests block keys that are not in the recording; empty: for neither
+    # of these reasons
     why: str = ""
     decisions: list[str] = []  # lines of the decision log for this event, from the replay
 

@@ -79,7 +79,7 @@ class SimulatedStoreSection(Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Eviction policy of all tiers."""
 
     ssd_gib: Gib = 0.0
-    """Capacity of each node's disks; 0: there are no disks."""
+    """Capacity of all disks of one node together; 0: there are no disks."""
 
     ssd_read_bandwidth: Bandwidth = 6.8e9
     ssd_write_bandwidth: Bandwidth = 4.0e9
@@ -90,7 +90,7 @@ class SimulatedStoreSection(Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """
 
     ssd_admission: Literal["all", "reuse"] = "reuse"
-    """Blocks that are written to disk: all, or those that were seen before."""
+    """Blocks that are written to disk: all, or only those that were offered to it before (`kvstore.hierarchy.admission`)."""
 
     remote_gib: Gib = 0.0
     """Capacity of one remote store that all nodes share (Redis, S3, a file system); 0: there is none."""
@@ -126,7 +126,7 @@ class NodeFault(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
 
 
 class SlowFault(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="slow"):
-    """A worker takes `factor` times as long for each step."""
+    """A worker takes `factor` times as long for each step, for `lasting_seconds`."""
 
     at_seconds: Seconds
     worker: Annotated[str, Meta(min_length=1)]
@@ -135,7 +135,7 @@ class SlowFault(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
 
 
 class CutFault(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="cut"):
-    """The network between a worker and the router is cut: no message passes for a time."""
+    """The network between a worker and the router is cut: no message passes for `lasting_seconds`."""
 
     at_seconds: Seconds
     worker: Annotated[str, Meta(min_length=1)]
@@ -177,7 +177,7 @@ class Scenario(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     faults: tuple[FaultSection, ...] = ()
     seed: Annotated[int, Meta(ge=0)] = 1
     message_ms: Annotated[float, Meta(ge=0, le=1000)] = 0.2
-    """One-way delay of a message between router and worker."""
+    """One-way delay of a message between the router and a worker or store."""
 
     verbatim_answers: bool = False
     """True if the next turn of a conversation repeats the answer token by token, so that a cache has the answer's blocks.
@@ -204,10 +204,10 @@ class Scenario(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def read_scenario(path: Path, changes: Mapping[str, Any] | None = None) -> Scenario:
-    """Read the scenario in a TOML file and change some of its fields.
+    """Read the scenario in a TOML file. `changes` maps paths of fields to values that replace those of the file (`fleet.config.load`).
 
     Raises:
-        ConfigurationRefused: The file cannot be read, or a field is invalid; the message names file and field.
+        ConfigurationRefused: The file cannot be read, or a field is invalid; the message names the file and the invalid field.
     """
     return load(path, Scenario, changes)
 
@@ -217,7 +217,7 @@ def pool_name(pool: SimulatedPoolSection) -> str:
 
 
 def scaled(scenario: Scenario, load: float) -> Scenario:
-    """Return the scenario with its load multiplied: the number of users, if users wait for answers; otherwise the rate of arrivals."""
+    """Return the scenario with its load multiplied by `load`: its number of users, if users wait for answers; else its arrival rate."""
     clients, workload = scenario.clients, scenario.workload
     if users := waiting_users(scenario):
         return structs.replace(scenario, clients=structs.replace(clients, users=max(1, round(users * load))))

@@ -3,17 +3,20 @@
 Rules:
 
 1. While no prompt is being computed, consecutive steps differ only by the length of their contexts. So their durations
-   grow by the same amount from step to step. Such steps are simulated as one step run, up to the next end of a
-   sequence, or until the free blocks may not be enough. The instant of every token is still exact.
+   grow by the same amount from step to step. Such steps are simulated as one step run, up to the step in which the first
+   sequence ends. If free blocks may run out earlier, the run goes only up to the step before which a sequence needs its next
+   block. The instant of every token is still exact.
 2. If an attempt arrives during a step run, the run ends after the step that is under way. If the attempt arrives at the
    instant at which a step within the run ends, the attempt joins the next step. If it arrives at the instant at which the
    whole run ends, the kernel draws at random whether the arrival or the end happens first.
-3. When a fetch begins or ends during a step run, the blocks for the tokens of the finished steps are allocated first. In two cases, the
-   run then ends after the step that is under way: a fetch has ended, or too few blocks are left for the remaining steps.
+3. When a fetch begins or succeeds during a step run, the running attempts first get the blocks for the tokens of the steps that have
+   ended. In two cases, the run then ends after the step that is under way: a fetch has succeeded or failed, or too few blocks may be
+   left for the remaining steps.
 4. When an answer ends, its full blocks get names, if the job states their names.
-5. Progress is reported when an answer begins a new block, because routers count blocks. To save events, at least about
-   `REPORT_TOKENS` tokens lie between two reports. The method `progress` returns the tokens that are not reported yet;
-   it can be called at any time.
+5. Progress is reported with the first token of an answer, when the answer begins a new block (because routers count blocks), and at its
+   end. If blocks are smaller than `REPORT_TOKENS` tokens, there is no report for some blocks, so that about `REPORT_TOKENS` tokens lie
+   between two reports; this saves events. The method `progress` returns the tokens that are not reported yet; it can be called at any
+   time.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +33,8 @@ from fleet.hardware.power import power_share
 from fleet.sim.kernel import Kernel, ScheduledEvent, cancel
 from fleet.sim.results.quantiles import Quantiles
 
-REPORT_TOKENS = 64  # about the minimum number of generated tokens between two progress reports of an attempt
+# about the number of generated tokens between two progress reports of an attempt, if a block has fewer tokens than this
+REPORT_TOKENS = 64
 
 
 _power_share = lru_cache(1 << 14)(power_share)
@@ -76,9 +80,11 @@ class VirtualEngine:
         # sum of the durations of all steps in nanoseconds, each multiplied by the relative power of a GPU during the
         # step (0: idle power, 1: power limit)
         self.weighted_busy = 0.0
-        self.computed_tokens = 0  # number of prompt tokens that the engine has computed so far
+        # number of prompt tokens that were computed so far; tokens that are computed again after a preemption count again
+        self.computed_tokens = 0
         self.generated_tokens = 0
-        self.gaps = Quantiles()  # distribution of the time between two tokens of a sequence, in ms
+        # distribution of the time between two consecutive tokens of a sequence, in ms; all steps of a step run count with their mean
+        self.gaps = Quantiles()
 
     @property
     def held(self) -> int:
@@ -87,7 +93,7 @@ class VirtualEngine:
 
     @property
     def waiting(self) -> int:
-        """Number of attempts among `held` that wait for their admission to the batch, including preempted ones."""
+        """Number of attempts among `held` that are not in the batch: new ones, preempted ones, and those with a fetch under way."""
         return self._scheduler.waiting
 
     @property
@@ -115,12 +121,12 @@ class VirtualEngine:
     # Attempts.
 
     def submit(self, job: Job[int]) -> None:
-        """Queue an attempt. The engine admits it to the batch in its turn, when a batch place and enough blocks are free."""
+        """Queue an attempt. The attempt joins the batch in its turn, when a batch place and enough blocks are free."""
         self._scheduler.submit(job)
         self._interrupt()
 
     def fetch(self, job: Job[int]) -> int | None:
-        """Take an attempt whose prompt blocks come from a prefill worker, and allocate blocks for them.
+        """Take an attempt whose prompt blocks come from a prefill worker, and allocate blocks for its prompt.
 
         Returns:
             The number of blocks that the caller has to fetch; the caller later calls `fetched` or `not_fetched`. None if too
@@ -171,7 +177,7 @@ class VirtualEngine:
             self._interrupt()
 
     def slow(self, factor: float) -> None:
-        """Begin a slowdown: multiply the durations of later steps by `factor`. Factors of several slowdowns multiply."""
+        """Begin a slowdown: multiply the durations of later steps by `factor`, and by the factors of all slowdowns that have not ended."""
         assert factor > 0, factor
         self._slowed_by.append(factor)
         self._slowness = prod(self._slowed_by)
@@ -199,7 +205,7 @@ class VirtualEngine:
     # Steps.
 
     def _interrupt(self) -> None:
-        """End the step run after the step that is under way. If no step is under way, begin one."""
+        """End the step run after the step that is under way. If no step is under way, begin one, unless there is nothing to compute."""
         if (step_run := self._step_run) is None:
             self._begin()
         elif step_run.steps > 1:
@@ -227,7 +233,7 @@ class VirtualEngine:
         step_run.end = self._kernel.at(step_run.until(steps), self._end)
 
     def _steps_together(self) -> int:
-        """Return the number of steps until the first sequence ends, or until blocks may run out."""
+        """Return the number of steps of the next step run (rule 1): up to the end of a sequence, or fewer if blocks may run out."""
         steps = self._scheduler.steps_to(self._ends)
         assert steps is not None
         if self._may_need(steps) > self._blocks.available and (growth := self._scheduler.steps_to_growth()) is not None:
@@ -235,7 +241,7 @@ class VirtualEngine:
         return steps
 
     def _may_need(self, steps: int) -> int:
-        """Return an upper bound of the blocks that the running attempts need for this number of steps."""
+        """Return an upper bound of the number of further blocks that the running attempts need for the next `steps` steps."""
         return len(self._scheduler.running) * (1 + steps // self._block_tokens)
 
     def _end(self) -> None:
@@ -252,7 +258,7 @@ class VirtualEngine:
             self.gaps.add(lasted / steps / MILLISECOND, running * steps)
             if step_run.left > 1:
                 self.generated_tokens += scheduler.advance(step_run.left - 1)
-            # Allocate blocks for the last step before any sequence ends, because ending sequences still hold their blocks.
+            # Allocate blocks for the run's last step before any sequence ends: during this step, all sequences still hold their blocks.
             scheduler.grow()
             self.generated_tokens += scheduler.advance(1)
             now = scheduler.steps
@@ -295,7 +301,7 @@ class VirtualEngine:
     def _report_later(self, attempt: BatchedAttempt[int]) -> None:
         """Schedule the next progress report for a step at which the answer begins a new block.
 
-        Schedule nothing if the answer ends before this step, because its end is always reported.
+        Schedule nothing if the answer has ended by then, because the end of an answer is always reported.
         """
         prompt, size = attempt.job.prompt_tokens, self._block_tokens
         tokens = prompt + self._scheduler.generated(attempt) + max(0, REPORT_TOKENS - size)
@@ -319,12 +325,12 @@ class VirtualEngine:
         self._scheduler.end(attempt)
 
     def check(self) -> None:
-        """Assert that the scheduler's sums agree with its attempts, and that all tokens of attempts have blocks."""
+        """Assert that the scheduler's sums agree with its attempts, and that each running attempt has blocks for all its tokens."""
         self._scheduler.check()
 
 
 class StepRun:
-    """Several steps that are simulated as one event. The end of each step is computed by a formula.
+    """One or several consecutive steps that are simulated as one event. The end of each step is computed by a formula (`until`).
 
     Step n (counted from 0) lasts `first + n * slope` seconds. A step that computes prompts has a step run of its own.
     """

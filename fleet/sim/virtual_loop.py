@@ -12,7 +12,7 @@ Rules:
    at the peer after `delay`, in order and in the same pieces. The end of a connection also arrives after `delay`, behind the
    data that was written before it. While a path is held (`hold`), written data of both directions and new connections wait.
 4. If a callback raises an exception, the kernel's run ends, because the simulation may now be in a wrong state.
-5. Methods that use sockets, threads, signals or subprocesses raise `NotImplementedError`.
+5. All other methods of an event loop, such as those for sockets, threads, signals or subprocesses, raise `NotImplementedError`.
 """
 
 import asyncio
@@ -204,12 +204,18 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             end.cut()
 
     def hold(self, path: str) -> bool:
-        """Make the data of a path's connections wait until `release`. Return False if nothing listens at the path, or if it is held already."""
+        """Make new connections to a path, and the data of its connections, wait until `release`.
+
+        Return False if nothing listens at the path, or if the path is held already.
+        """
         listener = self._listening.get(path)
         return listener is not None and listener.hold()
 
     def release(self, path: str) -> None:
-        """End a `hold`: send the waiting data in order. Do nothing if nothing listens at the path any more."""
+        """End a `hold`: send the waiting data in order, and let new connections continue.
+
+        Do nothing if nothing listens at the path any more.
+        """
         if (listener := self._listening.get(path)) is not None:
             listener.release()
 

@@ -10,8 +10,8 @@ Rules:
    This suffices, because the instants of first tokens and ends are exact, and the router counts blocks. Tokens that were
    generated before a fault are reported, too.
 3. `fleet.sim.cluster` simulates the workers, their network, their stores, and the faults.
-4. The time that a request spends outside an engine (`front`: HTTP, tokenizer) is only added to the latencies that the
-   client sees. It delays no event of the simulation.
+4. The time that a request spends outside an engine, for example in HTTP and the tokenizer (`PoolProfile.front`), is only added to the
+   latencies that the client sees. It delays no event of the simulation.
 5. The digest of a run is a hash of the ends of all requests that were completed or rejected, in the order of these ends. If
    two runs have equal digests, the same requests ended at the same instants with the same results.
 """

@@ -12,7 +12,7 @@ time:
 2. A prompt B continues a prompt A under these conditions: B begins with all full blocks of A. B is at least as long as
    A and its answer together. Both belong to the same session (or to none). The last full block of A was new when A
    arrived; otherwise the block may belong to a system prompt that A and B share.
-3. At most `REMEMBERED` prompts and `REMEMBERED` names are remembered; the oldest are forgotten first.
+3. At most `REMEMBERED` prompts, names of the trace, and translations of names are remembered each; the oldest are forgotten first.
 """
 
 from collections import OrderedDict

@@ -11,7 +11,7 @@ Message = TypeVar("Message")
 
 
 class Channel(Generic[Message]):
-    """Carries messages in one direction between router and worker. They arrive after a delay, in the order of sending.
+    """Carries messages in one direction between a router and a worker or store. They arrive after a delay, in the order of sending.
 
     Messages that were sent in one instant keep their order, too, although the kernel runs the events of one instant in
     a random order.

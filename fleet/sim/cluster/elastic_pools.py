@@ -30,10 +30,10 @@ class ElasticPool(Struct, frozen=True, kw_only=True):
     """Settings of an elastic pool: its profile, the variation of its start durations, and the time limit of a drain."""
 
     profile: PoolProfile
-    """Profile of the pool's workers. `workers` is the number of replicas at the beginning, and `start_time` the mean duration of a start."""
+    """Profile of the pool's workers. `workers` is the number of replicas at the beginning; `start_time` is the mean duration of a start."""
 
     start_spread: float = 0.0
-    """Variation of start durations, as a share of the mean: 0.2 draws them evenly from 0.8 to 1.2 times the mean."""
+    """Variation of start durations, as a share of the mean: with 0.2, each is drawn uniformly from 0.8 to 1.2 times the mean."""
 
     drain_limit: Nanos
     """Maximum duration of a drain. After this time the replica ends, even if it still has requests."""

@@ -21,7 +21,7 @@ class WorkerLost(Struct, frozen=True, kw_only=True):
 
 
 class NodeLost(Struct, frozen=True, kw_only=True):
-    """All workers of a node die, and its store loses everything that is not on disk."""
+    """All workers of a node die, and its store dies and loses its pool. After `down`, the store returns, and new workers begin to start."""
 
     at: Nanos
     node: StoreId
@@ -29,7 +29,7 @@ class NodeLost(Struct, frozen=True, kw_only=True):
 
 
 class WorkerSlow(Struct, frozen=True, kw_only=True):
-    """A worker takes `factor` times as long for each step, for example because its GPUs are throttled."""
+    """A worker takes `factor` times as long for each step during the time `lasting`, for example because its GPUs are throttled."""
 
     at: Nanos
     worker: WorkerId
@@ -51,7 +51,7 @@ class NetworkCut(Struct, frozen=True, kw_only=True):
 
 
 class StoreLost(Struct, frozen=True, kw_only=True):
-    """The store of a node dies and loses its pool. When it is started again, it still has its blocks on disk."""
+    """The store of a node dies and loses its pool. After `down`, the store returns with the blocks of its lower tiers, such as disks."""
 
     at: Nanos
     node: StoreId

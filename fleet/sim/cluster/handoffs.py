@@ -8,7 +8,8 @@ Rules:
 2. If the KV memory of a decode worker is full, the attempt waits there until enough blocks are free. Then the worker fetches the
    prompt's blocks, if the prefill worker still keeps them.
 3. If a transfer fails because the prefill worker died, the decode worker computes the prompt.
-4. Leases go through the states of `fleet.batching.handoff_leases`, as in the engines that workers host.
+4. Leases go through the states of `fleet.batching.handoff_leases`, as in the simulated engine of real workers
+   (`workers.engines.simulated.direct_transfer`).
 """
 
 from collections.abc import Callable

@@ -8,9 +8,9 @@ Rules:
    lower tier that admits them. No request waits for a demotion. At most `QUEUE_BLOCKS` blocks wait for a demotion to one tier;
    further blocks are not demoted.
 3. A load fetches the leading blocks of a prompt that an engine does not have. Each block comes from the first tier that
-   has it. The load stops at the first blocks that the engine can compute faster than load (rule 3 of
-   `kvstore.hierarchy.promotions`). Blocks that were loaded from lower tiers are also stored in the pool.
-4. Blocks are not evicted while they are loaded.
+   has it. Consecutive blocks from one tier form a run. The load stops before the first run that the engine can compute faster than load
+   (rule 3 of `kvstore.hierarchy.promotions`). Blocks that were loaded from lower tiers are also stored in the pool.
+4. Blocks are not evicted while they are being loaded.
 5. A store that dies loses its pool and all transfers; engines then compute the blocks. Lower tiers keep their blocks until the
    store returns.
 """
@@ -213,7 +213,7 @@ class NodeStore:
     # Saves.
 
     def save(self, attached_worker: AttachedWorker, keys: Sequence[int]) -> None:
-        """Copy computed blocks from an engine to the pool, except for blocks that the pool has."""
+        """Copy computed blocks from an engine to the pool, except for blocks that the pool has or that are being saved."""
         if not self.up:
             return
         new = [key for key in keys if key not in self._pool and key not in self._saving]

@@ -249,7 +249,7 @@ class SimulatedCluster:
         self._kernel.at(max(begun + start + JOIN_MESSAGES * self._delay, known), successor)
 
     def _remove(self, worker: SimulatedWorker) -> None:
-        """Remove a worker with its attempts and transfers, and send WorkerLeft to the router."""
+        """Remove a worker with its attempts and transfers. Send WorkerLeft to the router, unless this was done for a change of role."""
         del self._workers[worker.id]
         worker.until = self._kernel.now()
         worker.engine.stop()

@@ -12,7 +12,7 @@ from kvstore.hierarchy.admission import ReuseAdmission
 MEMORY_BANDWIDTH = 150e9
 """Bytes per second between a node's pool and its workers.
 
-The value is half the bandwidth of eight memory channels of DDR5-4800, because a copy both reads and writes memory.
+The value is about half the bandwidth of eight memory channels of DDR5-4800, because a copy both reads and writes memory.
 """
 
 

@@ -6,8 +6,8 @@ Rules:
 2. The worker sends progress as the engine reports it: with the first token, when an answer begins a new block, and at its end.
 3. A prefill ends with a handoff. If the handoff goes through the node's store, the prefill ends when the blocks have been saved there, or
    when the store has died.
-4. A worker ignores an attempt whose request is over, and rejects new attempts while it drains. While a worker changes
-   its role, it is not registered, and commands that arrive in this time are lost.
+4. A worker ignores an attempt whose request is over, and rejects new attempts while it drains. To change its role, a worker leaves after
+   its drain and joins again. In between, it is not registered, and commands that arrive are lost.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -110,7 +110,7 @@ class SimulatedWorker:
         self.node = node
         self.role = role
         self.flips_to: Role | None = None  # the role that the worker takes when it is idle; None: no change is planned
-        self.away = False  # True while the worker changes its role and is not registered
+        self.away = False  # True after the worker has left to change its role, until it joins again
         self.leaves = False  # True: the worker drains, and leaves for good when it is idle
         self.incarnation = incarnation
         self.since = since
@@ -198,7 +198,7 @@ class SimulatedWorker:
                 kv_path=prefill.kv_path,
                 prefill_worker=self.id,
                 fingerprint=FINGERPRINT,
-                # minus 1: the decode engine computes the last prompt token anyway, because it needs its logits
+                # minus 1: the decode engine computes the last prompt token anyway, because the logits of this token are needed
                 num_tokens=prefill.prompt_tokens - 1,
                 params=handoff_params(report.attempt_id),
             )
@@ -220,7 +220,7 @@ class SimulatedWorker:
     # Commands from the router.
 
     def execute(self, command: Dispatch | CancelAttempt) -> None:
-        """Execute a command that has arrived. A worker that is dead, or that is changing its role, ignores it."""
+        """Execute a command that has arrived. Ignore it if the worker is dead, or has left and will join again in another role."""
         if self.until is not None or self.away:
             return
         if isinstance(command, Dispatch):

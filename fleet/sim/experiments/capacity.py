@@ -23,8 +23,8 @@ CLOSE = 0.02
 """The search ends when the lowest load that missed the SLO is at most this share above the highest load that kept it."""
 
 MOST_DOUBLINGS = 20
-# The search fails after this number of halvings. At such a low rate, requests never wait for each other. So an even lower rate would not
-# help.
+# If the SLO is still missed after this number of halvings, the search fails. At such a low rate, requests hardly ever wait for each
+# other. So an even lower rate would not help.
 MOST_HALVINGS = 8
 
 

@@ -44,7 +44,7 @@ def process_pool(number: int, *, finish: bool = True) -> Iterator[ProcessPoolExe
 
 
 def watch(pool: ProcessPoolExecutor) -> None:
-    """Make the pool watch the process that it started last, so that the pool notices its death. Call this after `submit`.
+    """Make the pool watch the process that it started last, so that the pool notices if this process dies. Call this after `submit`.
 
     Python's `submit` first wakes the thread that watches the processes, and then starts a process. So this thread
     learns of the new process only at the next `submit`. Therefore this function calls `submit` once more.

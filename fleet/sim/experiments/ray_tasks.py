@@ -24,7 +24,7 @@ KNOCK_SECONDS = 10.0  # time limit of one attempt to connect to the cluster
 
 TASK_SECONDS = 6 * 3600
 """Maximum time to wait for the next result, in seconds. No simulation takes so long. So if no result has come within
-this time, no node of the cluster runs tasks."""
+this time, no node of the cluster runs tasks, and `map_on_ray` raises ConfigurationRefused."""
 
 
 def map_on_ray(
@@ -42,6 +42,7 @@ def map_on_ray(
     Raises:
         ConfigurationRefused: Ray is not installed, the cluster cannot be used or fails, a file cannot be read, or the function raised
             this error.
+        ray.exceptions.RayTaskError: The function raised any other error.
     """
     ray = _joined(address)
     try:

@@ -131,7 +131,7 @@ def _prepared(case: SweepCase) -> _Prepared:
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Prefix the message of an error that the `with` block raises with the path of the scenario file."""
+    """If the `with` block raises ConfigurationRefused, put the path of the scenario file before the error's message."""
     try:
         yield
     except ConfigurationRefused as error:

@@ -1,7 +1,8 @@
 """Replica capacity: computes the rates and batch sizes that one replica of a simulated pool reaches, as a profiling run would measure them.
 
-Some scaling rules need a profile: throughput per replica, tokens per second within a goal, or KV tokens. They all take these numbers
-from this module, so the compared rules know the hardware equally well.
+Most scaling rules need a profile: throughput per replica, tokens per second within a goal, or KV tokens. Fleet's own rule computes its
+numbers in `fleet.planner.sizing.capacity`, and all other rules take them from this module. Both use the same step times, so all rules know
+the hardware equally well.
 """
 
 from functools import cached_property
@@ -66,7 +67,7 @@ class ReplicaCapacity(Struct, frozen=True, kw_only=True, dict=True):
         return max(1, min(self.limits.max_running, int(self.kv_tokens / (shape.prompt_tokens + shape.answer_tokens))))
 
     def running_within(self, shape: TrafficShape, tpot_seconds: float) -> int:
-        """Return the maximum number of sequences with which a decode step takes at most `tpot_seconds`; at least 1."""
+        """Return the maximum number of sequences with which a decode step takes at most `tpot_seconds`: from 1 to `most_running`."""
         low, high = 1, self.most_running(shape)
         while low < high:
             middle = (low + high + 1) // 2

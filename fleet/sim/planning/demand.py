@@ -2,8 +2,8 @@
 
 Rules:
 
-1. The collector observes the router's events and commands. It closes a record at the end of each span `RECORD` of virtual
-   time, as a real router reports its demand. A window for the planner is the sum of several records.
+1. The collector observes the router's events and commands. A record is the demand within a span of `RECORD` nanoseconds of virtual time.
+   It is closed at the end of this span, as a real router reports its demand. A window for the planner is the sum of one or several records.
 2. A record is delivered `delay` after it was closed. In a gap of the metrics no record is delivered, and windows name the
    router as stale. The records of the gap are delivered after it, so no demand is lost.
 3. A request counts as abandoned if its client cancelled it, or its deadline passed, before its answer began. (A real router counts a
@@ -84,10 +84,10 @@ class DemandCollector:
         """Begin to collect records. Records list no workers before `watch` is called with the cluster and its pools.
 
         Args:
-            kernel: Virtual time.
+            kernel: Kernel in whose virtual time records are closed and delivered.
             delay: Time from the end of a record to its delivery.
             gaps: Begin and end of each span in which no record is delivered.
-            over: Returns True when the simulation is over. After that, no record is made.
+            over: Returns True when the simulation is over. The present record is then the last one.
         """
         self._kernel, self._delay, self._gaps, self._over = kernel, delay, tuple(gaps), over
         self._cluster: SimulatedCluster | None = None

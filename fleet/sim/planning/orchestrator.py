@@ -22,7 +22,7 @@ from fleet.sim.cluster.elastic_pools import ElasticPools
 from fleet.sim.kernel import Kernel
 
 TAKES_UP = Nanos(SECOND // 2)
-"""Time from the write of a plan until the orchestrator acts on the plan: half of the typical interval between two polls."""
+"""Time from the write of a plan until the orchestrator acts on the plan: half of the typical interval between two polls of a real one."""
 
 EPOCH = datetime(2026, 1, 1, tzinfo=UTC)
 """Wall-clock time at the beginning of virtual time, from which the times in plans are computed."""

@@ -19,14 +19,14 @@ class ReplayOutcome(Struct, frozen=True, kw_only=True):
     """Maximum number of replicas that occupied GPUs at one instant, over all pools together."""
 
     predicted_error: float | None
-    """Error of the rule's forecasts; None if it has no forecast for the measured span.
+    """Mean absolute difference between the forecast and the real rate of arrivals, divided by the mean real rate.
 
-    It is the mean distance between the forecast and the real rate of arrivals, divided by the mean real rate.
+    None if the rule has made no forecast for an instant in the measured span, or if no request arrived near these instants.
     """
 
     requests: int
     refused: int
-    """Number of requests that were rejected, or cancelled by their clients."""
+    """Number of requests that were rejected, including those whose deadline passed, or that ended without a token."""
 
     plans: int
     """Number of decisions that changed the wanted number of replicas of a pool, in the whole replay with its warm-up."""

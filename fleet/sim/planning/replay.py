@@ -5,8 +5,8 @@ Rules:
 1. A rule gets only data that it would get in production: demand windows with the delay of the metrics, and the
    connector's observations. Only rules that know the future (`RuleContext.future`) get more. The decisions of a rule are
    written through the simulated connector.
-2. Attainment is the share of all requests that keep the goals for TTFT and TPOT. Requests that were refused, or that
-   their clients cancelled, count as missing the goals.
+2. Attainment is the share of all requests that keep all latency targets of the scenario (`Slo`). Requests that were refused, or whose
+   deadline passed, count as missing the targets.
 3. A replica's GPUs count from its start until it has left. Results are measured from the end of the warm-up to the last arrival,
    so the measured span is the same for all rules. Only `ReplayOutcome.plans` counts the warm-up too.
 4. The direction of a pool changes when it grows after it has shrunk, or shrinks after it has grown.
@@ -375,9 +375,10 @@ class _Score:
         return self._cached_tokens / self._prompt_tokens if self._prompt_tokens else 0.0
 
     def predicted_error(self) -> float | None:
-        """Return the mean error of the forecast rates, divided by the mean real rate.
+        """Return the mean absolute error of the forecast rates, divided by the mean real rate.
 
-        Only forecasts for instants in the measured span count. Return None if there are none, or if no request arrived near these instants.
+        Only forecasts count whose instant is in the measured span, at least `AROUND` from its ends. Return None if there are none, or if no
+        request arrived within `AROUND` of these instants.
         """
         arrivals = sorted(self._arrivals)
         distance = came = 0.0

@@ -31,8 +31,8 @@ class RuleContext(Struct, frozen=True, kw_only=True):
     """All requests of the replay. Only rules that know the future may read it, such as the oracle."""
 
     attempt: Callable[[ScalingRule], ReplayOutcome]
-    """Function that runs the replay with another rule and returns its outcome. Only rules that know all requests in
-    advance call it, to compare several timetables."""
+    """Function that runs the whole replay with a rule and returns the outcome. Only rules that know all requests in advance call it, to
+    compare several timetables."""
 
     def pool(self, name: PoolName) -> PlannedPool:
         return next(each for each in self.pools if each.name == name)

@@ -15,7 +15,7 @@ Number = float | int | str
 
 
 class ReplayPoolSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Limits of one pool, and the durations of its starts and drains. The pool's own section states its first size."""
+    """Limits of one pool, and the durations of its starts and drains. Its size at the beginning follows from its section in `[[pools]]`."""
 
     least: Replicas = 1
     most: Replicas = 64
@@ -23,14 +23,14 @@ class ReplayPoolSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Time from the start of a replica until it can serve."""
 
     start_spread: Annotated[float, Meta(ge=0, le=1)] = 0.0
-    """Variation of start durations, as a share of `start_seconds`: 0.2 draws them evenly from 0.8 to 1.2 times that time."""
+    """Variation of start durations, as a share of `start_seconds`: with 0.2, each is drawn uniformly from 0.8 to 1.2 times that time."""
 
     drain_seconds: Seconds = 120.0
     """Maximum duration of a drain; most replicas leave earlier, when their last answer has ended."""
 
 
 class PlannerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a scaling rule sizes the pools, and which data it gets."""
+    """Settings of the section `[planner]`: which rule sizes the pools, within which limits, and with which data about the demand."""
 
     rule: str = "fleet"
     """Name of the rule that decides, unless the command line names others."""
@@ -48,7 +48,8 @@ class PlannerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Limits on all pools together; its field `gpus` is also the number of GPUs that the cluster has."""
 
     warm_up_seconds: Seconds = 0.0
-    """Time at the beginning that results leave out, because the scenario, and not the rule, sets the first numbers of replicas."""
+    """Time at the beginning that results leave out (except for `ReplayOutcome.plans`), because the first numbers of replicas come from the
+    scenario, and not from the rule."""
 
     metric_delay_seconds: Seconds = 0.0
     """Delay from the end of a record (`fleet.sim.planning.demand`) until the demand windows that the rule gets contain it."""
@@ -91,9 +92,9 @@ class ReplayScenario(Scenario, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def read_replay(path: Path, changes: dict[str, Any] | None = None) -> ReplayScenario:
-    """Read a replay scenario from a TOML file and change some of its fields.
+    """Read a replay scenario from a TOML file. `changes` maps paths of fields to values that replace the file's (`fleet.config.load`).
 
     Raises:
-        ConfigurationRefused: The file cannot be read, or a field is invalid; the message names file and field.
+        ConfigurationRefused: The file cannot be read, or a field is invalid; the message names the file and the invalid field.
     """
     return load(path, ReplayScenario, changes)

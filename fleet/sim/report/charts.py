@@ -85,7 +85,8 @@ def chart(
 ) -> Markup:
     """Return a chart as HTML, with its table and, if it has several lines, a legend.
 
-    Empty lines are left out; at most `LINES` others are allowed. Points that are not above zero are left out of a logarithmic axis.
+    Empty lines are left out; at most `LINES` others are allowed. If an axis is logarithmic, points with a value of 0 or less on it are left
+    out.
     If `shares` is true, y runs from 0 to 1 and is written in percent.
     """
     drawn = [

@@ -4,7 +4,8 @@ Rules of the page:
 
 1. It has no scripts and loads nothing, and its `Content-Security-Policy` tells the browser so.
 2. Names come from files that other people wrote. They are shown as plain text: the template (`report.jinja`) escapes everything.
-3. It can be read on light and dark backgrounds, on paper, and with a screen reader, because every chart has a table of its values.
+3. It can be read on light and dark backgrounds, and on paper. It can be read with a screen reader, because every chart has a table of its
+   values.
 """
 
 from collections.abc import Sequence

@@ -119,7 +119,7 @@ class History:
         ]
 
     def _widened(self, arrival: Nanos) -> int:
-        """Double the width of the bins until `BINS` bins cover the instant of an arrival. Return the index of its bin."""
+        """Double the width of the bins until `BINS` bins cover the instant of an arrival. Return the index of the bin with this instant."""
         while arrival // self._width >= BINS:
             self._width = Nanos(self._width * 2)
             for index in range(0, len(self._bins), 2):

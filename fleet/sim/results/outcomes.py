@@ -37,7 +37,7 @@ class Slo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class PoolSample(Struct, frozen=True, kw_only=True):
-    """Number of workers and requests of one pool at one instant."""
+    """State of one pool at one instant: its workers, its requests, and the share of its KV blocks that is in use."""
 
     name: str
     workers: int  # workers that are up
@@ -47,11 +47,11 @@ class PoolSample(Struct, frozen=True, kw_only=True):
 
 
 class TimelineSample(Struct, frozen=True, kw_only=True):
-    """Number of requests of the whole cluster at one instant, and the samples of its pools."""
+    """State of the whole cluster at one instant: its requests, the share of its KV blocks that is in use, and its pools."""
 
     seconds: float
     running: int  # requests on workers
-    queued: int  # requests that wait in the router
+    queued: int  # requests that are on no worker: they wait in the router, or their messages are under way
     kv_share: float  # share of all KV blocks that attempts and handoffs use; idle blocks of prefix caches do not count
     finished: int  # requests that ended since the previous sample
     pools: tuple[PoolSample, ...] = ()
@@ -203,7 +203,7 @@ class RunOutcome(Struct, frozen=True, kw_only=True):
     cost: float
     cost_per_million_tokens: float  # cost of a million tokens; prompt and answer tokens count
     energy_kwh: float
-    joules_per_token: float  # energy of all GPUs in joules, divided by the number of generated tokens
+    joules_per_token: float  # energy of all GPUs in joules, divided by the number of tokens in all answers
     pools: list[PoolOutcome] = []
 
 

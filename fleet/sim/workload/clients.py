@@ -9,9 +9,9 @@ Rules:
    number of sessions runs at a time, or each session begins at the time that the workload states.
 4. A client that waits for an answer sends its next request in a later event of the kernel. At that time, the router no
    longer handles the event that ended the answer. So the router is never called recursively.
-5. A request that is rejected for a temporary reason is sent again, each time after a longer pause. All these attempts
-   count as one request, which began with the first attempt. If clients have a deadline, the request contains the deadline,
-   and the client stops waiting when the deadline has passed.
+5. A request that is rejected for a temporary reason is sent again up to `retries` times, each time after a longer pause. In the results,
+   this counts as one request, which began when it was sent for the first time. If clients have a deadline, the request contains the
+   deadline, and the client stops waiting when the deadline has passed.
 """
 
 from collections.abc import Callable, Iterator
@@ -98,7 +98,7 @@ class SimulatedClients(Protocol):
 def start_clients(
     section: ClientSection, kernel: Kernel, world: World, traffic: Traffic, ended: Callable[[EndedRequest], None]
 ) -> SimulatedClients:
-    """Start the clients of a run. `ended` is called with each request after its last retry."""
+    """Start the clients of a run. `ended` is called with each ended request; retries of a request are not reported on their own."""
     sender = _Sender(kernel, world, section, ended)
     match section:
         case OpenClients():
@@ -254,7 +254,8 @@ class _Conversation:
         self._kernel, self._sender, self._longest, self._over = kernel, sender, longest, over
         self._turns = session.turns
         self._left = len(session.turns)
-        self._waits = [len(turn.after) for turn in session.turns]  # number of awaited answers, for each turn
+        # for each turn: number of earlier answers that the turn still waits for
+        self._waits = [len(turn.after) for turn in session.turns]
         self._followers: list[list[int]] = [[] for _ in session.turns]
         for index, turn in enumerate(session.turns):
             for before in turn.after:
@@ -263,7 +264,7 @@ class _Conversation:
                 self._prepare(index)
 
     def _prepare(self, index: int) -> None:
-        """Schedule a turn whose awaited answers have all arrived. It is sent after the pause that the workload states for it."""
+        """Schedule a turn that waits for no answer any more. Its pause is the workload's, limited to `longest_gap_seconds`."""
         self._kernel.after(min(self._turns[index].gap, self._longest), partial(self._send, index))
 
     def _send(self, index: int) -> None:

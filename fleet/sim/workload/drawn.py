@@ -43,7 +43,7 @@ class DrawnWorkload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     requests: Count = 10_000
     rate: Positive = 1.0
-    """Mean number of requests per second."""
+    """Mean number of requests per second; with `arrivals = "phases"`, the phases state the rates instead."""
 
     arrivals: Literal["poisson", "even", "gamma", "day", "bursts", "phases"] = "poisson"
     """Distribution of arrivals. `poisson`: at random; `even`: at equal distances; `gamma`: at random, with gaps that vary by
@@ -68,13 +68,14 @@ class DrawnWorkload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     prompt_tokens: Count = 2048
     output_tokens: Count = 256
     spread: Annotated[float, Meta(ge=0, le=1)] = 0.5
-    """Variation of lengths, as a share of the mean: 0.5 draws them evenly from 0.5 to 1.5 times the mean."""
+    """Variation of the lengths of prompts and answers and of the number of turns, as a share of the mean: with 0.5, each is drawn uniformly
+    from 0.5 to 1.5 times the mean."""
 
     prefixes: Annotated[int, Meta(ge=0, le=1 << 20)] = 0
     """Number of different prefixes that prompts share; 0: there are no shared prefixes."""
 
     prefix_tokens: Annotated[int, Meta(ge=0)] = 0
-    """Length of each shared prefix in tokens; a longer prompt continues with tokens of its own."""
+    """Length of each shared prefix in tokens; a longer prompt continues with tokens of its own. Prompts share only full blocks."""
 
     turns: Annotated[int, Meta(ge=1, le=1000)] = 1
     """Mean number of turns of a conversation. With more than one, clients must be of kind `sessions`. `rate` still counts

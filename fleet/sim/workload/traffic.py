@@ -1,6 +1,6 @@
 """Traffic: yields the requests or sessions of a workload, one after the other.
 
-A workload is either recorded (a trace file) or drawn by a seed (`fleet.sim.workload.drawn`).
+A workload is either recorded (a trace file) or drawn by a seeded random generator (`fleet.sim.workload.drawn`).
 """
 
 from collections.abc import Iterator

@@ -1,11 +1,11 @@
 """Chiron: a scaling rule that sizes pools by the back-pressure of interactive requests.
 
 Source: arXiv 2501.08090, as SageServe's simulator implements it. The paper defines the interactive back-pressure of a
-    pool as the share of its instances that have interactive work. The pool grows while this pressure is above the
-    target of 0.6 (`pressure`). The pool may lose one replica in an interval in which the pressure is below the target by
-    more than the share `band` of the target. With continuous batching, every instance has some request all the time. So
-    in this module, an instance counts as having work only if it has more requests than the share `busy` of those that it
-    can run within the goals. Batch work is not simulated.
+    pool as the share of its instances that have interactive work. If this pressure is above the target of 0.6 (`pressure`)
+    and all wanted replicas of the pool serve, the pool grows in proportion to the pressure. The pool may lose one replica
+    in an interval in which the pressure is below the target by more than the share `band` of the target. With continuous
+    batching, every instance has some request all the time. So in this module, an instance counts as having work only if
+    it has more requests than the share `busy` of those that it can run within the goals. Batch work is not simulated.
 """
 
 from math import ceil

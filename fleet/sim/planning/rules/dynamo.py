@@ -2,12 +2,12 @@
 
 Source: ai-dynamo, `components/planner` of release 1.6. Every 180 s (a throughput tick), the minimum number of replicas
 of a pool is computed: the forecast rate divided by the rate that one engine serves within the goals. The minimum
-differs by at most eight from the present number of replicas. Every 5 s (a load tick), one replica is added if the
-estimated latency of every engine of a pool exceeds the goal. One of N replicas is removed if every engine would stay
-below 0.8 of the goal even with N / (N - 1) times its load. For a prefill engine, the latency is the waiting time of a
-prompt. Its goal is the TTFT goal less the time to compute the prompt itself. For a decode engine, the latency is the
-TPOT. Latencies are estimated as means, not as tail percentiles. In this module, the forecast continues the linear trend
-of the last throughput ticks.
+differs by at most eight from the present number of replicas. Every 5 s (a load tick), each pool whose replicas are all
+ready is checked. One replica is added if the estimated latency of every engine of the pool exceeds the goal. One of N
+replicas is removed if every engine would stay below 0.8 of the goal even with N / (N - 1) times its latency. For a
+prefill engine, the latency is the waiting time of a prompt. Its goal is the TTFT goal less the time to compute the
+prompt itself. For a decode engine, the latency is the TPOT. Latencies are estimated as means, not as tail percentiles.
+In this module, the forecast continues the linear trend of the last throughput ticks.
 """
 
 from math import ceil

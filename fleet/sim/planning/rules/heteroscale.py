@@ -34,7 +34,7 @@ class HeteroScaleRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     tolerance: float = 0.1
     window_seconds: float = 60.0
     latency_share: float = 0.8
-    """Share of a latency goal above which no decode pool shrinks."""
+    """If P90 TTFT or P90 TPOT is above this share of its goal, no decode pool shrinks."""
 
     interval_seconds: float = 15.0
     down_seconds: float = 120.0

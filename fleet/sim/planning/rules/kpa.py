@@ -4,7 +4,8 @@ Source: Knative's autoscaling documentation; the tolerance and the delay are tho
     mean number of requests in a pool, divided by the target for one replica. There is a stable mean over 60 s, and a
     panic mean over 6 s. A pool is in panic when the panic mean asks for at least twice the ready replicas, and for 60 s
     after that. A pool in panic takes the larger of the two numbers, and does not shrink; any other pool takes the number
-    from the stable mean. Every pool shrinks only after a delay. Differences of up to 10 % are ignored (the tolerance).
+    from the stable mean. Every pool shrinks only after a delay. Outside of a panic, differences of up to 10 % are ignored
+    (the tolerance).
 """
 
 from math import ceil

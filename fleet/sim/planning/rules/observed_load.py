@@ -67,7 +67,10 @@ class ObservedLoad:
 
     @property
     def shape(self) -> TrafficShape:
-        """Mean lengths of prompts and answers in the last `KEPT_SECONDS`, and the cached share of the prompts."""
+        """Mean lengths of prompts and answers in the last `KEPT_SECONDS`, and the cached share of the prompts (at most 0.95).
+
+        If no request arrived, or none ended, in this time, the value is the previous one; at first it is `FIRST_SHAPE`.
+        """
         return self._shape
 
     @property

@@ -3,7 +3,7 @@
 Source: llm-d-workload-variant-autoscaler, saturation analyzer V2. The capacity of a replica is a number of tokens: the
 smaller one of two numbers. The first is 0.80 of the tokens for which its KV cache has room. The second is the tokens of
 a full batch, N (I + O / 2). I and O are the mean lengths of prompts and answers. N = min(B O / (I + O), S) is the
-number of running requests. B is the maximum number of tokens in a step, and S that of requests in a batch.
+number of running requests. B is the maximum number of tokens in a step, and S is the maximum number of requests in a batch.
 
 The demand of a pool is the tokens in its KV caches, plus the uncached prompt tokens and the answer of each queued
 request. The pool grows if demand / 0.85 exceeds the capacity of all requested replicas. It shrinks if fewer replicas

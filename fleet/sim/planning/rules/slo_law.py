@@ -43,7 +43,7 @@ class SloLawRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class _PoolTimers:
-    """Holds the latest instants of four events in one pool.
+    """Holds, for one pool, the latest instant of each of four events.
 
     The events are: the signal was not above the upper limit, the signal was not below the lower limit, the pool grew,
     and the pool shrank.

@@ -1,14 +1,14 @@
-"""Static pools: three rules with fixed sizes, for the peak, for the lowest cost of these requests, and by Mélange's method.
+"""Static pools: three rules with fixed sizes: for the peak of the load, for the lowest cost of a replay, and by Mélange's method.
 
 Rules:
 
 1. `StaticPeakRule` sizes pools for the peak of the load, as most administrators do. As in `fleet.hardware.sizing`, the
    minute with the highest load uses 0.8 of the throughput. If a replay with these pools misses the wanted attainment in
    any five minutes, the pools are made larger.
-2. `StaticBestRule` finds by replays the cheapest fixed sizes that keep the attainment on these requests.
-3. `MelangeRule` follows Mélange (arXiv 2404.14527). It divides the load into slices by prompt length, and computes the
-   cheapest replicas for each slice. These scenarios have one GPU type for each role. So instead of Mélange's integer
-   program, the needs of the slices are added and rounded up.
+2. `StaticBestRule` searches, by trial replays of the same requests, the cheapest fixed sizes that keep the attainment.
+3. `MelangeRule` follows Mélange (arXiv 2404.14527). It divides the load into slices by prompt length. Mélange then computes the cheapest
+   mix of GPU types by an integer program. Here, the GPU type of each pool is fixed, so the replicas that the slices need are added and
+   rounded up.
 """
 
 from math import ceil

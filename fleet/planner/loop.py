@@ -4,9 +4,10 @@ Rules:
 
 1. Unless its mode is `off`, every planner asks its rule for decisions, also if it does not lead. So the rule knows the
    past demand when the planner begins to lead. Only the leader applies plans, and only in active mode.
-2. Only one plan is carried out at a time. A decision that requests more replicas of some pool than this plan supersedes
-   the plan. Every other decision has no effect while the plan is carried out. The new plan also contains the pools of the
-   superseded plan whose replicas do not all serve yet. So these replicas are rolled back too if they do not serve in time.
+2. Only one plan is carried out at a time. It is superseded by a decision that requests more replicas of some pool than the plan
+   or, for a pool that is not in the plan, than the pool's present number. Every other decision has no effect while the plan is
+   carried out. The new plan also contains the pools of the superseded plan whose replicas do not all serve yet. So these
+   replicas are rolled back too if they do not serve in time.
 3. A new leader continues an unfinished plan of an earlier leader: it waits for the replicas, and rolls back those that
    do not serve in time.
 4. The loop limits the numbers of each decision to the bounds of the pools, because a rule may have a fault. Plans do
@@ -72,8 +73,7 @@ OBSERVE_SECONDS = 2 * CALL_SECONDS
 connector that exceeds it."""
 
 RETRY_SECONDS = 10.0
-"""Seconds to wait before the next plan begins, if the last plan was held back or was carried out without being
-settled."""
+"""Seconds to wait before the next plan begins, if the last plan was held back, failed, or ended without being settled."""
 
 _ENDED = {
     PlanOutcome.SETTLED: PlanState.SETTLED,
@@ -533,7 +533,7 @@ class PlannerLoop:
     def _within(self, sizes: Mapping[PoolName, tuple[int, int]]) -> Nanos:
         """Return the time that a plan may take; `sizes` has the number before and after the plan for each pool.
 
-        A growing pool takes twice its start-up time, and a shrinking pool takes its drain time. The result is the
+        A growing pool may take twice its start-up time, and a shrinking pool its drain time. The result is the
         longest one of these times, plus EXTRA_SECONDS.
         """
         longest = 0.0

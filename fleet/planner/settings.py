@@ -247,7 +247,7 @@ class KubernetesElectionSettings(
 class LinearEngineSettings(
     Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="linear"
 ):
-    """Describes the engine of a pool whose step times are linear, such as the simulated engine."""
+    """Describes an engine whose step times are a linear function (`fleet.hardware.latency.linear`), such as the simulated engine."""
 
     latency: EngineLatency = EngineLatency()
     """Coefficients of the engine's step times."""
@@ -316,7 +316,7 @@ class FleetRuleSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class RehearsalSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Rehearsal of plans in the simulator."""
+    """Settings of the rehearsal: a trial of each new plan in the simulator before the plan is applied."""
 
     enabled: bool = True
     """Rehearse each new plan before it is applied. If off, plans are applied without a rehearsal."""
@@ -333,7 +333,7 @@ class PlannerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Name under which the routers serve the model."""
 
     mode: PlannerMode = PlannerMode.SHADOW
-    """`off`, `shadow` (plans are made and shown, not applied) or `active`."""
+    """`off` (no decisions), `shadow` (plans are made and shown, but not applied) or `active` (plans are applied)."""
 
     goals: PlanGoals
     """Latency goals of the model."""

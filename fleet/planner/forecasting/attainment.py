@@ -7,8 +7,8 @@ Rules:
 2. A goal is missed if two conditions hold. First, the last `FAST_SECONDS` have so many more late requests than the
    budget that chance does not explain the excess. Second, the last `SLOW_SECONDS` also have more late requests than the
    budget, or the last `FAST_SECONDS` have at least `FAST_BURN` times the budget. With fewer than `FEWEST_LATE` late
-   requests in the last `FAST_SECONDS`, no goal is missed. Alerts on burn rates use the same two windows (Beyer et al.,
-   The Site Reliability Workbook, 2018, chapter 5).
+   requests in the last `FAST_SECONDS`, no goal is missed. Alerts on burn rates compare a short and a long window in the
+   same way (Beyer et al., The Site Reliability Workbook, 2018, chapter 5).
 3. Requests that still wait in routers, longer than the TTFT goal, count as late too. Their number is estimated: the
    ages of waiting requests are assumed to be evenly spread between 0 and the age of the oldest one.
 """
@@ -100,9 +100,9 @@ class Attainment:
         This is the case if, for each goal, the number of late requests is at most the share `UNSPENT` of the budget. It
         has to be so in the last `FAST_SECONDS` and also in the last `SLOW_SECONDS`.
 
-        Return False if so few requests were measured that the budget is below one request. A request that was refused
-        because of too little capacity counts as late, because routers refuse requests whose first token would come too
-        late.
+        Return False if so few requests were measured in the last `SLOW_SECONDS` that the budget is below one request. A request
+        that was refused because of too little capacity counts as late, because routers refuse requests whose first token would
+        come too late.
         """
         refused_lately, refused = self._refused(FAST_SECONDS), self._refused(SLOW_SECONDS)
         for field, waiting in ((0, self._waiting), (1, 0.0)):

@@ -93,7 +93,7 @@ class DemandHistory:
 
     @property
     def rate(self) -> float:
-        """Arrivals per second on average since the rate last changed by more than chance explains (the level)."""
+        """Mean arrivals per second since the last detected change of the rate (the level, see `fleet.planner.forecasting.level`)."""
         return self._rate.mean
 
     @property

@@ -1,10 +1,10 @@
-"""Level: computes the mean of a noisy measure since the measure last changed. Pure.
+"""Level: computes the mean of a noisy measure since the last detected change of this mean. Pure.
 
 Rules:
 
 1. Each sample has a weight (such as seconds) and an amount (such as arrivals in these seconds). The level is the sum of
-   the amounts divided by the sum of the weights. Both sums cover the samples since the measure last changed, but at most
-   the last `LONGEST` samples.
+   the amounts divided by the sum of the weights. Both sums cover the samples since the last change that rule 2 has
+   detected, but at most the last `LONGEST` samples.
 2. After each sample, the means of the last 1, 2, 3, 6, 12, 24 and 48 samples are compared, each with the mean of all
    earlier samples. If the two means differ by more than `threshold` standard errors, chance is an unlikely explanation.
    If they also differ by at least the share `least` of the earlier mean, the measure has changed, and the earlier
@@ -52,7 +52,7 @@ class Level:
         return self._amount / self.weight if self.weight else 0.0
 
     def add(self, weight: float, amount: float) -> bool:
-        """Add a sample; return True if the measure has changed. A sample whose weight is not above 0 is ignored."""
+        """Add a sample; return True if it shows a change of the mean (rule 2). A sample whose weight is not above 0 is ignored."""
         if weight <= 0.0:
             return False
         self._samples.append((weight, amount))
@@ -68,7 +68,7 @@ class Level:
         return True
 
     def _changed(self) -> int | None:
-        """Return the number of samples since a change that is detected now, or None if the measure has not changed."""
+        """Return the number of samples since a change of the mean that is detected now, or None if no change is detected."""
         samples = self._samples
         all_weight, all_amount = self.weight + samples[-1][0], self._amount + samples[-1][1]
         weight = amount = 0.0

@@ -292,13 +292,19 @@ class LatencyCorrection:
         self._alarms = 0
 
     def observe(self, predicted: float, measured: float) -> bool:
-        """Learn from one pair of values in seconds; return True if the ratio has changed (a drift alarm)."""
+        """Learn from one pair of latencies in seconds; return True if the ratio has changed (a drift alarm).
+
+        Ignore the pair if one of the latencies is not above 0 or not finite.
+        """
         if not (isfinite(predicted) and isfinite(measured) and predicted > 0.0 and measured > 0.0):
             return False
         return self._correction.observe(_bounded(predicted), _bounded(measured))
 
     def factor(self, predicted: float) -> float:
-        """Return the learnt ratio of measured to predicted seconds, for a predicted latency in seconds."""
+        """Return the learnt ratio of the measured to the predicted latency, for a predicted latency in seconds.
+
+        The ratio is limited by `LEAST_FACTOR` and `MOST_FACTOR`. It is 1 if the predicted latency is not above 0 or not finite.
+        """
         if not isfinite(predicted) or predicted <= 0.0:
             return 1.0
         predicted = _bounded(predicted)

@@ -8,8 +8,9 @@ Rules:
 2. The highest served rate is more important than the lowest price. A replica that has to be started costs more: its
    price is increased by 1 %, and by the share that its start-up time has of `HORIZON_SECONDS`. So the mix does not
    change if the change costs more than it saves.
-3. Bounds of pools, budgets and the ratio always hold. Budgets also count replicas that end, because these keep their
-   GPUs until they have drained. So new replicas may use only GPUs that are free already.
+3. A mix keeps the bounds of the pools, the budgets and the ratio. Budgets also count replicas that end, because these keep
+   their GPUs until they have drained. So new replicas may use only GPUs that are free already. If the present replicas
+   exceed a budget, no replica is added before enough of them have drained.
 4. An integer program needs a fixed rate for each replica, but this rate grows with the number of replicas in the pool.
    So the solver is called again with the rates for the numbers of replicas that it has found. This is repeated until the
    replicas really serve the rate that the solver computed, but the solver is called at most `ROUNDS` times. The rates per
@@ -291,7 +292,8 @@ def _minimise(
     """Solve one integer program; return the number of replicas of each candidate and the served rate.
 
     The variables are the served rate r and, for each candidate, n (replicas), s (started replicas) and h (replicas that
-    hold GPUs). Minimise the dollars of n and s (only if `by_price`) minus r times its weight. The constraints are:
+    hold GPUs). Minimise the cost of n and s (only if `by_price`) minus r times its weight. The cost of a replica is its price or, if
+    the price is 0, its number of GPUs. The constraints are:
     n - s <= now, h - n >= 0, h >= held, both phases serve r, r >= least_served, budgets and ratio. Return None if there
     is no solution.
     """

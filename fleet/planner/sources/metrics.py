@@ -75,7 +75,7 @@ def parse_page(page: str, now: Nanos) -> tuple[DemandReport, ...]:
     """Return a demand report for each router process whose metrics are on a page.
 
     Raises:
-        BadDemandReport: The page is not in the Prometheus text format, or does not contain the complete demand of a router.
+        BadDemandReport: The page is not in the Prometheus text format, has an impossible value, or lacks a part of a router's demand.
     """
     try:
         samples = [

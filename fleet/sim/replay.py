@@ -45,7 +45,7 @@ UNHURRIED_MS = 1e6
 class ReplayDifference(Struct, frozen=True, kw_only=True):
     """The first event for which the replayed commands differ from the recorded ones."""
 
-    line: int  # line of the recording
+    line: int  # number of the event's line in the recording
     seconds: float  # time since the beginning of the recording
     event: str
     fields: dict[str, Any]  # fields of the event, as recorded

@@ -66,7 +66,7 @@ class SimulatedPoolSection(Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ep: Positive = 1
 
     dollars_per_hour: Annotated[float, Meta(ge=0, le=1e6)] | None = None
-    """Dollars per hour of one GPU; None: the list price."""
+    """Dollars per hour of one GPU; None: the list price in `fleet.hardware.gpus`, or 0 if none is known."""
 
 
 class SimulatedStoreSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -93,7 +93,7 @@ class VirtualEngine:
 
     @property
     def waiting(self) -> int:
-        """Number of attempts among `held` that are not in the batch: new ones, preempted ones, and those with a fetch under way."""
+        """Number of attempts among `held` that are not in the batch yet: new ones, preempted ones, and those with a fetch."""
         return self._scheduler.waiting
 
     @property

@@ -303,7 +303,10 @@ class World:
         return self._machine
 
     def workers(self) -> Iterator[tuple[PoolProfile, Nanos, VirtualEngine]]:
-        """Yield for each worker that was ever up: its profile, the time for which it has occupied its GPUs, and its engine."""
+        """Yield for each worker that was ever up: its profile, the time for which it occupied its GPUs, and its engine.
+
+        The time of a worker that is still up lasts until `last_end`.
+        """
         for worker in self._cluster.ever():
             until = self.last_end if worker.until is None else min(worker.until, self.last_end)
             yield worker.profile, Nanos(max(0, until - worker.since)), worker.engine

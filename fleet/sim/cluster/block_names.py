@@ -27,7 +27,7 @@ from kvstore.block import HASH_BYTES
 from kvstore.eviction.trace_replay import TraceRequest
 
 REMEMBERED = 1 << 18
-FIRST_OWN_NAME = 1 << 63  # the first name that this module creates; all names in traces are smaller numbers
+FIRST_OWN_NAME = 1 << 63  # the first block name that this module creates; all block names in traces are smaller numbers
 
 
 class BlankTokens(bytes):

@@ -72,7 +72,7 @@ class _Replicas:
 
 
 class ElasticPools:
-    """Starts and drains workers so that each pool reaches its wanted number of replicas; the first workers exist already."""
+    """Starts and drains workers so that each pool reaches its wanted number of replicas. The first workers must be up already."""
 
     def __init__(
         self,
@@ -110,11 +110,11 @@ class ElasticPools:
         return len(pool.starting) + len(pool.up) < pool.wanted
 
     def history(self, name: str) -> Sequence[PoolState]:
-        """Return the states of a pool in the order of time."""
+        """Return all states of a pool since the beginning, in the order of time."""
         return self._pools[name].history
 
     def pool_of(self, worker_id: WorkerId) -> str | None:
-        """Return the pool of a worker that serves; None if the worker is not one of the serving replicas."""
+        """Return the name of a worker's pool; None if the worker is not a serving replica, because it starts, drains or has left."""
         return next((name for name, pool in self._pools.items() if worker_id in pool.up), None)
 
     def gpu_seconds(self, name: str, begin: Nanos, end: Nanos) -> float:
@@ -139,7 +139,7 @@ class ElasticPools:
         return sum(pool.held * pool.pool.profile.gpus for pool in self._pools.values())
 
     def _work(self) -> None:
-        """Bring each pool nearer to its wanted number: drain surplus replicas, and start missing ones while GPUs are free."""
+        """Bring each pool nearer to its wanted number: cancel or drain surplus replicas, and start missing ones while GPUs are free."""
         for name, pool in self._pools.items():
             excess = len(pool.starting) + len(pool.up) - pool.wanted
             for worker_id in list(reversed(pool.starting))[: max(0, excess)]:
@@ -212,7 +212,7 @@ def _counts(state: PoolState) -> tuple[int, ...]:
 def _cache_values(workers: Sequence[SimulatedWorker], among: Sequence[SimulatedWorker]) -> dict[WorkerId, float]:
     """Return the value of the cache of each worker in `among`, in seconds.
 
-    The value is the time that it takes to compute again the blocks that no other worker in `workers` caches.
+    The value is the time that it takes to compute again those blocks of the worker that no other worker in `workers` caches.
     """
     copies = Counter(name for worker in workers for name in worker.engine.names())
     values = {}

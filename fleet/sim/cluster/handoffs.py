@@ -29,7 +29,7 @@ from fleet.sim.virtual_engine import VirtualEngine
 from kvstore.block import blocks_for
 
 LEASE = Nanos(30 * SECOND)
-"""Time for which a prefill worker keeps blocks that no decode worker fetches. It is the default of vLLM's NIXL connector."""
+"""Time for which a prefill worker keeps blocks that no decode worker fetches. The value is the default of vLLM's NIXL connector."""
 
 
 class HandoffParams(Struct, frozen=True):
@@ -44,7 +44,7 @@ def handoff_params(attempt_id: RequestId) -> bytes:
 
 
 class TransferEndpoint(Struct, frozen=True, kw_only=True):
-    """An engine that exchanges blocks with other engines, with the bytes for each token and the latency of its transfers."""
+    """An engine that exchanges blocks with other engines, with its bytes of KV for each token and the latency of its transfers."""
 
     engine: VirtualEngine
     bytes_per_token: float
@@ -89,11 +89,11 @@ class Handoffs:
         self._sources: dict[RequestId, _HandoffSource] = {}  # the key is the id of the decode attempt
 
     def join(self, worker: WorkerId, endpoint: TransferEndpoint) -> None:
-        """Add the engine of a worker. The caller makes sure that the worker has no engine here yet."""
+        """Add the engine of a worker. The caller makes sure that the worker's previous engine, if there was one, has been removed."""
         self._endpoints[worker] = endpoint
 
     def leave(self, worker: WorkerId) -> None:
-        """Remove an engine, the blocks that it kept, and its decode attempts that have not begun to fetch."""
+        """Remove the engine of a worker with the leases on the blocks that it kept. Cancel its fetches that have not begun."""
         del self._endpoints[worker]
         for key in [key for key in self._leases if key[0] == worker]:
             cancel(self._leases.pop(key).ends)
@@ -106,7 +106,7 @@ class Handoffs:
         self._leases[worker, attempt_id] = _KeptBlocks(self._kernel.after(LEASE, release))
 
     def take(self, worker: WorkerId, job: Job[int], handoff: Handoff) -> None:
-        """Submit a decode attempt to a worker. Its blocks are fetched from the prefill worker if that worker still keeps them."""
+        """Submit a decode attempt to a worker. The prompt's blocks are fetched from the prefill worker, if that worker still keeps them."""
         kept = msgspec.json.decode(handoff.params, type=HandoffParams).attempt_id
         engine = self._endpoints[worker].engine
         if not self._is_offered(handoff.prefill_worker, kept):

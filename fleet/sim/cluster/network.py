@@ -24,12 +24,12 @@ LinkName = NewType("LinkName", str)
 
 
 def outbound_link(worker: WorkerId) -> LinkName:
-    """Return the link by which a worker sends to others."""
+    """Return the link by which a worker sends to other workers."""
     return LinkName(f"{worker} out")
 
 
 def inbound_link(worker: WorkerId) -> LinkName:
-    """Return the link by which a worker receives from others."""
+    """Return the link by which a worker receives from other workers."""
     return LinkName(f"{worker} in")
 
 
@@ -90,7 +90,7 @@ class Network:
         self.open(inbound_link(worker), bandwidth)
 
     def leave(self, worker: WorkerId) -> None:
-        """Close the links of a worker."""
+        """Close both links of a worker; their transfers are lost."""
         self.close(outbound_link(worker))
         self.close(inbound_link(worker))
 

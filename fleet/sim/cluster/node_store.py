@@ -78,7 +78,7 @@ class NodeStore:
         shared: Mapping[str, SimulatedTier],
         notify: Callable[["NodeStore", SimulatedTier, TierChange], None],
     ):
-        """Start the store. `shared` maps the names of tiers that all stores share to these tiers; `notify` gets each change."""
+        """Start the store. `shared` maps the names of tiers that all stores share to the tiers. `notify` is called for each change of a tier."""
         self._kernel = kernel
         self._network = network
         self.id = store_id
@@ -183,7 +183,7 @@ class NodeStore:
         return worth
 
     def _runs(self, keys: Sequence[int]) -> list[_TierRun]:
-        """Return the leading blocks that are in any tier, grouped into runs of consecutive blocks from the same tier."""
+        """Return the leading blocks of `keys` that are in any tier, grouped into runs of consecutive blocks from the same tier."""
         places: list[tuple[SimulatedTier, int]] = []
         for key in keys:
             tier = next((tier for tier in self.tiers if key in tier), None)

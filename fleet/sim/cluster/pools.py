@@ -25,7 +25,7 @@ class PoolProfile(Struct, frozen=True, kw_only=True):
     bandwidth: float  # bytes per second between a worker and other nodes, in each direction
     link_latency: Nanos
     start_time: Nanos  # time from the start of a worker until the worker can serve its first request
-    prefill_speed: float = 1.0  # speed of a worker relative to the workers of the fastest pool; 1: as fast as those
+    prefill_speed: float = 1.0  # prefill speed of a worker, divided by that of a worker of the fastest pool
     decode_speed: float = 1.0
     gpus_per_node: int = 8
     host_bandwidth: float = 64e9  # bytes per second between a worker and its node's memory, in each direction

@@ -249,7 +249,10 @@ class SimulatedCluster:
         self._kernel.at(max(begun + start + JOIN_MESSAGES * self._delay, known), successor)
 
     def _remove(self, worker: SimulatedWorker) -> None:
-        """Remove a worker with its attempts and transfers. Send WorkerLeft to the router, unless this was done for a change of role."""
+        """Remove a worker with its attempts and transfers.
+
+        Send WorkerLeft to the router, unless the worker has already left to change its role.
+        """
         del self._workers[worker.id]
         worker.until = self._kernel.now()
         worker.engine.stop()

@@ -17,12 +17,12 @@ The value is about half the bandwidth of eight memory channels of DDR5-4800, bec
 
 
 class TierProfile(Struct, frozen=True, kw_only=True):
-    """Describes one tier of a simulated store: its size, its speed and its rules."""
+    """Describes one tier of a simulated store: its capacity, its speed, its eviction policy and its admission rule."""
 
     name: str
     blocks: int  # capacity of the tier in blocks: on one node, or of all nodes together if `shared`
     policy: PolicyName = "lru"
-    # blocks that the tier takes: "all", or with "reuse" only those that were seen before (`kvstore.hierarchy.admission`)
+    # blocks that the tier takes: "all", or with "reuse" only those that were offered before (`kvstore.hierarchy.admission`)
     admission: Literal["all", "reuse"] = "all"
     read_bandwidth: float = MEMORY_BANDWIDTH  # bytes per second for one node
     write_bandwidth: float = MEMORY_BANDWIDTH
@@ -91,7 +91,7 @@ class SimulatedTier:
             self._pins[key] += 1
 
     def unpin(self, keys: Sequence[int], now: Nanos) -> None:
-        """Unpin blocks that a load has read, and note that they were used."""
+        """Unpin blocks that a load has read, and report their use to the eviction policy."""
         here = [key for key in keys if key in self._pins]
         for key in here:
             self._pins[key] -= 1

@@ -85,7 +85,7 @@ class _Prefill(Struct, frozen=True):
 
 
 class SimulatedWorker:
-    """Simulates one worker from its start until it dies or leaves for good. A change of the role does not end the object."""
+    """Simulates one worker from its start until it dies or leaves for good. After a change of its role, the object is the same."""
 
     def __init__(
         self,

@@ -112,7 +112,7 @@ class _Search:
         self.points: dict[float, CapacityPoint] = {}
 
     def expect(self, loads: Iterable[float]) -> None:
-        """Begin runs in other processes at loads that the search may need soon."""
+        """Begin runs in other processes at loads that the search may need soon, as far as processes are free."""
         self._runs.expect(load for load in loads if load not in self.points)
 
     def keeps(self, load: float) -> bool:
@@ -147,7 +147,7 @@ class _Search:
 
 
 def _bracket(search: _Search) -> tuple[float, float]:
-    """Return a load that keeps the SLO, and the double of this load, which misses it."""
+    """Return a load that keeps the SLO, and the double of this load, which misses it; raise ConfigurationRefused if none is found."""
     load = 1.0
     search.expect((2 * load, load / 2))
     if search.keeps(load):

@@ -59,7 +59,7 @@ class FigureDifference(Struct, frozen=True, kw_only=True):
     """The difference of one figure between the scenarios `a` and `b`, with a verdict."""
 
     name: str
-    a: float  # mean over all seeds of the first scenario
+    a: float  # mean of the figure in scenario `a` over all seeds
     b: float
     difference: ConfidenceInterval  # mean of b - a over the pairs, with its interval
     # Verdict on `b`: "better", "worse", or "differs" if no direction is better; empty if the interval contains 0 or there is only one seed.

@@ -77,7 +77,7 @@ class LoadRuns:
                 room -= 1
 
     def at(self, load: float) -> LoadPoint:
-        """Return the run at a load. If `expect` has not begun it, run it now. Raises the same errors as `run_scenario`."""
+        """Return the results of the run at a load. If `expect` has not begun it, run it now. Raises the same errors as `run_scenario`."""
         begun = self._begun.get(load)
         return at_load(self._scenario, self._folder, load) if begun is None else begun.result()
 

@@ -82,7 +82,7 @@ class ReplicaCapacity(Struct, frozen=True, kw_only=True, dict=True):
         return self.times.seconds(0, 0, running, running * shape.context)
 
     def decode_tokens(self, shape: TrafficShape, tpot_seconds: float) -> float:
-        """Return the tokens per second that one replica generates while each sequence keeps `tpot_seconds` per token."""
+        """Return the tokens per second that one replica generates while each token takes at most `tpot_seconds`."""
         running = self.running_within(shape, tpot_seconds)
         return running / self.step_seconds(shape, running)
 
@@ -120,5 +120,5 @@ class ReplicaCapacity(Struct, frozen=True, kw_only=True, dict=True):
 
 
 def capacity_of(profile: PoolProfile) -> ReplicaCapacity:
-    """Return the capacity of a pool's replicas."""
+    """Return the object that computes what one replica of a pool can serve."""
     return ReplicaCapacity(role=profile.role, times=profile.times, limits=profile.limits)

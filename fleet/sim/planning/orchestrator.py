@@ -29,7 +29,7 @@ EPOCH = datetime(2026, 1, 1, tzinfo=UTC)
 
 
 class SimulatedOrchestrator:
-    """Applies each plan that a planner writes to `ElasticPools`. Implements `fleet.planner.connectors.virtual.PlanRecords`."""
+    """Sets the sizes of elastic pools to those of each written plan. Implements `fleet.planner.connectors.virtual.PlanRecords`."""
 
     def __init__(self, kernel: Kernel, pools: ElasticPools, takes_up: Nanos = TAKES_UP) -> None:
         self._kernel, self._pools, self._takes_up = kernel, pools, takes_up

@@ -141,7 +141,7 @@ def _distribution(title: str, quantiles: Quantiles, limit_ms: float | None) -> M
 
 
 def times(looks: Sequence[TimelineSample], windows: Sequence[ArrivalWindow], scenario: Scenario) -> ReportSection:
-    """Return the section that shows how the values of the run change over time."""
+    """Return the section that shows how arrivals, queues, KV memory and latencies of the run change over time."""
     last = max([*(look.seconds for look in looks), *(window.end for window in windows)], default=0.0)
     unit, unit_name = next((seconds, name) for least, seconds, name in TIME_UNITS if last >= least)
     x = f"simulated {unit_name}"
@@ -245,7 +245,7 @@ def _ended(looks: Sequence[TimelineSample], points: int, unit: float) -> list[tu
 
 
 def _pool_names(looks: Sequence[TimelineSample]) -> list[str]:
-    """Return the names of the pools that get a line of their own in a chart: the first `LINES` - 1 pools."""
+    """Return the names of the pools that charts over time show, each as a line: the first `LINES` - 1 pools."""
     names = list(dict.fromkeys(pool.name for look in looks for pool in look.pools))
     return names[: LINES - 1]
 

@@ -19,7 +19,7 @@ FIRST_WIDTH = Nanos(SECOND)
 class ArrivalWindow(Struct, frozen=True, kw_only=True):
     """Counts and latencies of the requests that arrived in one span of time. Tokens are counted only for answered requests."""
 
-    begin: float  # simulated seconds
+    begin: float  # seconds since the beginning of the simulation
     end: float
     arrived: int
     good: int  # requests that kept the SLO
@@ -34,7 +34,7 @@ class ArrivalWindow(Struct, frozen=True, kw_only=True):
 
     @property
     def rate(self) -> float:
-        """Arrivals per second."""
+        """Arrivals per second in this span."""
         return self.arrived / (self.end - self.begin)
 
 

@@ -10,7 +10,7 @@ from fleet.sim.results.quantiles import Quantiles
 Milliseconds = Annotated[float, Meta(gt=0, le=1e12)]
 
 GPU = "gpu"
-"""Name of the tier that is the engines' own GPU memory."""
+"""Name under which cached tokens are counted that an engine had in its own GPU memory, and did not load from a store."""
 
 
 class Slo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -69,9 +69,9 @@ class EndedRequest(Struct, frozen=True, kw_only=True):
     end: Nanos
     refused: str = ""  # reason of the rejection; empty: the request was not rejected
     session: int = 0  # number of the session; 0: the request belongs to no known session
-    max_tokens: int = 0  # answer length that the client asked for
+    max_tokens: int = 0  # number of answer tokens that the client asked for
     retries: int = 0  # number of times that the client sent the request again
-    chain: tuple[int, ...] = ()  # block names of the prompt
+    chain: tuple[int, ...] = ()  # names of the prompt's blocks, as the workload states them
     # cached prompt tokens from each tier of a store; None: all cached tokens came from GPU memory
     tier_tokens: dict[str, int] | None = None
 
@@ -156,7 +156,7 @@ class PredictionQuality(Struct, frozen=True, kw_only=True):
 
 
 class PoolOutcome(Struct, frozen=True, kw_only=True):
-    """Results of one pool."""
+    """Results of one pool in a run. Costs are in dollars."""
 
     name: str
     role: str
@@ -165,13 +165,13 @@ class PoolOutcome(Struct, frozen=True, kw_only=True):
     workers: int
     utilisation: float  # time that the workers spent in steps, divided by the time for which they occupied their GPUs
     imbalance: float  # time that the busiest worker spent in steps, divided by the mean over the workers
-    computed_tokens: int  # computed prompt tokens
+    computed_tokens: int  # number of prompt tokens that the workers computed, so without tokens from caches
     generated_tokens: int
     gpu_hours: float
     cost: float
     energy_kwh: float
     joules_per_token: float  # energy of the pool in joules, divided by the number of computed and generated tokens
-    cost_per_million_tokens: float  # cost of a million tokens; computed and generated tokens count
+    cost_per_million_tokens: float  # cost of the pool, divided by the millions of computed and generated tokens
     quality: PredictionQuality
 
 
@@ -191,7 +191,7 @@ class RunOutcome(Struct, frozen=True, kw_only=True):
     goodput_rps: float
     attainment: float
     hit_rate: float
-    hit_rate_by_tier: dict[str, float]  # share of prompt tokens from each tier; the sum is `hit_rate`
+    hit_rate_by_tier: dict[str, float]  # share of all prompt tokens that came from each tier; the sum is `hit_rate`
     retries: int  # number of times that clients sent a request again
     # time that the busiest worker spent in steps, divided by the mean of its pool; the highest value among the pools
     imbalance: float
@@ -201,7 +201,7 @@ class RunOutcome(Struct, frozen=True, kw_only=True):
     moved_gb: float  # gigabytes of all transfers between workers, including lost ones
     gpu_hours: float
     cost: float
-    cost_per_million_tokens: float  # cost of a million tokens; prompt and answer tokens count
+    cost_per_million_tokens: float  # cost of the run, divided by the millions of prompt and answer tokens
     energy_kwh: float
     joules_per_token: float  # energy of all GPUs in joules, divided by the number of tokens in all answers
     pools: list[PoolOutcome] = []

@@ -56,7 +56,7 @@ class Quantiles:
         return points
 
     def summary(self) -> dict[str, float]:
-        """Return mean and quantiles by name, rounded."""
+        """Return the mean and the quantiles in `QUANTILES` by name, rounded to three decimals."""
         mean = self.total / self.count if self._bins else 0.0
         return {"mean": round(mean, 3), **{name: round(self.quantile(share), 3) for name, share in QUANTILES.items()}}
 

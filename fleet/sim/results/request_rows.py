@@ -37,7 +37,7 @@ class RequestRow(Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
-    max_tokens: int  # answer length that the client asked for
+    max_tokens: int  # number of answer tokens that the client asked for
     retries: int
     good: bool  # True if the request kept the SLO
     refused: str  # reason of the rejection; empty: not rejected

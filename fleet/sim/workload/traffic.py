@@ -49,7 +49,7 @@ class RecordedWorkload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     from_seconds: Seconds = 0.0
     to_seconds: Positive = NEVER_ENDS
-    """Begin and end of the recorded time from which requests are used. The begin is the instant 0 of the simulation."""
+    """Begin and end of the recorded time from which requests are used, in seconds. The begin is the instant 0 of the simulation."""
 
     requests: Annotated[int, Meta(ge=0, le=1 << 40)] = 0
     """Maximum number of requests that are used, from the first one on; 0: all."""
@@ -161,7 +161,7 @@ def _checked(rows: Iterator[T]) -> Iterator[T]:
 
 
 def _with_field(rows: Iterator[T]) -> Iterator[T]:
-    """Yield the rows. If a row cannot be read, raise an error whose message begins with the name of the setting."""
+    """Yield the rows. If a row cannot be read, raise ConfigurationRefused with a message that begins with `workload.file`."""
     try:
         yield from rows
     except TraceError as error:

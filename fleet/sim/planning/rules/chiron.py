@@ -22,7 +22,7 @@ from fleet.sim.planning.rules.observed_load import ObservedLoad, Stabilised, wan
 
 
 class ChironRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Parameters of the scaling rule."""
+    """Parameters of Chiron's scaling rule."""
 
     pressure: float = 0.6
     busy: float = 0.5

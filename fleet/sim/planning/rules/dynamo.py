@@ -28,7 +28,7 @@ HISTORY = 5
 
 
 class DynamoRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Parameters of the scaling rule."""
+    """Parameters of the scaling rule of Dynamo's planner."""
 
     throughput_seconds: float = 180.0
     load_seconds: float = 5.0

@@ -22,7 +22,7 @@ from fleet.sim.planning.rules.observed_load import ObservedLoad, Stabilised, rea
 
 
 class HeteroScaleRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Parameters of the scaling rule."""
+    """Parameters of HeteroScale's scaling rule."""
 
     target: float = 0.7
     """Target for the generated tokens per second of an instance, as a share of the tokens per second that the instance can

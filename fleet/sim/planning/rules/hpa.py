@@ -20,7 +20,7 @@ from fleet.sim.planning.rules.observed_load import ObservedLoad, Stabilised, rea
 
 
 class HpaRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Parameters of the scaling rule."""
+    """Parameters of the scaling rule that works like Kubernetes' HPA."""
 
     target: float = 0.6
     """Target for the utilisation of each pool, as a share from 0 to 1."""

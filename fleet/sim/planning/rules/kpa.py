@@ -22,7 +22,7 @@ from fleet.sim.planning.rules.observed_load import ObservedLoad, Stabilised, rea
 
 
 class KpaRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Parameters of the scaling rule."""
+    """Parameters of the scaling rule that works like Knative's pod autoscaler."""
 
     target: float = 0.7
     """Target for the requests of one replica, as a share of the requests that it can run within the goals."""
@@ -82,7 +82,10 @@ class _Kpa:
         return float(running)
 
     def _concurrency(self, pool: PlannedPool, seconds: float) -> float:
-        """Return the mean number of requests in a pool. Requests that wait in the router count for each pool that computes prompts."""
+        """Return the mean number of requests in a pool over the last `seconds`.
+
+        Requests that wait in the router count for each pool that computes prompts.
+        """
         windows = self._load.recent(seconds)
         first = pool.role is not Role.DECODE
         total = 0

@@ -1,4 +1,4 @@
-"""Observed load: adds up recent demand windows, and computes the rates, lengths and latencies that the baseline rules need."""
+"""Observed load: adds up recent demand windows, and computes the rates, lengths and latencies that scaling rules of other systems need."""
 
 from collections import deque
 
@@ -9,7 +9,7 @@ from fleet.planner.messages import Observation, PoolName
 from fleet.sim.planning.capacity import TrafficShape
 
 KEPT_SECONDS = 900.0
-"""Seconds for which demand windows are kept. No baseline rule reads older windows; a rule that forecasts keeps its own history."""
+"""Seconds for which demand windows are kept. No rule that uses `ObservedLoad` reads older windows."""
 
 FIRST_SHAPE = TrafficShape(prompt_tokens=1000, answer_tokens=200)
 """Mean lengths that are assumed until the first request has ended."""
@@ -106,7 +106,7 @@ def wanted_of(seen: Observation) -> dict[PoolName, int]:
 
 
 def ready_of(seen: Observation, name: PoolName) -> int:
-    """Return the ready replicas of a pool, but at least 1, because rules divide by the result."""
+    """Return the number of ready replicas of a pool, but at least 1, because rules divide by the result."""
     pool = seen.pool(name)
     return 1 if pool is None else max(1, pool.ready)
 

@@ -118,7 +118,7 @@ def _levels(
 
 
 def _spans(needed: Sequence[bool], bridged_seconds: float) -> list[tuple[int, int]]:
-    """Return the spans in which a level's replica is kept, each as its first bin and the bin after its last one.
+    """Return the spans in which the replica of a level (part 1) is kept, each as its first bin and the bin after its last one.
 
     A time of at most `bridged_seconds` seconds in which the replica is not needed does not end a span.
     """

@@ -28,7 +28,7 @@ batch has only one place, ten times this number may wait in addition."""
 
 
 class QueueingRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Parameters of the scaling rule."""
+    """Parameters of the scaling rule with WVA's queueing model."""
 
     interval_seconds: float = 30.0
     rate_seconds: float = 60.0

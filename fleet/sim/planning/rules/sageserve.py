@@ -23,7 +23,7 @@ from fleet.sim.planning.rules.observed_load import ObservedLoad, wanted_of
 
 
 class SageServeRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Parameters of the scaling rule."""
+    """Parameters of SageServe's scaling rule."""
 
     plan_seconds: float = 600.0
     """Seconds between two plans. The paper plans once an hour; a trace that compresses a day needs shorter intervals."""
@@ -87,7 +87,7 @@ class _SageServe:
         return self._context.bounded(pool.name, wanted)
 
     def _used(self, pool: PlannedPool) -> float:
-        """Return a pool's use of memory, on which `_stepped` decides.
+        """Return the use of a pool, which `_stepped` compares with the limits `up`, `down` and `override`.
 
         For a decode pool, the use is the used share of KV memory. For a prefill pool, it is the time to compute the
         prompts that wait on one replica, divided by the TTFT goal. For a pool with the role `both`, it is the larger

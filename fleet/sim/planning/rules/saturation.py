@@ -25,7 +25,7 @@ from fleet.sim.planning.rules.observed_load import ObservedLoad, Stabilised, wan
 
 
 class SaturationRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Parameters of the scaling rule."""
+    """Parameters of WVA's saturation rule."""
 
     kv_share: float = 0.80
     up: float = 0.85

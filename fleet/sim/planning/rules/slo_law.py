@@ -25,7 +25,7 @@ from fleet.sim.planning.rules.observed_load import ObservedLoad, ready_of, wante
 
 
 class SloLawRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Parameters of the scaling rule."""
+    """Parameters of llm-d's SLO law."""
 
     up: float = 0.55
     down: float = 0.40

@@ -24,14 +24,14 @@ from fleet.sim.planning.rules.observed_load import ObservedLoad, Stabilised, wan
 
 
 class TokenScaleRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Parameters of the scaling rule."""
+    """Parameters of TokenScale's scaling rule."""
 
     velocity_seconds: float = 15.0
     """Seconds over which the rate of arrivals is measured. The span is short, so that the rule follows bursts at once,
     as the paper demands."""
 
     use: float = 0.85
-    """Share of a replica's velocity with which the number of replicas is computed; the rest of the velocity is a reserve."""
+    """Share of a replica's velocity (the rate that it can process) with which the number of replicas is computed; the rest is a reserve."""
 
     interval_seconds: float = 5.0
     down_seconds: float = 60.0

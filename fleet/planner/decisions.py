@@ -74,7 +74,7 @@ class PlannedPool(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     each observed start then moves the estimate halfway to the observed time."""
 
     drain_seconds: Seconds = 60.0
-    """Time from the order to end a replica until it has drained and ended."""
+    """Expected time from the order to end a replica until it has drained and ended."""
 
     @property
     def replica_gpus(self) -> int:
@@ -157,7 +157,7 @@ class PlanDecision(Struct, frozen=True, kw_only=True):
 
 
 class ScalingRule(Protocol):
-    """Port of a rule that decides the sizes of pools: Fleet's planner, or a baseline with which it is compared."""
+    """Port of a rule that decides the sizes of pools: a rule of Fleet, or one of another system with which they are compared."""
 
     interval: Nanos
     """Time between two decisions."""

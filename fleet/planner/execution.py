@@ -28,8 +28,7 @@ class PlanOutcome(StrEnum):
 
     SETTLED = "settled"
     ROLLED_BACK = "rolled_back"
-    """The replicas that served at the deadline stay. The replicas of the plan that did not serve are not requested any
-    more."""
+    """Numbers that were not reached at the deadline, or that the orchestrator's bounds forbid, were rolled back (rule 2)."""
 
     UNSETTLED = "unsettled"
     """The plan is unfinished at the deadline, but nothing can be rolled back: replicas still drain, the missing

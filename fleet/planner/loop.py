@@ -121,7 +121,7 @@ class _ScoredPlan(Struct):
     until: Nanos
     ttft: Counts = ()
     tpot: Counts = ()
-    held_seconds: float = 0.0  # GPU-seconds that the replicas have used so far
+    held_seconds: float = 0.0  # GPU-seconds that the replicas have used since the end of the plan
     dollars: float = 0.0
     overflow_dollars: float = 0.0
     seconds: float = 0.0

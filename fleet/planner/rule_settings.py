@@ -22,7 +22,7 @@ class PlannerRuleSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     as in Kubernetes' HPA."""
 
     deadband: Annotated[float, Meta(ge=0, le=1)] = 0.1
-    """Pools shrink only if the smaller pools can still serve the highest recent rate plus this share of it."""
+    """Pools shrink only if the smaller pools can still serve the highest rate of the last cool-down plus this share of it."""
 
     margin: Annotated[float, Meta(ge=0, le=1)] = 0.0
     """When pools grow, they are sized for the expected rate plus this share of it."""

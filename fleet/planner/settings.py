@@ -259,7 +259,7 @@ class LinearEngineSettings(
     """Maximum number of requests in one batch of a replica."""
 
     kv_tokens: Positive = 131_072
-    """Tokens of KV that one replica holds."""
+    """Number of tokens whose KV fits into the memory of one replica."""
 
     step_tokens: Positive = 2048
     """Maximum number of prompt tokens of one step."""
@@ -272,7 +272,7 @@ class GpuEngineSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Describes the engine of a pool on GPUs; its step times are estimated from the model and the GPU."""
 
     model: Text
-    """Folder with a Hugging Face config.json, or that file, or the repository of a model that Fleet knows."""
+    """Folder with a Hugging Face config.json, or that file, or the Hugging Face repository of a model in `fleet.hardware.known_models`."""
 
     backend: Literal["vllm", "sglang", "trtllm"] = "vllm"
     """The engine by whose measured efficiencies on GPUs the step times are estimated."""
@@ -309,7 +309,7 @@ class LoadRuleSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class FleetRuleSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="fleet"):
-    """Fleet's own rule (`fleet.planner.machine`), which sizes pools by the models of their engines."""
+    """Choice of Fleet's own rule (`fleet.planner.machine`), which sizes pools by the models of their engines."""
 
     settings: PlannerRuleSettings = PlannerRuleSettings()
     """Settings of the rule."""
@@ -397,7 +397,7 @@ class PlannerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     decision every five seconds."""
 
     rehearsal: RehearsalSettings = RehearsalSettings()
-    """Rehearsal of plans in the simulator."""
+    """Settings of the trial of plans in the simulator before they are applied."""
 
     score_seconds: Seconds = 60.0
     """Time after the end of a plan over which latencies and costs are measured, and compared with the predictions."""

@@ -61,7 +61,7 @@ class EtcdElection:
             await asyncio.sleep(self._settings.lease_seconds / 6)
 
     async def give_back(self) -> None:
-        """End this candidate's lease, so that the next leader does not have to wait until the lease expires."""
+        """Stop leading, and end this candidate's lease, so that the next leader does not have to wait until the lease expires."""
         self._until = Nanos(0)
         if self._lease is None:
             return

@@ -97,12 +97,12 @@ class Attainment:
     def unspent(self) -> bool:
         """Return whether hardly any request was late.
 
-        This is the case if, for each goal, the number of late requests is at most the share `UNSPENT` of the budget. It
-        has to be so in the last `FAST_SECONDS` and also in the last `SLOW_SECONDS`.
+        This is the case if, for each goal, the number of late requests is at most the share `UNSPENT` of the number that
+        the goal allows. It has to be so in the last `FAST_SECONDS` and also in the last `SLOW_SECONDS`.
 
-        Return False if so few requests were measured in the last `SLOW_SECONDS` that the budget is below one request. A request
-        that was refused because of too little capacity counts as late, because routers refuse requests whose first token would
-        come too late.
+        Return False if so few requests were measured in the last `SLOW_SECONDS` that a goal allows less than one late request.
+        A request that was refused because of too little capacity counts as late, because routers refuse requests whose first
+        token would come too late.
         """
         refused_lately, refused = self._refused(FAST_SECONDS), self._refused(SLOW_SECONDS)
         for field, waiting in ((0, self._waiting), (1, 0.0)):

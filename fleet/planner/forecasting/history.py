@@ -27,7 +27,7 @@ QUIET_GAPS = 8.0
 random gap in 3,000 is that long."""
 
 RECENT_SECONDS = 60.0
-"""Seconds for which demand windows are kept. Percentiles of latencies are computed from these windows."""
+"""Seconds for which demand windows are kept. Percentiles of latencies and the recent rate are computed from these windows."""
 
 RECENT_ERRORS = 2.0
 """The rate of the last `RECENT_SECONDS` is used only if it exceeds the level (`DemandHistory.rate`) by more than this
@@ -81,10 +81,10 @@ class DemandHistory:
         self._step_arrivals = self._step_seconds = 0.0
         self._steps = 0
         self.since_shape_change = inf
-        """Seconds of observed demand since the mean length of prompts or answers last changed; infinite before that."""
+        """Seconds of observed demand since a change of the mean length of prompts or answers was last detected; infinite before."""
 
         self.since_fall = inf
-        """Seconds of observed demand since the rate last fell by more than chance explains; infinite before that."""
+        """Seconds of observed demand since a fall of the rate was last detected (`Level`); infinite before the first one."""
 
         self.ended: Nanos | None = None
         """Instant at which the last window ended; None before the first window."""
@@ -98,12 +98,12 @@ class DemandHistory:
 
     @property
     def shape_changes(self) -> int:
-        """Number of times that the mean length of prompts or of answers has changed."""
+        """Number of changes of the mean length of prompts or of answers that were detected so far."""
         return self._prompts.level.changes + self._answers.level.changes
 
     @property
     def cached_share(self) -> float:
-        """Share of the prompt tokens whose KV is in a cache, so that workers do not compute them."""
+        """Share of the prompt tokens that workers did not compute, because their KV was in a cache; older prompts count less."""
         return min(1.0, self._cached_tokens / self._prompt_tokens) if self._prompt_tokens else 0.0
 
     @property
@@ -299,7 +299,7 @@ class _Lengths:
         self.level = Level(lambda mean: mean * mean * max(LEAST_SPREAD, self.spread or 1.0), threshold, LEAST_CHANGE)
 
     def add(self, count: float, total: float, squares: float) -> bool:
-        """Add the lengths of the requests in a window; return True if their mean has changed."""
+        """Add the lengths of the requests in a window; return True if a change of the mean length is detected."""
         if squares and total and count > 1.0:
             weight = count - 1.0
             mean = total / count

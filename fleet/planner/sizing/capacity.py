@@ -240,7 +240,7 @@ class _SharedEngine:
     def _prefilled_alone(self) -> tuple[float, float]:
         """TTFT in seconds of a lone request in a prefill engine, and the seconds that a long prompt adds.
 
-        The long prompt has the length at the percentile of all prompt lengths.
+        The length of the long prompt is a percentile of all prompt lengths: the one for which this object was created.
         """
         alone = prefill_ttft(self._engine, self._shape, self._occupancy, 0.0)
         return alone, prefill_ttft(self._engine, self._long, self._occupancy, 0.0) - alone
@@ -249,7 +249,7 @@ class _SharedEngine:
     def _answered_alone(self) -> tuple[float, float]:
         """TTFT in seconds of a lone request in an aggregated engine, and the seconds that a long prompt adds.
 
-        The long prompt has the length at the percentile of all prompt lengths.
+        The length of the long prompt is a percentile of all prompt lengths: the one for which this object was created.
         """
         alone = aggregated_ttft(self._engine, self._shape, self._occupancy, 0.0)
         return alone, aggregated_ttft(self._engine, self._long, self._occupancy, 0.0) - alone

@@ -54,7 +54,7 @@ class ProposedPool(Struct, frozen=True, kw_only=True):
     gpus: int
     dollars_per_hour: float
     rate: float
-    """Requests per second that the pool can serve."""
+    """Requests per second that the pool can serve within the goals."""
 
 
 class PoolProposal(Struct, frozen=True, kw_only=True):

@@ -9,10 +9,10 @@ Rules, in the order in which `PlannerMachine.decide` applies them:
    goes back, or a pool is not reported. Then the requested numbers stay as they are, and a condition names the field or
    the source. The demand window of this round is not added to the history.
 2. **Demand.** The arrival rate and the mean lengths of prompts and answers are levels
-   (`fleet.planner.forecasting.level`): each is a mean over all windows since it last changed by more than chance
-   explains. Bursts raise the dispersion of arrivals, and a higher dispersion needs more free capacity. The rate is 0
-   when the load has ended: no request waits or runs, and none has arrived for a certain time. This time is the cool-down
-   or `fleet.planner.forecasting.history.QUIET_GAPS` times the mean gap between requests, whichever is longer.
+   (`fleet.planner.forecasting.level`): each is a mean over the windows since the last detected change of this mean, up to
+   a maximum number of windows. Bursts raise the dispersion of arrivals, and a higher dispersion needs more free capacity.
+   The rate is 0 when the load has ended: no request waits or runs, and none has arrived for a certain time. This time is
+   the cool-down or `fleet.planner.forecasting.history.QUIET_GAPS` times the mean gap between requests, whichever is longer.
 3. **Two horizons.** The rate to serve is the larger of two numbers: the present level, which reacts within seconds, and
    the forecast for the time at which a replica that is started now would serve. From that rate, the capacity model and
    the solver compute the replicas for prefill, decode and all GPU types at once.
@@ -176,7 +176,7 @@ class PlannerMachine:
 
     @property
     def forecast_error(self) -> float:
-        """Mean error of past forecasts of the rate, relative to the mean rate."""
+        """Mean absolute error of past forecasts of the rate, divided by the mean rate; 0 before the first comparison."""
         return self._demand.forecaster.error
 
     @property
@@ -185,7 +185,7 @@ class PlannerMachine:
 
     @property
     def model_error(self) -> dict[str, float]:
-        """Typical relative errors of the corrected predictions of TTFT and TPOT."""
+        """Typical relative errors of the corrected predictions of TTFT (`ttft`) and TPOT (`tpot`)."""
         return {"ttft": self._model.ttft.error, "tpot": self._model.tpot.error}
 
     # Rule 1: checks of the input.
@@ -586,7 +586,7 @@ class _PlanningView(Struct, frozen=True, kw_only=True):
     pools: tuple[_SeenPool, ...]
     load: OfferedLoad
     level: float
-    """Arrivals per second, on average since the rate last changed (the level)."""
+    """Mean arrivals per second since the last detected change of the rate (`DemandHistory.rate`)."""
 
     forecast: float
     rate: float

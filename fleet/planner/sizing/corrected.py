@@ -54,7 +54,7 @@ class CorrectedCapacity:
         return self.used_share(pool.role) * self._model.highest_rate(pool, load, goals, replicas)
 
     def remember(self, phase: Role, share: float) -> None:
-        """Remember that a phase missed its goals when it used this share of its predicted capacity."""
+        """Remember that a phase missed its goals when it used this share of its predicted capacity, and limit its usable share (rule 2)."""
         self._misses[phase] = (min(self.used_share(phase), max(LEAST_SHARE, BELOW_MISS * share)), self._elapsed)
 
     def learn(
@@ -131,7 +131,8 @@ class CorrectedCapacity:
     def predicted(self, load: OfferedLoad, rate: float, ready: Mapping[PlannedPool, int]) -> tuple[float, float]:
         """Return the highest TTFT and the highest TPOT of all pools, as the model predicts them without correction.
 
-        The pools of a phase are assumed to share the rate in proportion to their capacities.
+        The pools of a phase are assumed to share the rate in proportion to their capacities. A latency is 0 if its phase has no
+        ready replicas, or none that can keep the goals.
         """
         ttft = tpot = 0.0
         for phase in (Role.PREFILL, Role.DECODE):

@@ -78,7 +78,7 @@ class NodeStore:
         shared: Mapping[str, SimulatedTier],
         notify: Callable[["NodeStore", SimulatedTier, TierChange], None],
     ):
-        """Start the store. `shared` maps the names of tiers that all stores share to the tiers. `notify` is called for each change of a tier."""
+        """Start the store. `shared` maps names to the tiers that all stores share. `notify` is called for each change of a tier."""
         self._kernel = kernel
         self._network = network
         self.id = store_id

@@ -31,7 +31,7 @@ from fleet.sim.world import World
 HOUR = 3600.0
 SAMPLE_EVERY = Nanos(10 * SECOND)
 MOST_SAMPLES = 240
-"""Maximum number of samples of a timeline, because a plot cannot show more. At this number, pairs of samples are joined."""
+"""Maximum number of samples of a timeline, because a plot cannot show more. At this number, each two samples are joined to one."""
 
 
 class RunPlan(Struct, frozen=True, kw_only=True):

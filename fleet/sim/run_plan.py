@@ -88,7 +88,11 @@ def run_scenario(
     on_end: Callable[[EndedRequest], None] | None = None,
     progress: Callable[[int, float], None] | None = None,
 ) -> RunResult:
-    """Plan and run a scenario. `simulate` explains `on_end` and `progress`, and `plan` explains `folder`."""
+    """Plan and run a scenario. `simulate` explains `on_end` and `progress`, and `plan` explains `folder`.
+
+    Raises:
+        ConfigurationRefused: The scenario is impossible, or its workload cannot be read (`plan`, `traffic`).
+    """
     return simulate(plan(scenario, folder), traffic(scenario, folder), on_end=on_end, progress=progress)
 
 

@@ -58,6 +58,8 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     def complete(self, main: Coroutine[Any, Any, Result]) -> Result:
         """Run the kernel until no event is left, and return the result of `main`.
 
+        If `main` or a callback raises an exception, raise this exception.
+
         Raises:
             Deadlocked: No event is left, but `main` has not ended.
         """
@@ -292,7 +294,7 @@ class _ConnectionEnd(asyncio.Transport):
         self.protocol = protocol
         self._loop = loop
         self._listener = listener
-        # data that has arrived, but was not given to the protocol; an entry None says that the peer has closed the connection
+        # data that has arrived, but was not given to the protocol yet; an entry None says that the peer has closed the connection
         self._arrived: deque[bytes | None] = deque()
         self._under_way: deque[bytes | None] = deque()  # data on its way to the peer
         self._reading = True

@@ -18,7 +18,7 @@ JOULES_PER_KWH = 3.6e6
 
 
 class SweepObjective(StrEnum):
-    """The figure by which a sweep ranks scenarios; the scenario with the lowest figure is the best."""
+    """The figure by which a sweep ranks the scenarios that keep the SLO; the scenario with the lowest figure is the best."""
 
     COST = "cost"  # dollars per thousand good requests
     ENERGY = "energy"  # kilojoules per good request

@@ -44,7 +44,7 @@ def rule_settings(name: str, parameters: Mapping[str, Number] | None = None) -> 
     """Return the parameters of the rule `name`: the given ones, and the defaults of the others.
 
     Raises:
-        ConfigurationRefused: There is no such rule, or it has no such parameter.
+        ConfigurationRefused: There is no such rule, it has no such parameter, or a value is invalid.
     """
     kind = RULES.get(name)
     if kind is None:

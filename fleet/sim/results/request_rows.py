@@ -77,6 +77,7 @@ def row_writer(path: Path, name: str, slo: Slo, block_tokens: int | None) -> Ite
 
     Raises:
         ConfigurationRefused: Parquet was requested, and pyarrow is not installed.
+        OSError: The file cannot be opened or written.
     """
     if name.endswith(PARQUET):
         parquet = _Parquet(path, with_blocks=block_tokens is not None)

@@ -91,7 +91,7 @@ class _SageServe:
 
         For a decode pool, the use is the used share of KV memory. For a prefill pool, it is the time to compute the
         prompts that wait on one replica, divided by the TTFT goal. For a pool with the role `both`, it is the larger
-        one of these two values.
+        one of these two values. Without workers, it is 0.
         """
         workers = self._load.workers(pool.name)
         if not workers:

@@ -38,7 +38,7 @@ class PlanGoals(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Maximum time to first token."""
 
     tpot_seconds: Annotated[float, Meta(gt=0, le=1e6)]
-    """Maximum time per output token after the first."""
+    """Maximum TPOT: the mean time per output token of an answer, after the first token."""
 
     percentile: Annotated[float, Meta(gt=0, lt=1)] = 0.95
     """Share of requests that must keep each goal."""

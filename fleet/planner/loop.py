@@ -311,7 +311,7 @@ class PlannerLoop:
         return Observation(tuple(each for each in seen.pools if each.name in self._pools))
 
     def _bounded(self, decision: PlanDecision) -> PlanDecision:
-        """Return the decision without unknown pools, and with its numbers limited to the bounds of the pools."""
+        """Return the decision without pools that the settings do not name, and with its numbers limited to the bounds of the pools."""
         replicas = {
             name: min(max(count, self._pools[name].least), self._pools[name].most)
             for name, count in decision.replicas.items()

@@ -123,7 +123,7 @@ class PlannerMachine:
         """Create the machine.
 
         Raises:
-            ValueError: The pools or the budget are invalid, or no pool serves a phase; the message names the field.
+            ValueError: The pools, the budget or the forecast method are invalid, or no pool serves a phase; the message names the field.
         """
         budget = budget or PlanBudget()
         check_roles(pools)

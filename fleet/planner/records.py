@@ -39,7 +39,7 @@ APPENDING = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOC
 class PlanState(StrEnum):
     """States that a plan can have."""
 
-    SHADOW = "shadow"  # the plan is shown and scored, but not applied
+    SHADOW = "shadow"  # the plan is shown, and gets a score (`PlanScore`), but it is not applied
     REHEARSED = "rehearsed"  # the rehearsal runs, and the plan is not written yet
     UNDER_WAY = "under_way"
     SETTLED = "settled"
@@ -146,7 +146,7 @@ class PlannerStatus(Struct, frozen=True, kw_only=True):
 class PlanHistory:
     """Keeps the latest plan records in memory, and appends all records to a file, if there is one (`path`).
 
-    The constructor reads this file.
+    The constructor reads the records in this file and in the older file (rule 2).
     """
 
     def __init__(self, path: Path | None, most_bytes: int = MOST_BYTES) -> None:
@@ -158,7 +158,7 @@ class PlanHistory:
             self._keep(record)
 
     def keep(self, record: PlanRecord) -> None:
-        """Keep a new record, or replace the record with the same id; append it to the file."""
+        """Keep a new record, or replace the one with the same id. Append it to the file, if there is one; log a warning if this fails."""
         self._keep(record)
         if self._path is None:
             return

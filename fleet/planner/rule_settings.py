@@ -1,4 +1,4 @@
-"""Settings of the planner's scaling rule."""
+"""Settings of the planner's own scaling rule, `fleet.planner.machine`."""
 
 from typing import Annotated, Literal
 

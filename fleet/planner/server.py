@@ -75,8 +75,8 @@ async def _give_up(
 ) -> tuple[PlanOutcome, Observation]:
     """Roll back the unfinished part of a plan, and return the outcome and the last observation.
 
-    The outcome is ROLLED_BACK. It is UNSETTLED if there is nothing to roll back, or if another program has changed the
-    numbers, which then stay as they are.
+    The outcome is ROLLED_BACK, or else UNSETTLED: there is nothing to roll back, or the numbers stay as they are, because another
+    program has changed them or they must not be changed any more.
     """
     less = rollback(plan, before, seen)
     if less is None:

@@ -82,7 +82,7 @@ class PlannerMode(StrEnum):
     """No decision is made; demand is still collected."""
 
     SHADOW = "shadow"
-    """Plans are made, shown and scored, but not applied."""
+    """Plans are made and shown, and their predictions are compared with measurements, but no plan is applied."""
 
     ACTIVE = "active"
     """Plans are applied."""
@@ -286,7 +286,7 @@ class GpuEngineSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     dp: Positive = 1
     """Data parallelism of the attention: number of groups of `tp` GPUs."""
     ep: Positive = 1
-    """Expert parallelism: number of GPUs over which whole experts are distributed; 1: every expert is split."""
+    """Expert parallelism: number of GPUs over which whole experts are distributed; 1: every expert is split over the GPUs."""
 
     max_running: Positive = 256
     """Maximum number of requests in one batch of a replica."""

@@ -70,7 +70,7 @@ class FolderRecords:
         """Hold the lock on `.orchestrator` while the context is open, so that planners know that the orchestrator runs.
 
         Raises:
-            OSError: The file cannot be created.
+            OSError: The file cannot be created or locked.
         """
         with hold_lock_file(self._folder / ORCHESTRATOR):
             yield

@@ -49,7 +49,7 @@ class _Latencies(Struct, frozen=True):
 
 
 class Attainment:
-    """Counts how many recent requests kept and missed the TTFT and TPOT goals."""
+    """Counts how many recent requests missed the TTFT and TPOT goals, and decides whether these are too many (rules 1 to 3)."""
 
     def __init__(self, goals: PlanGoals) -> None:
         self._goals = goals

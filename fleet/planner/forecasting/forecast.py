@@ -32,8 +32,8 @@ UNSEASONAL = 4
 """Number of latest values whose mean is the seasonal forecast until the first season is complete."""
 
 NORMAL = 1.2533
-"""Standard deviation of a normal distribution, divided by its mean absolute deviation. Forecast errors are measured by
-the mean absolute deviation, which a single outlier hardly changes."""
+"""Standard deviation of a normal distribution, divided by its mean absolute deviation. The mean absolute error of the forecasts,
+multiplied by this factor, is used as their standard error: a single outlier changes it less than a mean of squared errors."""
 
 
 class Forecast(Struct, frozen=True, kw_only=True):
@@ -234,7 +234,7 @@ class ChosenForecaster:
 
     @property
     def error(self) -> float:
-        """Mean absolute error of the chosen method, divided by the mean value; 0 before the first comparison."""
+        """Mean absolute error of the chosen method, divided by the mean of the real values; 0 before the first comparison."""
         return self._relative(self.chosen)
 
     @property

@@ -221,7 +221,7 @@ class PoolHistory:
         changed; minus infinity before the first change."""
 
     def start_seconds(self, pool: PlannedPool) -> float:
-        """Return the expected start-up time of a replica: the one in the settings, corrected by each observed start."""
+        """Return the expected start-up time of a replica: the one in the settings, moved halfway to each observed start-up time."""
         return self._start[pool.name]
 
     def blocked(self, name: PoolName, now: float) -> bool:

@@ -360,7 +360,7 @@ def linear_engine(
 
 
 def _longer(load: OfferedLoad, percentile: float) -> RequestShape:
-    """Return a request whose prompt length is at a percentile; lengths are assumed to be log-normally distributed."""
+    """Return a request whose prompt length is at this percentile; prompt lengths are assumed to be log-normally distributed."""
     variance = log1p(load.prompt_spread)
     factor = max(1.0, exp(NormalDist().inv_cdf(percentile) * sqrt(variance) - 0.5 * variance))
     return structs.replace(

@@ -84,7 +84,7 @@ class CorrectedCapacity:
                 )
 
     def _best(self, load: OfferedLoad) -> tuple[float, float]:
-        """Return the lowest corrected TTFT and TPOT that any pool reaches."""
+        """Return the lowest corrected TTFT and TPOT that any pool reaches for a lone request."""
         ttft = tpot = inf
         for each in self._pools:
             alone = self._model.latency(each, load, self._goals.percentile, 1, SMALLEST_RATE)

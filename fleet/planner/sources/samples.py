@@ -68,7 +68,7 @@ def demand_reports(samples: Iterable[MetricSample], now: Nanos) -> dict[ProcessK
     """Return the demand report of each router process; processes without the metric `UPTIME` are left out.
 
     Raises:
-        BadDemandReport: A series or a label is missing, a value is impossible, or no process has the metric `UPTIME`.
+        BadDemandReport: A series or a label is missing, a value, bucket or role is impossible, or no process has the metric `UPTIME`.
     """
     processes: dict[ProcessKey, _ProcessSamples] = {}
     for sample in samples:

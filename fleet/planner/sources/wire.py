@@ -15,7 +15,7 @@ _ROLES = frozenset(map(str, Role))
 
 
 class BadDemandReport(Exception):
-    """A demand report cannot be used, because a field is wrong. The message names the field."""
+    """A demand report, or the answer that contains it, cannot be used. The message states the cause, such as the wrong field."""
 
 
 def encode_report(report: DemandReport) -> pb.DemandReport:

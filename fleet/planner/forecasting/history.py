@@ -49,7 +49,7 @@ are detected."""
 
 LEAST_CHANGE = 0.1
 """Smallest relative change of a mean length that counts as a change. With many requests, much smaller changes are
-statistically significant, but they need no other plan."""
+statistically significant, but they do not require another plan."""
 
 SPREAD_MEMORY = 2000.0
 """Number of requests after which the weight of an old sample of the spread of lengths has fallen to 1/e."""
@@ -108,7 +108,7 @@ class DemandHistory:
 
     @property
     def recent_rate(self) -> float:
-        """Arrivals per second in the last `RECENT_SECONDS` if these are clearly above the level (`rate`), or the level.
+        """Arrivals per second in the last `RECENT_SECONDS` if these exceed the level (`rate`) by more than `RECENT_ERRORS`, or the level.
 
         The level alone would not do: it changes only after a large difference, so it follows a slow rise too late.
         """

@@ -1,8 +1,8 @@
 """Comparison of two scenarios: compares runs with the same seeds, and computes confidence intervals of the differences.
 
-With the same seed, the random choices (requests, the router's random source) are the same in both scenarios. So two runs
-with the same seed, a pair, differ only because the scenarios differ. The confidence interval is computed from the
-differences of all pairs, as in a paired t-test.
+With the same seed, the random choices are the same in both scenarios: the router's random source and, if the workloads are
+equal, the requests. So two runs with the same seed, a pair, differ only because the scenarios differ. The confidence
+interval is computed from the differences of all pairs, as in a paired t-test.
 """
 
 from collections.abc import Callable, Sequence

@@ -76,7 +76,10 @@ class _Queueing:
         return max(low, 1e-6)
 
     def _completion_rates(self, pool: PlannedPool, shape: TrafficShape) -> list[float]:
-        """Return the requests per second that one replica completes with 1, 2, … requests in the batch, as a list."""
+        """Return a list: the requests per second that one replica completes with 1, 2, … requests in the batch.
+
+        For a prefill pool, the list has only the first value, because a prefill replica computes one prompt after the other.
+        """
         capacity = self._context.capacities[pool.name]
         prefill = 0.0 if pool.role is Role.DECODE else capacity.prefill_seconds(shape)
         if pool.role is Role.PREFILL:

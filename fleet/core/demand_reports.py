@@ -27,7 +27,7 @@ blocks are left out."""
 
 
 class ModelDemand(Struct, frozen=True, kw_only=True):
-    """Counts the demand of one model at one router process since the start of the process."""
+    """Holds the counts of one model's demand at one router process since the start of the process, and two gauges (rule 2)."""
 
     model: ModelName
     arrivals: int = 0
@@ -35,8 +35,8 @@ class ModelDemand(Struct, frozen=True, kw_only=True):
     """Number of arrivals that entered the admission queue."""
 
     refused: int = 0
-    """Number of arrivals that were rejected because of too little capacity: there was no worker, the queue was full, or
-    the deadline passed before the answer began."""
+    """Number of arrivals that were rejected because of too little capacity: no worker was available, the queue was full,
+    the predicted wait was too long, or the deadline passed before the answer began."""
 
     abandoned: int = 0
     invalid: int = 0
@@ -66,7 +66,7 @@ class ModelDemand(Struct, frozen=True, kw_only=True):
     """Number of rejected requests that a hosted endpoint has answered."""
 
     overflow_dollars: float = 0.0
-    """Cost of all requests that the hosted endpoint got, in dollars, even of those without a complete answer."""
+    """Cost of all requests of the model that its hosted endpoint got, in dollars, even of those without a complete answer."""
 
 
 class WorkerLoad(Struct, frozen=True, kw_only=True):
@@ -83,7 +83,7 @@ class WorkerLoad(Struct, frozen=True, kw_only=True):
 
 
 class SampledRequest(Struct, frozen=True, kw_only=True):
-    """Describes one ended request of the sample; for the clock of the instant `arrived`, see `DemandReport`."""
+    """Describes one request of `DemandReport.recent`, whose answer has ended. `DemandReport` states the clock of `arrived`."""
 
     model: ModelName
     arrived: Nanos
@@ -109,4 +109,4 @@ class DemandReport(Struct, frozen=True, kw_only=True):
     models: tuple[ModelDemand, ...] = ()
     workers: tuple[WorkerLoad, ...] = ()
     recent: tuple[SampledRequest, ...] = ()
-    """A sample of the requests whose answers ended after the previous report of the same stream."""
+    """A sample of the requests whose answers ended after the previous report of the same stream (`WatchDemand`)."""

@@ -113,7 +113,7 @@ class KubernetesDiscovery(
     pod: str = ""
     """Worker only: name of the pod that owns the worker's Lease, so that the Lease is removed with the pod.
 
-    Empty: the pod to which the service account's token belongs, if the worker runs in a pod.
+    Empty: the pod to which the service account's token belongs. Outside of a pod, the Lease then has no owner.
     """
 
     pod_uid: str = ""

@@ -32,12 +32,12 @@ class Reason(StrEnum):
     MODEL_NOT_FOUND = "model_not_found"
     REQUEST_NOT_FOUND = "request_not_found"  # a call names a request that the router does not know
     TOO_LARGE = "too_large"
-    # A decode worker cannot use the blocks of a prefill worker, or no two workers form a pair that the client demands.
+    # A decode worker cannot use the blocks of a prefill worker, or the client demands a pair or a KV path that no two workers have.
     KV_MISMATCH = "kv_mismatch"
     UNAUTHENTICATED = "unauthenticated"  # the API key is missing or unknown
     # Nothing is wrong with the request, and a retry may succeed:
-    NO_WORKER = "no_worker"  # no worker serves the model now
-    # Too many requests wait: the queue did not take this request, or removed it to take another one.
+    NO_WORKER = "no_worker"  # no worker that may serve the request is available now
+    # Too many requests wait: the queue is full, the predicted wait is too long, or the queue removed this request to take another one.
     QUEUE_FULL = "queue_full"
     RATE_LIMITED = "rate_limited"  # the tenant has used up its requests or tokens per minute
     DRAINING = "draining"  # this process is stopping; another one can serve the request
@@ -61,11 +61,11 @@ class RequestRejected(Exception):
     Attributes:
         reason: The public code, from which the caller knows how to react.
         message: One sentence for a person. It states what to do next, if anything can be done.
-        field: Path of the wrong field as the client wrote it, such as ``sampling.temperature``; empty if no field is
-            wrong.
+        field: Path of the wrong field, such as ``sampling.temperature``, in the names of the gRPC API. Frontends with other names translate
+            it (`fleet.net.status_codes.rename_field`). Empty if no field is wrong.
         retry_after_ms: Milliseconds after which a retry may succeed, or 0 if this is unknown or a retry cannot succeed.
-        cause: Detailed code: the router's `RejectionCause` if no worker can serve the request, or `CONTEXT_LENGTH_EXCEEDED`; empty for
-            other rejections.
+        cause: Detailed code: the router's `RejectionCause` if placement found no worker for the request, or `CONTEXT_LENGTH_EXCEEDED`;
+            empty for other rejections.
         allowance: What is left of the tenant's rate limits; None if the limits were not checked, or the tenant has no
             limits.
     """
@@ -106,7 +106,7 @@ def invalid(field: str, message: str, *, cause: str = "") -> RequestRejected:
 
 
 def internal_error() -> RequestRejected:
-    """Return the rejection of a request that fails because of a bug in Fleet; the caller logs the details."""
+    """Return the rejection of a request that fails because of an unexpected exception in Fleet; the caller logs the exception."""
     return RequestRejected(Reason.INTERNAL, "internal error; the router's log has the details")
 
 

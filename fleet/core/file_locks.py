@@ -30,7 +30,7 @@ def hold_lock_file(path: Path) -> Iterator[None]:
         OSError: The file cannot be created, locked or renamed to `path`.
     """
     beside = path.with_name(f"{path.name}.new")
-    with beside.open("w") as file:  # closed on exec, so child processes do not inherit the lock
+    with beside.open("w") as file:  # closed on exec, so programs that this process starts do not keep the lock
         try:
             fcntl.flock(file, fcntl.LOCK_SH)
             beside.rename(path)
@@ -47,7 +47,7 @@ def hold_lock_file(path: Path) -> Iterator[None]:
 def share_lock_file(path: Path) -> Iterator[None]:
     """Share the lock of another process's lock file while the context is open.
 
-    The context opens without the lock if the file does not exist, or if another process holds the lock by `take_abandoned`.
+    If the file cannot be opened, or another process holds the lock by `take_abandoned`, the context opens without the lock.
     """
     with ExitStack() as stack:
         with suppress(OSError):
@@ -57,7 +57,7 @@ def share_lock_file(path: Path) -> Iterator[None]:
 
 @contextmanager
 def take_abandoned(path: Path) -> Iterator[bool]:
-    """Try to lock a lock file; yield True if it was abandoned, and False if it does not exist or is locked.
+    """Try to lock a lock file; yield True if it was abandoned, and False if it is locked or cannot be opened.
 
     While the context is open, no other process gets True.
     """
@@ -71,7 +71,7 @@ def take_abandoned(path: Path) -> Iterator[bool]:
 
 
 def is_abandoned(path: Path) -> bool:
-    """Return True if a lock file is abandoned, and False if it does not exist or is locked."""
+    """Return True if a lock file is abandoned, and False if it is locked or cannot be opened."""
     with take_abandoned(path) as dead:
         return dead
 

@@ -52,7 +52,7 @@ class HubSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     cache: str = ""
     """Folder for downloaded models, in the layout of the hub's own tools; any number of processes may share it. Empty:
-    a folder in the user's cache folder.
+    ``fleet/hub`` in the user's cache folder (`fleet.config.default_cache_dir`).
     """
 
     endpoint: Annotated[str, Meta(pattern=r"^https?://[^/\s?#@]+(/[^\s?#@]*)?$")] = HUB_URL

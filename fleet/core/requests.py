@@ -54,8 +54,8 @@ class Pooling(Struct, frozen=True, kw_only=True):
     # True: embeddings are normalised, and the activation function is applied to the numbers of classes. False: neither is done, so the
     # numbers of classes are logits. None: the model's default is used.
     activation: bool | None = None
-    # Number of tokens of the first text, if the prompt is a pair of texts; 0 for other prompts. If the tokenizer gives all tokens one type,
-    # it is the number of all tokens. Workers whose model has no token types ignore it.
+    # Number of tokens of the first text, if the prompt is a pair of texts; 0 for other prompts. If the tokenizer gives all tokens the same
+    # token type, the number of all tokens. Workers whose model has no token types ignore this field.
     first_tokens: int = 0
 
 
@@ -248,9 +248,9 @@ Prompt = TextPrompt | ChatPrompt | TokenPrompt
 
 
 class Resume(Struct, frozen=True, kw_only=True):
-    """Part of a request that asks a router to continue an answer whose connection broke; another router may have begun it.
+    """Part of a request that asks a router to continue an answer whose connection broke; another router may have begun the answer.
 
-    All other fields of the request are the same as in the request that began the answer. `position` may exceed the number of tokens in
+    The request has the same prompt and parameters as the request that began the answer. `position` may exceed the number of tokens in
     `token_ids`. The missing tokens are then generated again, but the client does not get them a second time.
     """
 
@@ -275,7 +275,7 @@ class RemoteImage(Struct, frozen=True):
 
 
 class GenerateRequest(Struct, frozen=True, kw_only=True):
-    """Holds one request in the form that a frontend passes on; it is checked against the limits of the model later."""
+    """Holds one request in the form that a frontend gives to `fleet.frontend.generation`, which checks it against the limits of the model."""
 
     id: RequestId
     model: ModelName  # name of the model or LoRA adapter; empty for the only served model
@@ -290,7 +290,7 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     include_stop_string: bool = False  # True: the answer includes the stop string that ends it
     show_special_tokens: bool = False
     bad_words: tuple[str, ...] = ()  # strings that the answer must not contain; they become `Sampling.bad_tokens`
-    # The prompt shares blocks only with requests whose `cache_salt` is the same text; empty: there is no such limit.
+    # The prompt shares blocks only with requests that have the same text here. Requests without this text share blocks with each other.
     cache_salt: str = ""
     # Number of the prompt's last tokens that are used. -1 means as many as fit, and None means all.
     truncate_prompt: int | None = None

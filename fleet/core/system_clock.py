@@ -1,4 +1,4 @@
-"""System clocks: the monotonic clock, which measures durations, and the wall clock, which other modules of `fleet` read only here."""
+"""System clocks: the monotonic clock, which measures durations, and the wall clock, which `fleet` reads only through this module."""
 
 import os
 import time

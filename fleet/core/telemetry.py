@@ -1,8 +1,8 @@
 """Telemetry: provides the request metrics and the log format of a router process.
 
-`fleet.frontend.generation` measures the times. Requests are counted in plain numbers, which become metrics only when
-somebody reads the metrics page. Incrementing a counter of the Prometheus client library would take longer than most
-other work for a request.
+`fleet.frontend.generation` measures the times. Requests are counted in plain Python numbers, which are converted to
+metrics only when the metrics page is read. Incrementing a counter of the Prometheus client library would take longer
+than most other steps of a request in the router.
 """
 
 import logging

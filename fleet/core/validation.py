@@ -66,8 +66,9 @@ MAX_BAD_WORD_CHARACTERS = 256
 # Maximum number of messages of a chat. Each takes several tokens of the prompt, and some microseconds to check.
 MAX_MESSAGES = 16_384
 MAX_IMAGES = 64  # maximum number of images in a prompt; engines have lower limits
-MAX_PIXELS = 50_000_000  # maximum number in one image; a decoded image takes 3 or 4 bytes per pixel, so up to 200 MB
-MAX_REQUEST_PIXELS = 100_000_000  # maximum number in all images of a prompt together
+# Maximum number of pixels of one image. A decoded image takes 3 or 4 bytes per pixel, so up to 200 MB.
+MAX_PIXELS = 50_000_000
+MAX_REQUEST_PIXELS = 100_000_000  # maximum number of pixels of all images of a prompt together
 MAX_IMAGE_BYTES = 32 * 2**20  # maximum size of all image files of a prompt; a message to a worker has at most 64 MiB
 MAX_CACHE_SALT_CHARACTERS = 128
 MAX_TOOLS = 1024  # maximum number of tools that a request may offer; OpenAI accepts 128
@@ -123,7 +124,7 @@ def validate(
 
     Args:
         request: The request from a frontend.
-        card: The model that will serve it.
+        card: The model that will serve the request.
         prompt_tokens: Length of the prompt in tokens. None: it is not known yet, and the caller calls `validate_length` later.
         vocab_size: Number of token ids of the model; all valid ids are smaller. None if it is unknown; ids are then not
             checked.
@@ -459,7 +460,7 @@ def _decoded(text: str, decoder: "msgspec.json.Decoder[Any]", field: str) -> Any
     """Decode a text, which must be JSON of the type that the decoder expects.
 
     Raises:
-        RequestRejected: INVALID_ARGUMENT with the path of the wrong value.
+        RequestRejected: INVALID_ARGUMENT; the text is not JSON, is nested too deeply, or has a value of a wrong type or range.
     """
     try:
         return decoder.decode(text)

@@ -79,7 +79,8 @@ class WorkerDescription(Struct, frozen=True, kw_only=True, rename={"tokenizer_di
     sampling_fields: tuple[str, ...] = ()
     # `fleet.core.requests.STATE_FIELDS` that keep their effect if the engine continues an answer of another worker.
     continued_fields: tuple[str, ...] = ()
-    start_seconds: float = 0.0  # seconds from the start of the worker's process to this message; 0 if unknown
+    # Seconds from the start of the worker's process to the sending of this description; 0 if unknown.
+    start_seconds: float = 0.0
     generation: str = ""  # generation of the deployment; only workers of one generation form pairs
     parsers: AnswerParsers | None = None  # parsers for the worker's answers; None if the worker reports none
     pooling: PoolingModel | None = None  # None if the worker's model generates tokens
@@ -193,7 +194,7 @@ class Rejected(Struct, frozen=True, kw_only=True):
 
 
 class PulledBlocks(Struct, frozen=True, kw_only=True):
-    """Counts the KV blocks that an engine has pulled directly from other engines, by the result of their check.
+    """Counts the KV blocks that an engine has pulled directly from other engines, by the result of the checksum check.
 
     If the engine has several ranks, the part of a block that one rank pulls counts as a block.
     """
@@ -256,8 +257,8 @@ class KeepTrace(Struct, frozen=True, kw_only=True):
     """
 
     trace_id: bytes
-    # Ids of the spans that the router made for the attempts of this request. Empty: the router has an earlier version,
-    # and all attempts of the trace are meant.
+    # Ids of the spans that the router made for the attempts of this request. Empty: the router is older than this field,
+    # and the worker exports the spans of all attempts of the trace.
     parent_ids: tuple[bytes, ...] = ()
     # True: these spans are dropped if a given part of the export queue is in use, so that room is left for the spans of failed requests.
     leave_room: bool = False

@@ -1,4 +1,4 @@
-"""Asynchronous client for one event loop. `fleet.client.sync` describes its methods in full; `watch_demand` exists only there."""
+"""Asynchronous client for one event loop. `fleet.client.sync` describes the methods in full. Only the client there has `watch_demand`."""
 
 import asyncio
 from collections import deque
@@ -38,7 +38,7 @@ from kvstore.security.credentials import Credentials
 
 
 class AsyncClient:
-    """Connects to a cluster from a running event loop; the caller has to close it, or to use it as a context manager.
+    """Connects to a cluster from a running event loop. The caller has to close the client, or to use it as a context manager.
 
         async with AsyncClient("127.0.0.1:50051") as client:
             async with client.generate("Once upon a time", max_tokens=32) as stream:
@@ -59,7 +59,7 @@ class AsyncClient:
         control: str = "",
         control_credentials: Credentials = Credentials(),  # noqa: B008 - the default is immutable
     ) -> None:
-        """Prepare a connection to a router; the arguments are those of `fleet.client.Client`."""
+        """Prepare connections to the routers of one cluster; the arguments are those of `fleet.client.Client`."""
         addresses = addresses_of(address)
         self._resume_seconds = resume_limit(resume_seconds, len(addresses))
         for each in addresses:
@@ -81,7 +81,7 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        """Close the connection and end all running streams."""
+        """Close all connections and end all running streams."""
         for channel in self._channels:
             await channel.close()
         if self._control_channel is not None:
@@ -168,16 +168,17 @@ class AsyncClient:
             )
 
     async def explain(self, request_id: str) -> tuple[PlacementExplained, ...]:
-        """Return all placements of a request, the earliest one first."""
+        """Return all placements of a request, the earliest one first; raise the same errors as `fleet.client.Client.explain`."""
         with control_errors():
             request = control_pb2.ExplainRequest(request_id=request_id)
             return decode_explanation(await self._cluster.Explain(request, timeout=CALL_SECONDS))
 
     async def explain_overflow(self, request_id: str) -> OverflowExplained | None:
-        """Return what happened to a request that the router rejected and that could overflow; None for any other request.
+        """Return the outcome of the overflow of a request that the router had rejected; None if the request could not overflow.
 
         Raises:
-            RequestNotFound: This router does not know the request, or does not remember it any more.
+            RequestNotFound: The router did not place the request, and the request did not overflow, or the router has dropped
+                its explanation for later ones.
             FleetError: The call failed.
         """
         with control_errors():
@@ -266,7 +267,7 @@ class AsyncStream(StreamedAnswer):
         """Wait and send the request again after a failure.
 
         Raises:
-            FleetError: The failure is final, so the request is not sent again.
+            FleetError: The request is not sent again, because the failure is final or `cancel` was called.
         """
         try:
             pause = self._resumption.pause(error_of(error))

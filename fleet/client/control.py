@@ -1,4 +1,4 @@
-"""Control port of a client: finds the control address of a router and its credentials, and connects to it."""
+"""Control port: finds a router's control address and the credentials for it, and opens channels to this address."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,7 +32,8 @@ class ControlPort:
             address: Address of the router for clients.
             control: The router's control address. If it is empty, the address of this user's router on this machine is
                 looked up.
-            credentials: Credentials for a control port over TCP.
+            credentials: Credentials for a control port over TCP. With the default, the credentials of the local run are used if the
+                address was looked up, and otherwise none.
 
         Raises:
             ConfigurationRefused: A credentials file cannot be used.
@@ -67,10 +68,10 @@ class ControlPort:
         return self._access or load_control_access("control_credentials", credentials), address
 
     def _found(self) -> tuple[str, Credentials]:
-        """Return the control address of this user's router on this machine, and the credentials for it.
+        """Return the control address of the router, which must be one of this user on this machine, and the credentials for it.
 
         Raises:
-            Unavailable: No control address is known.
+            Unavailable: Neither a local run nor a control socket is known for the router's address.
         """
         from fleet.local.runs import run_at  # noqa: PLC0415 - imported here, because most clients never use the control port
         from fleet.net.control.address import control_folder, find_control_socket  # noqa: PLC0415 - imported here, because most clients never use the control port

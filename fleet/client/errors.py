@@ -1,4 +1,4 @@
-"""Client errors: defines the errors of clients, grouped by what the caller can do: correct the request, retry, or stop.
+"""Client errors: defines the errors that clients raise, grouped by what the caller can do: correct the request, retry, or stop.
 
 A client sends a request again by itself only if `resume_seconds` is above 0 (`fleet.client.resumption`).
 """
@@ -12,11 +12,11 @@ from fleet.core.errors import Reason
 from fleet.v1 import inference_pb2 as pb
 
 NO_CLIENTS_PORT = "that is an address of another part of the cluster, such as a control address, and serves no clients"
-# Message of gRPC servers for an unknown method. A client gets it from every port except the router's port for clients.
+# Message of gRPC servers for an unknown method. A client gets it from gRPC ports that are not for clients, such as a control port.
 NO_METHOD = "Method not found!"
 
 TLS_SIGNS = (
-    # If a server does not understand a client, it closes the connection, and gRPC reports one of these texts.
+    # If only the server or only the client uses TLS, the server closes the connection, and gRPC reports one of these texts.
     *("Socket closed", "onnection reset", "roken pipe"),
     *("SSL", "Ssl", "ecurity handshake", "erification", "SETTINGS frame", "ALPN"),
 )
@@ -57,19 +57,19 @@ class InvalidRequest(FleetError):
 
 
 class ModelNotFound(InvalidRequest):
-    """Error: no worker serves the model. `Client.models` returns the models that are served."""
+    """Error: the router serves no model with this name. `Client.models` returns the models that it serves."""
 
 
 class RequestNotFound(InvalidRequest):
-    """Error: the router does not remember a request with this id."""
+    """Error: the router does not know a request with this id, or does not remember it any more."""
 
 
 class Unauthenticated(InvalidRequest):
-    """Error: this client has no valid API key for a cluster with tenants, or not the right secret for the control port."""
+    """Error: this client has no valid API key for a cluster with tenants, or client and control port have different secrets."""
 
 
 class TooLarge(InvalidRequest):
-    """Error: the message is larger than the server accepts."""
+    """Error: the message is larger than the server accepts, or prompt and answer are too long for every worker."""
 
 
 class IncompatibleRouter(FleetError):
@@ -79,8 +79,8 @@ class IncompatibleRouter(FleetError):
 class Unavailable(FleetError):
     """Error: the request is valid, but could not be served now. A retry may succeed.
 
-    If a part of the answer has arrived, a retry begins the answer again. If `resume_seconds` is set, the client has
-    already tried to continue the answer.
+    If a part of the answer has arrived, a retry begins the answer again. If `resume_seconds` is above 0, the client has
+    already tried to continue an answer whose stream broke.
 
     Attributes:
         retry_after_seconds: Seconds to wait before a retry; None if the server gave none.
@@ -100,10 +100,10 @@ class Cancelled(FleetError):
 
 
 class ServerError(FleetError):
-    """Error: the server has a bug, or this client does not understand its answer."""
+    """Error: the server or an engine has failed, or this client does not understand the server's answer."""
 
 
-# Error classes by gRPC status code, for errors without a reason of Fleet: errors of gRPC itself, and of other kinds of servers.
+# Error classes by gRPC status code, for errors without a `Reason`: errors of gRPC itself, and of servers that are not Fleet's.
 _CODES: Mapping[grpc.StatusCode, type[FleetError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
     grpc.StatusCode.NOT_FOUND: ModelNotFound,

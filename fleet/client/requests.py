@@ -100,7 +100,7 @@ def refuse_unknown(given: Iterable[str], known: Collection[str]) -> None:
     """Refuse names of options that do not exist. Python itself does not check them, because `Unpack` is only a type hint.
 
     Raises:
-        InvalidRequest: A name is not in `known`; the message proposes the most similar one.
+        InvalidRequest: A name is not in `known`. If a known name is similar, the message proposes it.
     """
     for name in given:
         if name not in known:

@@ -155,7 +155,7 @@ class WorkerStatus(Struct, frozen=True, kw_only=True):
     # Seconds that it would take to compute again the cached blocks that no other worker holds. A block that a store holds counts only
     # in part, or not at all.
     cache_seconds: float = 0.0
-    # Protocol version between worker and router; 0: the worker is not Fleet's, or the router has version 1.
+    # Protocol version between worker and router; 0: the worker is an external server, or the router is older than this field.
     protocol: int = 0
     product: str = ""  # version of Fleet that the worker runs; empty if unknown
 
@@ -194,9 +194,9 @@ class OverflowStatus(Struct, frozen=True, kw_only=True):
     url: str
     running: int
     served: int  # number of requests that the endpoint has answered since the router started
-    # Requests that the endpoint did not get, because of its spending limit, an earlier failure, or too many requests.
+    # Number of requests that were not sent to the endpoint, because of its spending limit, an earlier failure, or too many running requests.
     not_taken: int
-    failed: int  # number of requests that got no answer or an incomplete one
+    failed: int  # number of requests that were sent to the endpoint and got no answer or an incomplete one
     spent_dollars: float  # dollars spent in the last hour, including estimates of running requests
     limit_dollars: float  # spending limit in dollars per hour
     trouble: str  # why the endpoint gets no requests now; empty if it gets requests
@@ -269,7 +269,7 @@ class PlacementExplained(Struct, frozen=True, kw_only=True):
     why: str  # why the request was placed on one worker or on two
     policy: str  # policy that chose the answering worker
     prefill_policy: str
-    uncached_tokens: int  # prompt tokens that the answering worker would have to compute
+    uncached_tokens: int  # prompt tokens that the answering worker would have to compute without a prefill worker
     # Prompt tokens to compute on the prefill worker, or on the answering worker if there is no prefill worker.
     prefill_tokens: int
     candidates: tuple[CandidateCost, ...]
@@ -278,14 +278,14 @@ class PlacementExplained(Struct, frozen=True, kw_only=True):
 
 
 class OverflowExplained(Struct, frozen=True, kw_only=True):
-    """Describes what happened to a request that the router rejected and that a hosted endpoint could take."""
+    """Describes the outcome of the overflow of one request: the router rejected it, and a hosted endpoint could take it."""
 
     model: str
     url: str
     reason: str  # reason of the rejection, such as `queue_full`
     message: str
     # "served"; "limit_spent" (the spending limit was too low); "closed" (the endpoint had failed lately, or was at its limit of
-    # requests); "failed" (there was no answer); "broken" (the answer was cut off).
+    # requests); "failed" (the endpoint gave no answer); "broken" (the answer broke off, the client left, or the deadline passed).
     outcome: str
     estimated_dollars: float
     dollars: float
@@ -294,7 +294,7 @@ class OverflowExplained(Struct, frozen=True, kw_only=True):
 
 
 def decode_overflow(message: control_pb2.ExplainResponse) -> OverflowExplained | None:
-    """Decode what happened to a request that the router rejected and that could overflow; return None for any other request."""
+    """Decode the outcome of the overflow of a request that the router had rejected; return None if the request could not overflow."""
     if not message.HasField("overflow"):
         return None
     return OverflowExplained(**{name: getattr(message.overflow, name) for name in OverflowExplained.__struct_fields__})

@@ -62,7 +62,7 @@ class RouterRing(Generic[Router]):
         return tls_cause(self._addresses[self._routers.index(router)], self._tls)
 
     def leave(self, router: Router) -> None:
-        """Change to the next router, because `router` has failed, unless another stream has already done this."""
+        """Change to the next router, because `router` has failed. If another stream has already changed, do nothing."""
         if router is self.current:
             self._position = (self._position + 1) % len(self._routers)
 
@@ -79,11 +79,11 @@ class Resumption:
         timeout_seconds: float | None,
         clock: Clock = SystemClock(),  # noqa: B008 - the default has no state
     ) -> None:
-        """Mark the request as resumable if its answer can be continued, and start its time limit. Nothing is sent yet.
+        """Mark the request as resumable if its answer can be continued, and start the time limit. Nothing is sent yet.
 
         Args:
-            request: The first message of the request.
-            routers: The number of routers.
+            request: The message of the request, as it is sent the first time.
+            routers: The number of routers that the client knows.
             resume_seconds: For this many seconds after a break the request is sent again; 0 means never.
             timeout_seconds: Time limit for the whole answer, from now on, or None for no limit.
             clock: Clock by which both limits are measured.
@@ -95,7 +95,7 @@ class Resumption:
         self._resume_seconds = resume_seconds
         self._clock = clock
         self._deadline = None if timeout_seconds is None else self._now() + timeout_seconds
-        # True if no message has arrived since the last failure; the caller calls `arrived` at the next message.
+        # True from a failure until the next message of the stream, at which the caller calls `arrived`.
         self.is_broken = False
         self._broke_at = 0.0
         self._tries = 0
@@ -132,7 +132,7 @@ class Resumption:
         return self._clock.now() / SECOND
 
     def request(self, answer: StreamedAnswer) -> tuple[pb.GenerateRequest, float | None]:
-        """Return the message to send now, and its timeout in seconds (None for no limit).
+        """Return the message to send now, and the timeout of the call in seconds (None for no limit).
 
         Raises:
             Unavailable: A part of the answer has arrived, but no resume token.

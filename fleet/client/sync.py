@@ -43,7 +43,7 @@ CALL_SECONDS = 10.0
 
 
 class Client:
-    """Connects to a cluster; the caller has to close it, or to use it as a context manager.
+    """Connects to a cluster. The caller has to close the client, or to use it as a context manager.
 
         with Client("127.0.0.1:50051") as client:
             print(client.complete("Say hello", max_tokens=16).text)
@@ -62,7 +62,7 @@ class Client:
         control: str = "",
         control_credentials: Credentials = Credentials(),  # noqa: B008 - the default is immutable
     ) -> None:
-        """Prepare a connection to a router.
+        """Prepare connections to the routers of one cluster.
 
         Args:
             address: The router's gRPC address for clients, ``host:port`` or ``unix:/path``, or the addresses of several
@@ -74,10 +74,11 @@ class Client:
             resume_seconds: Seconds in which the client tries to continue a broken stream at another router, or at the
                 only address. 0 means that a broken stream ends with an error. None means 30 if there are several
                 addresses, and otherwise 0. With temperature 0 the continuation has exactly the tokens that the lost
-                answer would have had. An answer that cannot be continued exactly ends with an error.
+                answer would have had. If no worker has the same weights or can rebuild the sampling state of the answer, the
+                stream ends with an error.
             control: The router's control address, for `status`, `watch_demand`, `explain`, `explain_overflow`, `tune`
                 and `remote_prefill`. If it is empty, the control address of this user's router on this machine is used.
-            control_credentials: Credentials for a control port over TCP.
+            control_credentials: Credentials for a control port over TCP (`fleet.client.control.ControlPort`).
 
         Raises:
             ConfigurationRefused: There is no address, `resume_seconds` is negative or no number, a credentials file cannot
@@ -105,7 +106,7 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Close the connection and end all running streams."""
+        """Close all connections and end all running streams."""
         for channel in self._channels:
             channel.close()
         if self._control_channel is not None:
@@ -240,7 +241,7 @@ class Client:
             )
 
     def watch_demand(self) -> Iterator[DemandReport]:
-        """Yield a demand report of this router process about once a second, until the caller or the router ends the call.
+        """Yield about once a second a demand report of the router process at the control address, until either side ends the call.
 
         Raises:
             FleetError: The call failed.
@@ -253,8 +254,8 @@ class Client:
         """Return all placements of a request, the earliest one first.
 
         Raises:
-            RequestNotFound: This router has not placed the request, or does not remember it any more, because it has
-                placed many others.
+            RequestNotFound: The router did not place the request, and the request did not overflow, or the router has dropped
+                its explanation for later ones.
             FleetError: The call failed.
         """
         with control_errors():
@@ -262,10 +263,10 @@ class Client:
             return decode_explanation(self._cluster.Explain(request, timeout=CALL_SECONDS))
 
     def explain_overflow(self, request_id: str) -> OverflowExplained | None:
-        """Return what happened to a request that the router rejected and that could overflow; None for any other request.
+        """Return the outcome of the overflow of a request that the router had rejected; None if the request could not overflow.
 
         Raises:
-            RequestNotFound: This router does not know the request, or does not remember it any more.
+            RequestNotFound: As for `explain`.
             FleetError: The call failed.
         """
         with control_errors():
@@ -361,7 +362,7 @@ class Stream(StreamedAnswer):
         """Wait and send the request again after a failure.
 
         Raises:
-            FleetError: The failure is final, so the request is not sent again.
+            FleetError: The request is not sent again, because the failure is final or `cancel` was called.
         """
         try:
             pause = self._resumption.pause(error_of(error))

@@ -61,7 +61,11 @@ GIVE_TLS = ": give it tls=ClientTls(authority=FILE)"
 
 
 def open_channel(address: str, options: Options, tls: ClientTls | None) -> grpc.Channel:
-    """Return a channel for synchronous calls; raise ConfigurationRefused like `ClientTls.files`."""
+    """Return a channel for synchronous calls, without TLS if `tls` is None or the address is a Unix socket.
+
+    Raises:
+        ConfigurationRefused: The files cannot be used (`ClientTls.files`).
+    """
     if tls is None or address.startswith("unix:"):
         return grpc.insecure_channel(address, options=options)
     renewed: Any = RenewedChannel(tls.files(), lambda opened: grpc.secure_channel(address, opened, options=options))
@@ -69,7 +73,11 @@ def open_channel(address: str, options: Options, tls: ClientTls | None) -> grpc.
 
 
 def open_aio_channel(address: str, options: Options, tls: ClientTls | None) -> grpc.aio.Channel:
-    """Return a channel for calls on an event loop; raise ConfigurationRefused like `ClientTls.files`."""
+    """Return a channel for calls on an event loop, without TLS if `tls` is None or the address is a Unix socket.
+
+    Raises:
+        ConfigurationRefused: The files cannot be used (`ClientTls.files`).
+    """
     if tls is None or address.startswith("unix:"):
         return grpc.aio.insecure_channel(address, options=options)
     renewed: Any = RenewedAioChannel(

@@ -1,4 +1,4 @@
-"""Vectors: requests for the vectors of texts, and their results."""
+"""Vectors: build the requests of a client for the vectors of texts, and read the vectors from the answers."""
 
 from collections.abc import Iterator, Sequence
 from typing import TypedDict, cast
@@ -42,7 +42,7 @@ class VectorResult(Struct, frozen=True, kw_only=True):
 def build_vector_messages(
     texts: Sequence[str | Sequence[int]], pooling: Pooling, options: VectorOptions
 ) -> Iterator[pb.GenerateRequest]:
-    """Yield the message for each text.
+    """Yield the request message for each text, in the order of `texts`.
 
     Raises:
         InvalidRequest: `texts` is not a list of texts or lists of token ids, an option does not exist, or a value does not

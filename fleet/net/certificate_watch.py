@@ -1,4 +1,4 @@
-"""Certificates of a process of Fleet: reads the files that its settings name, and refuses files that cannot be used.
+"""Certificates of a process of Fleet: reads the files that the settings name, and refuses files that cannot be used.
 
 `kvstore.security.certificates` reads the files again when they have changed.
 """
@@ -28,7 +28,7 @@ def certificate_watch(sections: Mapping[str, Credentials], *further: Certificate
 
 
 def metrics_port_certificates(tls: MetricsTls) -> CertificateFiles | None:
-    """Return the certificate files of a port for metrics (`metrics_listen`); None if the settings name none, so without TLS.
+    """Return the certificate files of a port for metrics (`metrics_listen`); None if the settings name none: the port then has no TLS.
 
     Raises:
         ConfigurationRefused: A file cannot be used; the message names its field.

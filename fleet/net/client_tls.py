@@ -42,7 +42,7 @@ ACCEPTED_PER_TURN = 64
 OUT_OF_FILES = frozenset({EMFILE, ENFILE, ENOBUFS, ENOMEM})
 OUT_OF_FILES_SECONDS = 0.1
 FAILURE_ANSWER_SECONDS = 0.5  # time limit for sending the alert or the plaintext answer after a failed handshake
-SHUTDOWN_SECONDS = 5.0  # longest wait for the client's closing alert when this end closes a TLS connection
+SHUTDOWN_SECONDS = 5.0  # longest wait for the client's closing alert when the server closes a TLS connection
 
 
 class ServerCertificates:
@@ -52,7 +52,7 @@ class ServerCertificates:
     """
 
     def __init__(self, settings: ClientTlsSettings, wall_seconds: Callable[[], float]) -> None:
-        """Read the files. The wall clock `wall_seconds` is compared with the end of the certificate's validity.
+        """Read the files. `wall_seconds` returns the Unix time, by which the log warns of a certificate that ends soon.
 
         Raises:
             ConfigurationRefused: A file cannot be used; the message names its field.
@@ -93,7 +93,7 @@ class ServerCertificates:
 
 
 def _listening_context(protocols: Sequence[str]) -> ssl.SSLContext:
-    """Return a TLS context for a listener; each handshake replaces it by a context with the current certificate."""
+    """Return a TLS context for a listener without a certificate; `RenewedContext` adds the current certificate to it."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(list(protocols))
@@ -101,7 +101,7 @@ def _listening_context(protocols: Sequence[str]) -> ssl.SSLContext:
 
 
 class TlsPort:
-    """Accepts the connections of one listening socket, and gives each connection its protocol after the TLS handshake."""
+    """Accepts the connections of one listening socket, and gives each connection its asyncio protocol after the TLS handshake."""
 
     def __init__(
         self,
@@ -119,13 +119,13 @@ class TlsPort:
 
         Args:
             listening: The listening socket, which `close` closes.
-            context: The context of `ServerCertificates`.
+            context: The result of `ServerCertificates.context`.
             make: Creates the protocol of a connection; its `connection_made` takes a slot of the table.
             table: The connection table of the port.
             client_log: Logs failed handshakes.
             limits: The limits of the port.
             now: Clock in seconds, by which the table orders connections.
-            plaintext_answer: The answer to a client that does not speak TLS.
+            plaintext_answer: The answer to a client that does not speak TLS; empty: the client gets a TLS alert.
         """
         listening.setblocking(False)
         self._listening = listening
@@ -199,7 +199,7 @@ class TlsPort:
             self._client_log.note_failed_handshake(client, explain((tls and tls.failure) or error))
 
     def _extend_limit(self, limit: asyncio.Timeout) -> None:
-        """Allow time to send the TLS alert or the plaintext answer, unless the handshake has just timed out."""
+        """Allow `FAILURE_ANSWER_SECONDS` to send the TLS alert or the plaintext answer, unless the handshake has just timed out."""
         if not limit.expired():
             limit.reschedule(self._loop.time() + FAILURE_ANSWER_SECONDS)
 

@@ -30,7 +30,7 @@ from typing import Generic, Protocol, TypeVar
 from msgspec import Struct
 
 GRACE_SECONDS = 1.0
-"""A connection that has waited longer than this for its client's next bytes is displaced before any idle connection.
+"""A silent or closing connection, or one with an incomplete head, is displaced before any idle connection if it has waited this long.
 
 The time covers several round trips around the world with a retransmission, and is a tenth of the default first-byte
 timeout.
@@ -77,7 +77,7 @@ class ConnectionSlot(Generic[Client]):
         self.client = client
         self.address = address
         self.group: WaitingFor | None = None
-        """The group whose lists contain the slot; None while it is in no group."""
+        """The group whose lists contain the slot; None while the slot is in no group."""
         self.since = 0.0
         """The time at which the connection began to wait in `group`; up to `ORDER_SECONDS` too early."""
         self.served = False
@@ -93,7 +93,7 @@ class ConnectionAdmission(Struct, Generic[Client], frozen=True):
     """The slot of the new connection; None if the table refused it."""
 
     displaced: Client | None = None
-    """The connection that must be closed now; it has left the table."""
+    """The displaced connection, which has left the table, and which the caller must close now; None if there is none."""
 
     displaced_silent: bool = False
     """True if the displaced connection has never sent a byte. Its first request may be on its way."""
@@ -135,10 +135,10 @@ class ConnectionTable(Generic[Client]):
         return ConnectionAdmission(self._add(client, address, now), displaced.client, silent)
 
     def mark_waiting(self, slot: ConnectionSlot[Client], group: WaitingFor, now: float) -> None:
-        """Record that a connection waits from now on. A connection that has left the table is ignored.
+        """Record that a connection waits in `group` from now on. A connection that has left the table is ignored.
 
-        A connection that has waited in the same group all the time keeps its position. A connection that was served
-        meanwhile moves to the end of the group, unless it has been in the group for less than `ORDER_SECONDS`.
+        A connection that has waited in this group all the time keeps its position. A connection that was served meanwhile
+        moves to the end of the group, unless it began to wait there less than `ORDER_SECONDS` ago.
         """
         if slot.left:
             return
@@ -180,7 +180,7 @@ class ConnectionTable(Generic[Client]):
             assert since == sorted(since)
 
     def _next_to_displace(self, waiting: "_Groups[Client]", now: float) -> ConnectionSlot[Client] | None:
-        """Return the slot of `waiting` to displace next (rule 2); None if none of its connections waits for its client."""
+        """Return the slot of `waiting` to displace next (rule 2); None if no connection of `waiting` waits for its client."""
         longest: ConnectionSlot[Client] | None = None
         for group in _OWING:
             slot = self._longest_waiting(waiting, group)
@@ -287,7 +287,7 @@ class _Buffer(Protocol):
 class WriteBufferCounter:
     """Counts the bytes that pass through the write buffer of a transport.
 
-    It reads the buffer's size only when the transport pauses writing and when it resumes, so it adds no cost to a write.
+    The buffer's size is read only when the transport pauses and resumes writing, so a write costs nothing more.
     Bytes that enter and leave the buffer between two pauses are not counted.
     """
 
@@ -324,7 +324,7 @@ class SlowReader:
         self._goal = 0
 
     def overdue(self, now: float, waiting: int, written: int) -> bool:
-        """Return whether the client has read too little.
+        """Return whether a period has passed in which the client has read too little. A client that has read enough begins a new period.
 
         Args:
             now: The present time.

@@ -21,7 +21,7 @@ from kvstore.security.tls_diagnosis import diagnose_address
 T = TypeVar("T")
 
 CALL_SECONDS = 2.0
-DIAGNOSIS_SECONDS = 0.5  # limit for each of the few connections of a TLS diagnosis, which is made once per outage
+DIAGNOSIS_SECONDS = 0.5  # time limit for each step of a TLS diagnosis, which is made once per outage of an endpoint
 OPTIONS = (
     # etcd closes a connection if its client pings more often than every 5 s, or while no call runs on the connection.
     ("grpc.keepalive_time_ms", 10_000),
@@ -46,7 +46,7 @@ class EtcdChannels:
         self._tls = _tls(credentials, section)
         self._credentials = credentials
         self._field = f"{section}.credentials"
-        # Result of the TLS diagnosis of each endpoint whose last call failed; an empty text: TLS was not the reason.
+        # Result of the TLS diagnosis of each endpoint that could not be reached and has not answered since; empty: TLS was not the reason.
         self._causes: dict[str, str] = {}
         self._turn = count(1)
         self._channel: grpc.aio.Channel | None = None

@@ -96,7 +96,7 @@ class _LoggedCount:
 
     def __init__(self) -> None:
         self.client = ""  # address of the client that was counted last
-        self._logged = 0  # value of the `count` of `due` at the last message
+        self._logged = 0  # value of the argument `count` of `due` at the last message
         self._next_log_at = float("-inf")
 
     def due(self, count: int, now: float) -> int:

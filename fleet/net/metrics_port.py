@@ -22,7 +22,7 @@ async def metrics_port(
     If `listen` is empty, nothing is served, and an empty text is yielded.
 
     Raises:
-        ConfigurationRefused: The address is malformed or in use.
+        ConfigurationRefused: The address is malformed or cannot be bound.
     """
     if not listen:
         yield ""

@@ -31,7 +31,7 @@ def bind_tcp(address: str, *, setting: str, shared: bool = False) -> tuple[socke
     connections over the processes. Errors name the `setting` that holds the address.
 
     Raises:
-        ConfigurationRefused: The address is malformed or in use.
+        ConfigurationRefused: The address is malformed or cannot be bound.
     """
     try:
         host, port = split_listen_address(address)

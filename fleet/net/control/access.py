@@ -53,10 +53,10 @@ class ControlAccess:
         return bool(self._access.control_key or (self._access.has_certificate and self._access.has_authority))
 
     def server(self, guard: SocketGuard | None = None, *, shared: bool = False) -> grpc.aio.Server:
-        """Return a gRPC server. If the credentials have a secret, the server's callers must prove that they know it.
+        """Return a gRPC server. If the credentials require proofs, the server's callers over TCP must prove that they know the secret.
 
         Args:
-            guard: Limits the connections of the server's TCP port; `fleet.net.grpc.port.open_port` runs it.
+            guard: Limits the connections of the server's TCP port; `fleet.net.grpc.port.open_port` runs it. None: no limit.
             shared: True if other processes may listen on the same port.
         """
         key = self._access.control_key
@@ -88,11 +88,11 @@ class ControlAccess:
         return bind
 
     def channel(self, address: str) -> grpc.Channel:
-        """Return a channel for synchronous calls. If the credentials have a secret, calls over TCP carry proofs of it."""
+        """Return a channel for synchronous calls. If the credentials require proofs, calls over TCP carry proofs of the secret."""
         return self._access.channel(address, BLOCKING_CHANNEL_OPTIONS)
 
     def aio_channel(self, address: str, *, separate: bool = False) -> grpc.aio.Channel:
-        """Return a channel for asyncio calls. If the credentials have a secret, calls over TCP carry proofs of it.
+        """Return a channel for asyncio calls. If the credentials require proofs, calls over TCP carry proofs of the secret.
 
         With `separate`, the channel has a connection of its own (`SEPARATE_CHANNEL_OPTIONS`).
         """

@@ -10,7 +10,7 @@ Rules:
    to others is refused. Another user can thus prevent a router from starting, but cannot intercept its callers.
 3. A socket on which a process listens is never replaced. A socket that a killed process left behind is replaced. The
    next process that uses the folder also removes the sockets of other killed processes.
-4. A cluster of `fleet up` has its socket in its own private folder instead (`fleet.local.runs`).
+4. A cluster of `fleet up` has its socket in the private folder of the local run instead (`fleet.local.runs`).
 """
 
 import errno
@@ -57,7 +57,7 @@ def _socket_name(grpc_address: str) -> str:
 
 
 def find_control_socket(grpc_address: str) -> str | None:
-    """Return the control address of this user's router that serves `grpc_address` on this machine; None if there is none."""
+    """Return the control address of this user's router that serves `grpc_address` on this machine; None if there is no such socket."""
     host, _, port = grpc_address.rpartition(":")
     hosts = THIS_HOST if host in THIS_HOST else (host, *EVERY_HOST)
     asked = [grpc_address] if unix_path(grpc_address) else [f"{each}:{port}" for each in dict.fromkeys((host, *hosts))]

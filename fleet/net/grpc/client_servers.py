@@ -18,7 +18,7 @@ from kvstore.security.channels import renewed_server_credentials
 
 
 class MessageMemory(Protocol):
-    """Counts the memory that the messages of running requests take; a port counts each message while its request runs."""
+    """Counts the bytes of the messages that arrive or are served (`held_bytes`). Beyond `max_held_bytes`, long messages are refused."""
 
     held_bytes: int
     max_held_bytes: int
@@ -58,7 +58,7 @@ class GrpcioServer:
         """Bind ``host:port`` or ``unix:/path``; return the port. If the server has certificates, a TCP port speaks TLS.
 
         Raises:
-            RuntimeError: The address is malformed or in use.
+            RuntimeError: The address is malformed or cannot be bound.
         """
         if not listen.startswith("unix:"):
             try:
@@ -87,7 +87,7 @@ def client_server(
     """Create the server that `limits.library` names; the arguments are those of `fleet.net.grpc.http2.Http2Server`.
 
     Raises:
-        ConfigurationRefused: The library does not load.
+        ConfigurationRefused: The library `ngh2` does not load.
     """
     arguments: dict[str, Any] = {
         "shared": shared, "connection_seconds": connection_seconds, "limits": limits, "max_held_bytes": max_held_bytes,

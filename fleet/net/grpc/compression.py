@@ -2,7 +2,7 @@
 
 Messages are decompressed before their caller is authenticated, and a kilobyte can expand to a megabyte of zeros. A
 message that has more than `ALWAYS_ALLOWED_BYTES` after decompression may therefore be at most `MAX_RATIO` times as long
-as before. So a caller who wants to cause much work has to send much.
+as the compressed message. So a caller who wants to cause much work has to send much.
 """
 
 import zlib
@@ -28,7 +28,8 @@ class DecompressedTooLarge(Exception):
 def decompress_message(content: bytes, encoding: bytes) -> bytes:
     """Return the decompressed message.
 
-    Its size may be at most `LONGEST_REQUEST_BYTES`, and above `ALWAYS_ALLOWED_BYTES` at most `MAX_RATIO` times that of `content`.
+    It may have at most `LONGEST_REQUEST_BYTES`. If it has more than `ALWAYS_ALLOWED_BYTES`, it may be at most `MAX_RATIO` times as long
+    as `content`.
 
     Raises:
         DecompressedTooLarge: The message exceeds this limit, which the error names. Nothing beyond the limit was

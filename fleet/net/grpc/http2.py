@@ -132,7 +132,7 @@ class Http2Server:
         """Bind ``host:port`` (at all addresses of the host) or ``unix:/path``; return the port, or 1 for a Unix socket.
 
         Raises:
-            RuntimeError: The address is malformed or in use.
+            RuntimeError: The address is malformed or cannot be bound.
         """
         self._listen = listen
         try:
@@ -437,7 +437,7 @@ class Http2Connection(asyncio.Protocol):
     # Internal
 
     def flush(self) -> None:
-        """Write the bytes that are ready to the transport, and resume the calls that waited because too many of theirs were unsent."""
+        """Write the bytes that are ready to the transport, and resume the calls that waited because too many of their bytes were unsent."""
         self._flushing = False
         if self.paused or self._gone or self.transport.is_closing():
             return

@@ -37,12 +37,12 @@ from fleet.net.settings import ORDINARY_BODY_BYTES, GrpcSettings
 
 log = logging.getLogger(__name__)
 
-LONGEST_HEAD_BYTES = 16 << 10  # maximum length of the names and values of a call's headers; more are refused
+LONGEST_HEAD_BYTES = 16 << 10  # maximum total length of the names and values of a call's headers; else it is refused
 
 REQUEST_SECONDS = 60.0
 """Time limit for a message to arrive, counted from its first byte; then it is refused (rule 4).
 
-If a call has only one message, the time is counted from the start of the call.
+If the method takes a single message, the time is counted from the start of the call.
 """
 
 UNREAD_STATUS_SECONDS = 30.0  # time limit for the caller to read the final messages and the status (rule 2)
@@ -68,7 +68,9 @@ class Http2ServerApi(Protocol):
 
     limits: GrpcSettings
     client_log: ClientLog
-    held_bytes: int  # bytes of the requests of all calls; a request counts from its first byte to the end of its answer
+    # Received bytes in memory: the head of each call until the call ends, each message until its handler reads it, and then for as
+    # long as the service counts it (`fleet.net.grpc.client_servers.MessageMemory`).
+    held_bytes: int
 
     def handler(self, method: str, metadata: Sequence[tuple[str, str | bytes]]) -> Any: ...
 

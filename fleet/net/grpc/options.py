@@ -41,7 +41,7 @@ channel's failure does not delay their next attempt.
 
 BLOCKING_CHANNEL_OPTIONS: Final = (*CHANNEL_OPTIONS, ("grpc.enable_retries", 0))
 """Options for channels of `grpc` instead of `grpc.aio`: gRPC's own retries are off. With retries, release 1.85 sometimes loses
-two of the three results of a streaming call whose connection fails. The thread that reads the stream then waits for ever,
+two of the three completion events of a streaming call whose connection fails. The thread that reads the stream then waits for ever,
 beyond the call's deadline. This was measured while a server restarted: in 1 of about 120 failed calls with retries, and in
 none of 1,450 without them.
 """

@@ -24,7 +24,7 @@ from kvstore.net.reflection import V1, V1ALPHA, add_descriptor
 from kvstore.net.socket_guard import SocketGuard
 
 LIVENESS = "liveness"
-"""Name of the health service for liveness probes. The name is the convention of endpoint pickers."""
+"""Name by which liveness probes ask for the health of the process. Other endpoint pickers use the same name."""
 
 # Seconds between two checks whether a service's health has changed; watchers are notified of a change.
 HEALTH_SECONDS = 0.25
@@ -72,7 +72,7 @@ async def open_port(
         guard: Limits the connections of a TCP port; the server has it as an interceptor.
 
     Raises:
-        ConfigurationRefused: The address is malformed or in use.
+        ConfigurationRefused: The address is malformed or cannot be bound.
     """
     healths = _HealthService(dict.fromkeys(("", *services), serving) | dict(alive or {}))
     server.add_generic_rpc_handlers((healths.handler(), *_reflections((*services, health.SERVICE_NAME))))

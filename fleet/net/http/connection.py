@@ -220,8 +220,8 @@ class HttpConnection(asyncio.Protocol):
         self._head_bytes = 0
         self._overhead_bytes = 0  # bytes of chunk sizes and trailers since the last piece of the body
         self._body = BodyBuffer()
-        # Raw bytes under which the parsed head may be cached (`HeadCache`). They are usable only if the whole head was in
-        # the first chunk.
+        # Raw bytes under which the parsed head may be cached (`HeadCache`); None: it is not cached. They are usable only if the whole
+        # head was in the bytes that were received first.
         self._raw_head: bytes | None = None
         # Head and content length of the present request if its body bypasses the parser, because the head was cached (rule 8) or
         # an offer was declined (rule 6); None: the parser parses the body.
@@ -238,7 +238,7 @@ class HttpConnection(asyncio.Protocol):
         self._source: RelaySource | None = None
         self._lost = False
         self._half_closed = False
-        self.paused: asyncio.Future[None] | None = None  # while the client does not read: done once it reads again
+        self.paused: asyncio.Future[None] | None = None  # set while the client does not read; done when it reads again
         self._slow_reader = SlowReader(settings.write_timeout_seconds * SECOND, settings.min_read_bytes)
         self._buffer = WriteBufferCounter()
         self._reading = True

@@ -118,7 +118,7 @@ class HeadCache:
         return head, int(length[1])
 
     def add(self, content: bytes, head: HttpHead, body_bytes: int) -> None:
-        """Add a head that the parser has accepted, with the content length that the parser found."""
+        """Add a head that the parser has accepted, unless it is too long or does not state the content length `body_bytes`."""
         if len(content) > MAX_CACHED_HEAD_BYTES or (length := _LENGTH.search(content)) is None:
             return
         if int(length[1]) != body_bytes:
@@ -188,8 +188,8 @@ _ABSOLUTE = re.compile(rb"https?://[^/]*", re.IGNORECASE)
 def head_problem(version: str, target: bytes, headers: Mapping[bytes, bytes]) -> str | None:
     """Return what is wrong with the version, the target or the Host field of a request (RFC 9112, 3.2); None if all are valid.
 
-    A target has no fragment. Servers behind this one would leave it out, and so serve another path than the one that was checked.
-    `headers` has names in lower case, and the values of equal names joined.
+    A target with a fragment is refused: servers behind this one would leave the fragment out, and so serve another path than the one
+    that was checked. `headers` has names in lower case, and the values of equal names joined.
     """
     if version not in ("1.0", "1.1") or b"#" in target:
         return BAD_REQUEST_LINE
@@ -215,7 +215,7 @@ def split_target(target: bytes) -> tuple[str, bytes]:
 
 
 NO_RETRY = ("x-should-retry", "false")
-"""Header that tells the clients of OpenAI and Anthropic not to retry. Without it they retry after each status from 500 on."""
+"""Header that tells the clients of OpenAI and Anthropic not to retry. Without it they retry after some statuses, such as all from 500 on."""
 
 
 class MalformedRequest(Struct, frozen=True):
@@ -393,7 +393,7 @@ class Exchange:
         return self._began
 
     def id_headers(self, request_id: str) -> tuple[tuple[str, str], ...]:
-        """Return the headers with the id of the request, which its client reads."""
+        """Return the headers with the id of the request, under the names that this client reads."""
         return id_headers(request_id, is_anthropic=is_anthropic(self.request.path, self.request.headers))
 
     def respond(
@@ -405,7 +405,7 @@ class Exchange:
         headers: Sequence[tuple[str, str]] = (),
         close: bool = False,
     ) -> None:
-        """Send the whole answer. If `headers` contain no request id, the client's id or a new one is added.
+        """Send the whole answer, without its body to a HEAD request. If `headers` contain no request id, the client's or a new one is added.
 
         Raises:
             ClientDisconnected: The connection is closed.

@@ -64,7 +64,7 @@ async def run_server(
     `certificates`, the port speaks TLS.
 
     Raises:
-        ConfigurationRefused: The address is malformed or in use.
+        ConfigurationRefused: The address is malformed or cannot be bound.
     """
     listening, server.address = bind_tcp(listen, setting=setting, shared=shared)
     failure: Exception | None = None

@@ -83,7 +83,8 @@ class Cache(Generic[View]):
     def fill(self, items: Iterable[View], version: str, namespace: str = "") -> list[View]:
         """Replace the objects of a namespace by a list with the given version; an empty namespace means all namespaces.
 
-        Objects that were written after the list was made are kept. Return all changed objects, before and after the change.
+        Objects that were written after the list was made are kept. Return the removed objects, and the changed ones before and after the
+        change.
         """
         order = int(version) if version.isdecimal() else 0
         self._removed = {place: uid for place, uid in self._removed.items() if namespace not in {"", place[0]}}

@@ -55,7 +55,7 @@ class Election:
         self._seen_at = Nanos(0)
         self._held_since: Nanos | None = None
         self._ours: tuple[str, Nanos] | None = None
-        """Version of the Lease when this candidate last found itself to be its holder, and the instant of that reading."""
+        """Version of the Lease when it was last read with this candidate as its holder, and the instant of that reading."""
 
     def step(self, found: ObservedLease | None, now: Nanos) -> ElectionStep:
         """Return what to do with the Lease that was just read; `found` is None if there is no Lease."""
@@ -66,7 +66,7 @@ class Election:
                 self._held_since = max(self._ours[1], self._held_since or self._ours[1])
             self._ours = found.version, now
             return ElectionStep.RENEW
-        # a candidate with a different identity has taken the Lease, or the Lease was given back
+        # A candidate with a different identity holds the Lease, or it was given back.
         self._held_since = self._ours = None
         if not found.holder:
             return ElectionStep.TAKE

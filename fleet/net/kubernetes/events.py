@@ -37,7 +37,7 @@ def event_manifest(
     identity: str,
     action: str = "Reconcile",
 ) -> Manifest:
-    """Return the Event, in the namespace of the object that it is about.
+    """Return the manifest of the Event, which is in the namespace of the changed object.
 
     Args:
         happening: The change.

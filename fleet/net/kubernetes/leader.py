@@ -54,7 +54,7 @@ class LeaseSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     this Deployment. Empty: the Lease stays."""
 
     duration_seconds: Annotated[int, Meta(ge=1, le=3600)] = 15
-    """Time for which the other candidates wait for a leader that does not renew the Lease any more."""
+    """Time after the last renewal that a candidate sees, after which it takes the Lease from a leader that does not renew it any more."""
 
     renew_within_seconds: Seconds = 10.0
     """A leader that could not renew for this time stops acting."""
@@ -136,7 +136,7 @@ class LeaseLeader:
             await asyncio.sleep(self._settings.retry_seconds)
 
     async def give_back(self) -> None:
-        """Give the Lease back, so that the next leader need not wait. The caller must not write objects afterwards."""
+        """Give the Lease back if this candidate leads, so that the next leader need not wait. The caller must write no objects afterwards."""
         if not self.leads():
             return
         self.election.gave_back()

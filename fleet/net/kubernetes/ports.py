@@ -24,7 +24,7 @@ class ApiServerUnreachable(KubernetesError):
 
 
 class ApiServerBusy(KubernetesError):
-    """The server is busy (HTTP 429 or 503); retry after the time that it states (`after_seconds`; None: it states none)."""
+    """The server is busy (HTTP 429, or 503 with Retry-After). Retry after `after_seconds`; None: the server states no time."""
 
     def __init__(self, message: str, after_seconds: float | None = None) -> None:
         super().__init__(message)

@@ -180,7 +180,7 @@ class NodeConnection:
         return None
 
     def session_of(self, incarnation: str) -> NodeSession | None:
-        """Return the session with `incarnation`, the node's incarnation that made the caller's match or write grant.
+        """Return the session with `incarnation`: the incarnation of the node from which the caller's match or write grant comes.
 
         Return None if this incarnation has ended, if the node cannot be reached or has not been joined yet, or if
         another thread is performing a handshake now.
@@ -265,7 +265,7 @@ class NodeConnection:
         """Handle a failed call by its gRPC status.
 
         FAILED_PRECONDITION marks the session as outdated (rule 3), and INVALID_ARGUMENT raises InvalidArgument. Any
-        other status counts as a failure.
+        other status counts as a failure, which the circuit breaker also counts unless the status is RESOURCE_EXHAUSTED.
         """
         match error.code():
             case grpc.StatusCode.FAILED_PRECONDITION:

@@ -73,7 +73,7 @@ log = logging.getLogger(__name__)
 
 
 def batch_blocks(block_bytes: int) -> int:
-    """Return the number of blocks in a batch: `StoreClient.write` requests so many blocks from its source at a time.
+    """Return the number of blocks in a batch: `StoreClient.write` requests so many blocks from `sources` at a time.
 
     A source that copies blocks into buffers needs buffers for this number of blocks only. It may use the buffer of a
     block again when this number of other blocks has been requested after that block.
@@ -168,8 +168,8 @@ class StoreClient:
         This call waits for the node for at most `wait_seconds`, or not at all if this is 0. It raises the errors of
         `connect` except StoreUnreachable; without a wait, only BadCredentials. The other arguments are also those of
         `connect`. Until the client has connected (`joined`), each call returns at once and finds nothing. If the node
-        answers later, but stores the blocks in another layout, the client does not use it. The log says why the node is
-        not used yet.
+        answers later, but the handshake fails, for example because the node has another layout, the client tries again
+        every second. The log says why the node is not used yet.
         """
         failure = ""
         if wait_seconds > 0:
@@ -244,7 +244,7 @@ class StoreClient:
         promote these blocks and returns their number (`Match.loading`). A later match then finds them in the pool.
 
         Args:
-            hashes: Block hashes from the start of the chain.
+            hashes: Block hashes from the start of the chain; only the first `wire.MAX_HASHES` are looked up.
             lease_seconds: Maximum duration of the lease. A duration above the node's own limit is shortened to that
                 limit. 0: only look the blocks up, without a lease. The blocks may then be evicted before they are
                 read, and neither hits nor misses are counted.
@@ -407,7 +407,7 @@ class StoreClient:
         `done`.
 
         Args:
-            names: Hashes of the blocks, the most valuable first.
+            names: Hashes of the blocks, the most valuable first; only the first `wire.MAX_EVACUATED` are sent.
             leaving: True if the node will end together with its worker, so that the blocks in its memory would be lost.
 
         Returns:

@@ -45,7 +45,7 @@ def check_listen_address(field: str, address: str, *, or_unix: bool = False, opt
 
 
 def is_local(address: str) -> bool:
-    """Return whether only processes of this host can connect to the address."""
+    """Return whether only processes of this host can connect to the address; raise ValueError for a malformed address."""
     if unix_path(address):
         return True
     return _is_loopback(host_port(address)[0])

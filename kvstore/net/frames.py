@@ -223,7 +223,7 @@ class FrameConnection(asyncio.Protocol):
 
     @property
     def full(self) -> bool:
-        """True while too many bytes wait to be sent (`HIGH_WATER_BYTES`). At its end, `FrameReceiver.resumed` is called."""
+        """True while too many bytes wait to be sent (`HIGH_WATER_BYTES`). When it becomes False, `FrameReceiver.resumed` is called."""
         return self._paused
 
     @property

@@ -38,7 +38,8 @@ def folder_lock(field: str, path: str) -> Iterator[None]:
     """Lock the folder of a socket while the path is cleared and until the socket listens.
 
     Without the lock, if two nodes start at once, one node could mistake the other node's socket for an abandoned one,
-    and remove it. The folder itself is locked, so a killed process leaves no lock file behind.
+    and remove it. The folder itself is locked, so a killed process leaves no lock file behind. If the folder cannot be
+    read, or its file system has no locks, the context opens without the lock.
 
     Raises:
         StoreNotStarted: The folder does not exist, or other processes keep it locked.

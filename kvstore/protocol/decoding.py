@@ -34,7 +34,7 @@ UNDECODABLE = _Undecodable()
 
 
 class DecodingInterceptor(grpc.aio.ServerInterceptor):
-    """Checks all methods of a server, including streams.
+    """Checks the requests of all methods of a server, including each request of a stream.
 
     Add it after the interceptors that refuse unauthenticated callers.
     """

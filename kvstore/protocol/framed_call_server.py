@@ -128,7 +128,7 @@ class _CallerConnection:
         self._stuck_since = None
         try:
             self.connection.send(*self._server.answer(payload))
-            # Send the answer now: counting the use of the chain comes next, and takes longer than the answer itself.
+            # Send the answer now, before the event loop counts the use of the chain, which takes longer than the answer itself.
             self.connection.flush()
         except DecodeError as error:
             self._server.count_invalid(error)

@@ -108,7 +108,7 @@ def agree_with_node(address: str, answer: RangeCarrier) -> int:
 def parse_hello(request: pb.HelloRequest) -> KvNamespace:
     """Return the namespace of a client.
 
-    Raise InvalidArgument if a field is out of range, and LayoutMismatch if the format versions of client and node
+    Raise InvalidArgument if a field has an invalid value, and LayoutMismatch if the format versions of client and node
     differ, or if the digest does not follow from the fields.
     """
     message = request.namespace
@@ -203,7 +203,7 @@ def parse_tenant(tenant: bytes) -> bytes:
 
 
 def parse_owner(owner: str) -> str:
-    """Return the owner of a reservation; raise InvalidArgument if it is too long, or is the name of the node."""
+    """Return the owner of a reservation; raise InvalidArgument if it is too long, or is `NODE`, the name of the node's own reservations."""
     if len(owner) > MAX_TEXT or owner == NODE:
         raise InvalidArgument("owner", f"must have at most {MAX_TEXT} characters and not be {NODE!r}")
     return owner
@@ -230,7 +230,7 @@ def parse_checksums(request: pb.PublishRequest) -> dict[int, int]:
 
 
 def parse_condemned(request: pb.CondemnRequest) -> list[tuple[BlockHash, int]]:
-    """Return block hashes and generations; raise InvalidArgument if they differ in number or are invalid."""
+    """Return the hashes and slot generations of damaged blocks; raise InvalidArgument if the numbers differ or the hashes are invalid."""
     names = parse_hashes(request.hashes)
     if len(names) != len(request.generations):
         raise InvalidArgument("generations", f"{len(request.generations)} for {len(names)} hashes")

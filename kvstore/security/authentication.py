@@ -98,7 +98,7 @@ class CallProof(Struct, frozen=True, kw_only=True):
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read `text`; raise OutdatedProof for a proof of an earlier version, and ValueError for other text."""
+        """Read a proof from its `text`; raise OutdatedProof for a proof of an earlier version, and ValueError if `text` is no proof."""
         if OUTDATED.fullmatch(text):
             raise OutdatedProof("a proof that does not cover its request")
         version, time, caller, number, proof = text.split(".")

@@ -87,7 +87,7 @@ class ProofServerInterceptor(grpc.aio.ServerInterceptor):
             proven = grpc.unary_unary_rpc_method_handler(behaviour, None, handler.response_serializer)
         return cast("grpc.RpcMethodHandler[Request, Response]", proven)
 
-    # gRPC calls the functions below without a deserializer, so that they get the exact bytes of a request.
+    # gRPC gives the functions that `_asking` and `_asking_once` return the exact bytes of a request, because it gets no deserializer.
 
     def _asking(self, method: str, behaviour: Any, deserialize: Any) -> Any:
         async def answer(request: bytes, context: AioContext) -> Any:
@@ -168,8 +168,8 @@ class _ProofClient:
     def _proven(self, details: Any, request: Any) -> tuple[Any, Callable[[Any], bool]]:
         """Return the details of a call, including its proof, and a function that checks the answer's trailing metadata.
 
-        gRPC serializes the request right after this call and in the same way, so the proof covers the bytes that are
-        sent.
+        gRPC serializes the request right after this method has returned, and in the same way, so the proof covers the bytes
+        that are sent.
         """
         method = details.method.decode() if isinstance(details.method, bytes) else details.method
         body = request if isinstance(request, bytes) else request.SerializeToString()

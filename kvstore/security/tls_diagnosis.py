@@ -214,7 +214,7 @@ class _TlsProbe:
             yield connection
 
     def _cause_after_handshake(self, connection: ssl.SSLSocket) -> str:
-        """Return why the server ended the connection after the handshake; an empty text if it did not end it.
+        """Return why the server ended the connection after the handshake; an empty text if the connection is still open.
 
         With TLS 1.3, a server refuses the client's certificate only after the handshake.
         """

@@ -322,7 +322,7 @@ class RemotePrefill(Struct, frozen=True, kw_only=True):
     learned: bool  # True: the measurements decide; False: the threshold `remote_prefill_min_tokens` decides
     handoffs: int  # number of measured handoffs
     handoffs_needed: int  # number of handoffs that must be measured before the measurements decide
-    handoff_ms: float  # mean duration of the latest handoffs in milliseconds
+    handoff_ms: float  # moving average of the durations of handoffs in milliseconds; mostly the last ten handoffs count
     workers: tuple[BreakEven, ...]
 
 

@@ -59,7 +59,7 @@ def share_lock_file(path: Path) -> Iterator[None]:
 def take_abandoned(path: Path) -> Iterator[bool]:
     """Try to lock a lock file; yield True if it was abandoned, and False if it is locked or cannot be opened.
 
-    While the context is open, no other process gets True.
+    After True, no other process gets True while the context is open.
     """
     with ExitStack() as stack:
         try:

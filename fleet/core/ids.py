@@ -16,6 +16,6 @@ StoreId = NewType("StoreId", str)
 def longest_prefix(worker_id: WorkerId, names: Iterable[str]) -> str | None:
     """Return the longest name with which the id of a worker begins, or None if it begins with none of the names.
 
-    The id of a worker begins with the name of its pool. So if `names` are the names of all pools, the result is its pool.
+    The id of a worker begins with the name of its pool. If `names` are the names of all pools, the result is the worker's pool.
     """
     return max((name for name in names if worker_id.startswith(name)), key=len, default=None)

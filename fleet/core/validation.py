@@ -315,7 +315,7 @@ def _check_names(request: GenerateRequest) -> None:
 
 
 class RequestHints(Protocol):
-    """Lists the optional hints of a request; `fleet.core.requests.GenerateRequest` explains the fields."""
+    """Lists the hints of a request: optional fields by which the router places and queues it (`fleet.core.requests.GenerateRequest`)."""
 
     @property
     def session(self) -> str: ...

@@ -124,7 +124,8 @@ class Start(Struct, frozen=True, kw_only=True):
     kv_path: KvPath | None = None  # only for Phase.PREFILL: the path by which the decode worker will fetch the blocks
     priority: int = 0
     timeout_ms: int = 0  # milliseconds from sending this message to the deadline; 0 if there is none
-    # Session of the request. When the attempt ends, the worker asks the store to pin the session's blocks for a limited time.
+    # Session of the request. After an attempt that has generated tokens, except in Phase.PREFILL, the worker asks the store to pin the
+    # blocks of prompt and answer for a limited time. Empty: the request has no session.
     session: str = ""
     adapter: str = ""  # name of the LoRA adapter to use, which the worker loads if necessary; empty for none
     parsing: ParsingTask | None = None  # None if the worker does not parse the answer
@@ -164,7 +165,7 @@ class ParsedDelta(Struct, frozen=True, kw_only=True):
 
 
 class Progress(Struct, frozen=True, kw_only=True):
-    """Holds the progress of one attempt in one step; `finish` is set in the last progress of the attempt."""
+    """Holds the progress of one attempt in one engine step; `finish` is set in the last progress of the attempt."""
 
     request_id: RequestId
     token_ids: tuple[int, ...] = ()
@@ -260,7 +261,8 @@ class KeepTrace(Struct, frozen=True, kw_only=True):
     # Ids of the spans that the router made for the attempts of this request. Empty: the router is older than this field,
     # and the worker exports the spans of all attempts of the trace.
     parent_ids: tuple[bytes, ...] = ()
-    # True: these spans are dropped if a given part of the export queue is in use, so that room is left for the spans of failed requests.
+    # True: these spans are dropped if more than `fleet.tracing.sampling.REFUSED_SHARE` of the export queue is in use, so that room is left
+    # for the spans of failed requests.
     leave_room: bool = False
 
 
@@ -293,7 +295,7 @@ class KeptAnswers(Struct, frozen=True, kw_only=True):
 
 
 class Step(Struct, frozen=True, kw_only=True):
-    """Message from a worker: the progress that one step made for the requests of one router."""
+    """Message from a worker: the progress that one engine step made for the requests of one router."""
 
     progress: tuple[Progress, ...]
 

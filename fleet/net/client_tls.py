@@ -9,8 +9,8 @@ Rules:
    counts as a silent connection, so it is among the first that are closed when the table is full
    (`fleet.net.connection_limits`, rule 2). Clients that never finish a handshake therefore take no slot from others.
 3. A handshake must end within `first_byte_timeout_seconds`, like the first byte on a port without TLS.
-4. The number of failed handshakes and the cause of the last one are logged, at most once a minute. A client gets the
-   alert that fits the cause (one of TLS's alerts).
+4. The number of failed handshakes and the cause of the last one are logged, at most once a minute. A client gets the TLS
+   alert that fits the cause. An HTTP port gives a client that does not speak TLS a plaintext answer instead.
 """
 
 import asyncio

@@ -127,8 +127,8 @@ class HttpSettings(ConnectionSettings, frozen=True, kw_only=True, forbid_unknown
     that is read while it arrives may take longer, but `min_read_bytes` of it must arrive in each time of this length."""
 
     idle_timeout_seconds: Seconds = 75.0
-    """The longest time between two requests of a connection; the connection is then closed. nginx has the same default, so
-    proxies reuse connections."""
+    """The longest time between two requests of a connection; the connection is then closed. The default is that of nginx, so
+    that proxies can reuse their connections to this port."""
 
     cors_origins: tuple[str, ...] = ("*",)
     """The origins whose web pages may call the port, such as ``https://chat.example``; ``*`` stands for all, as in vLLM. A page

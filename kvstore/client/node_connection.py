@@ -152,7 +152,7 @@ class NodeConnection:
         """Call the node by `act(session, seconds left)`; return None if the call fails or cannot be made.
 
         The call ends at `until` or when the connection's call timeout is over, whichever is earlier. It returns None at
-        once while the circuit breaker is open, before the first handshake has succeeded, and after `close`. Raise
+        once if the circuit breaker does not allow it, before the first handshake has succeeded, and after `close`. Raise
         InvalidArgument if the node finds the request invalid.
         """
         started = self._clock.now()

@@ -376,7 +376,7 @@ class StoreClient:
 
         Args:
             session: Name of the session. The same name in another namespace is another session.
-            hashes: Block hashes from the start of the chain.
+            hashes: Block hashes from the start of the chain; only the first `wire.MAX_HASHES` are used.
             seconds: Maximum duration of the pin. A duration above the node's own limit is shortened to that limit.
         """
         asked = b"".join(hashes[: wire.MAX_HASHES])
@@ -444,7 +444,7 @@ class StoreClient:
         Args:
             hashes: Block hashes from the start of the chain to the last block that the caller has. Include blocks that
                 are stored already: they are not written again, but the call counts as a use of them. The start of a
-                chain is therefore not evicted before its end.
+                chain is therefore not evicted before its end. Only the first `wire.MAX_HASHES` blocks are stored.
             sources: Function or sequence that returns the block for an index into `hashes`, in one buffer or a list of
                 consecutive pieces. It is called only for blocks that are written. The memory of a block must not change
                 until `batch_blocks` other blocks have been requested after it, or until this call ends. If a source

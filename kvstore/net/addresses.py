@@ -1,4 +1,4 @@
-"""Addresses of nodes: ``unix:/path`` or ``host:port``, where an IPv6 host is in brackets."""
+"""Addresses of nodes: ``unix:/path`` or ``host:port``, where an IPv6 host is in brackets. Also checks URLs to which keys are sent."""
 
 import ipaddress
 from urllib.parse import urlsplit

@@ -113,8 +113,8 @@ def select_displaced(connections: list[GuardedConnection], most: int, per_addres
 class SocketGuard(grpc.aio.ServerInterceptor):
     """Limits the connections of one gRPC server, by the rules of this module.
 
-    It has to be the server's last interceptor, so that calls that other interceptors refuse do not count. The server
-    also has to start `run`.
+    It has to be the server's last interceptor, so that calls that other interceptors refuse do not count. The code that
+    starts the server also has to start `run`.
     """
 
     def __init__(self, most: int | None = None, address_share: float = ADDRESS_SHARE) -> None:

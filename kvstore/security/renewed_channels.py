@@ -83,7 +83,7 @@ class RenewedChannel(_RenewedChannel):
     """Behaves as a `grpc.Channel`, and follows renewed certificates. Any thread may make calls."""
 
     def close(self) -> None:
-        """Close the channel, and end its calls."""
+        """Close the newest channel and the earlier ones that are still open, and end their calls."""
         for channel in (*self._earlier, self._channel):
             channel.close()
 
@@ -105,7 +105,7 @@ class RenewedAioChannel(_RenewedChannel):
         self._closing: set[asyncio.Task[None]] = set()
 
     async def close(self, grace: float | None = None) -> None:
-        """Close the channel, and end its calls, at once or after `grace` seconds."""
+        """Close the newest channel and the earlier ones that are still open, and end their calls, at once or after `grace` seconds."""
         for channel in (*self._earlier, self._channel):
             await channel.close(grace)
         for task in tuple(self._closing):

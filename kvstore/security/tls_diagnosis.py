@@ -3,8 +3,8 @@
 Rules:
 
 1. gRPC only reports "Socket closed" to a client whose certificate is refused, and "Deadline Exceeded" to a client that
-   waits for the node. After such a failure, `diagnose` connects once more with Python's TLS and describes what is
-   wrong.
+   waits until the node is ready (`wait_for_ready`). After such a failure, `diagnose` connects once more with Python's TLS
+   and describes what is wrong.
 2. `explain` describes an exception of Python's TLS, on a client or on a server.
 3. Both functions only describe, and admit no peer. If a connection is made to read a certificate without verifying it,
    no request is sent on this connection.

@@ -18,9 +18,9 @@ from fleet.net.grpc.errors import encode_status
 
 log = logging.getLogger(__name__)
 
-MAX_REQUEST_BYTES = 8 << 20  # maximum size of a request message, the same as that of an HTTP request's body
-# Maximum time for which `send_message` waits while the caller does not read; then the call ends. HTTP has the same limit. The
-# library itself waits until the call's deadline.
+MAX_REQUEST_BYTES = 8 << 20  # maximum size of a request message; the body of an HTTP request has the same default
+# Maximum time for which `send_message` waits while the caller does not read; then the call ends. HTTP has the same default. The
+# library itself would wait until the call's deadline.
 WRITE_SECONDS = 30.0
 
 Context = Any

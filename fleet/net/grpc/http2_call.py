@@ -37,7 +37,8 @@ from fleet.net.settings import ORDINARY_BODY_BYTES, GrpcSettings
 
 log = logging.getLogger(__name__)
 
-LONGEST_HEAD_BYTES = 16 << 10  # maximum total length of the names and values of a call's headers; else it is refused
+# Maximum total length of the names and values of a call's headers; a call with longer headers is refused.
+LONGEST_HEAD_BYTES = 16 << 10
 
 REQUEST_SECONDS = 60.0
 """Time limit for a message to arrive, counted from its first byte; then it is refused (rule 4).
@@ -407,7 +408,7 @@ class CallContext:
         except grpc.aio.AbortError:
             code, details = self._code, self._details
         except (asyncio.CancelledError, grpc.aio.BaseError):
-            if self._ended_at is None:  # `check_limits` has cancelled the task, because the caller does not read
+            if self._ended_at is None:  # `check_limits` has cancelled the task, because the caller reads too slowly
                 self._ended_at = self._loop.time()
                 self._connection.reset(self, CANCEL)
         except Exception:  # supervisor: any error in a handler only ends this call, with the status UNKNOWN

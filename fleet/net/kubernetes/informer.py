@@ -2,8 +2,8 @@
 
 Rules:
 
-1. A watch that ends, breaks or falls silent continues from the last version, bookmarks included. Everything is listed
-   again only if the server does not remember that version any more.
+1. A watch that ends, breaks or falls silent continues from the version of the last event or bookmark. Everything is
+   listed again only if the server does not remember that version any more.
 2. After a failure, or a watch without any event, there is a pause. It doubles each time up to `LONGEST_SECONDS`, and is
    longer if the server demands it. After a watch that received an event, the next pause is short again.
 3. An object in an event of a watch is news. An object in a list is news only if the cache has another version of it. The
@@ -32,7 +32,7 @@ MOST_FAILURES = 4
 
 
 class Informer(Generic[View]):
-    """Keeps the cache of one kind, in one namespace or in all."""
+    """Keeps the cache of the objects of one kind equal to the API server, for one namespace or for all."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Informer(Generic[View]):
 
     @property
     def lost(self) -> bool:
-        """True if nothing was read yet, or if the last `MOST_FAILURES` calls of the API server have failed."""
+        """True if nothing was read yet, or if the last `MOST_FAILURES` calls to the API server have failed."""
         return not self.filled.is_set() or self._failures >= MOST_FAILURES
 
     async def run(self) -> Never:

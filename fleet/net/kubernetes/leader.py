@@ -54,7 +54,7 @@ class LeaseSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     this Deployment. Empty: the Lease stays."""
 
     duration_seconds: Annotated[int, Meta(ge=1, le=3600)] = 15
-    """Time after the last renewal that a candidate sees, after which it takes the Lease from a leader that does not renew it any more."""
+    """A candidate takes the Lease from its holder if the candidate has seen no renewal of the Lease for this time."""
 
     renew_within_seconds: Seconds = 10.0
     """A leader that could not renew for this time stops acting."""

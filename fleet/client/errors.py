@@ -65,11 +65,11 @@ class RequestNotFound(InvalidRequest):
 
 
 class Unauthenticated(InvalidRequest):
-    """Error: this client has no valid API key for a cluster with tenants, or client and control port have different secrets."""
+    """Error: this client has no valid API key for a cluster with tenants, or client and control port do not have the same secret."""
 
 
 class TooLarge(InvalidRequest):
-    """Error: the message is larger than the server accepts, or prompt and answer are too long for every worker."""
+    """Error: the message is larger than the server accepts, or prompt and answer are too long for every worker that may serve them."""
 
 
 class IncompatibleRouter(FleetError):

@@ -37,7 +37,7 @@ _STEPS = (
     5,
     6.3,
     8,
-    # Renard's numbers R10: neighbouring bounds differ by a factor of at most 1.28, which limits errors of quantiles.
+    # The Renard series R10, rounded: neighbouring bounds differ by a factor of at most 1.28, which limits the error of quantiles.
 )
 
 

@@ -45,7 +45,7 @@ IPV6_NETWORK_BITS = 64
 
 
 class WaitingFor(IntEnum):
-    """Groups of connections that may be displaced, in the order of displacement after `GRACE_SECONDS`."""
+    """Groups of connections that may be displaced, in the order in which those that have waited for `GRACE_SECONDS` are displaced."""
 
     SILENT = 0
     """The client has never sent a byte."""

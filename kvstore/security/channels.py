@@ -50,7 +50,7 @@ class LoadedCredentials(Struct, frozen=True, kw_only=True):
     """The certificate files; None if the settings name none."""
     insecure: bool = False
     files: Credentials = Credentials()
-    """The paths of the files that were read. An error message names the file that is wrong."""
+    """The paths of the files that were read, for error messages and TLS diagnoses."""
     purpose: Purpose = Purpose.CONTROL
     """The purpose for which proofs on calls are made. A proof for one kind of port is not accepted at another kind."""
 

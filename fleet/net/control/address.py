@@ -73,7 +73,7 @@ def private_folder() -> Path:
     """Create the folder of this user's control sockets, or check the existing one and remove dead sockets from it.
 
     Raises:
-        ConfigurationRefused: The folder cannot be created, or does not belong to this user alone.
+        ConfigurationRefused: The folder cannot be created, does not belong to this user alone, or other processes keep it locked.
     """
     folder = control_folder()
     try:
@@ -105,7 +105,7 @@ def remove_stale_socket(address: str) -> None:
 
 @contextmanager
 def locked_folder(address: str) -> Iterator[None]:
-    """Hold a lock on the folder of a Unix socket. The caller removes an old socket and starts to listen meanwhile.
+    """Hold a lock on the folder of a Unix socket while the caller removes an old socket and starts to listen.
 
     Without the lock, another process that starts at the same time could believe that the socket belongs to a dead
     process, and remove it.

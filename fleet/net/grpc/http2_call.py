@@ -96,10 +96,10 @@ class Http2ConnectionApi(Protocol):
         """Call `call.resume_writer` as soon as `must_wait` is False for this call."""
 
     def schedule_flush(self) -> None:
-        """Send the bytes that are ready in the next iteration of the event loop, all messages of this iteration together."""
+        """Send the bytes that are ready, in the next iteration of the event loop, so that all messages of this iteration leave together."""
 
     def acknowledge(self, call: "CallContext", amount: int) -> None:
-        """Open the caller's window by `amount` bytes."""
+        """Open the caller's flow-control window (HTTP/2) again by `amount` received bytes."""
 
     def finished(self, call: "CallContext", *, complete: bool) -> None:
         """Handle a complete answer; if the request is not `complete`, its remaining bytes are discarded."""

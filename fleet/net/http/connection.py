@@ -22,7 +22,7 @@ Rules:
 7. The server may read the body of a request while it arrives (`StreamsBody`), and may let a WebSocket begin. Such a
    request is served as soon as its head is complete. Its body has no limit of size, but `min_read_bytes` of it must
    arrive in each `body_timeout_seconds`.
-8. A head that equals an earlier one, apart from the content length, is not parsed again.
+8. A head that equals one in the `HeadCache`, apart from the content length, is not parsed again.
 9. A connection that waits for its client may be closed at any time for a new connection (`ConnectionTable`).
 10. The server may refuse the bodies of some clients (`IsStranger`), such as those without a key. If the body of their request has
     not arrived together with its head, the request is served without it, and the connection then closes. While an earlier request is
@@ -576,8 +576,8 @@ class HttpConnection(asyncio.Protocol):
     def _begin_body_stream(self, streams: StreamsBody) -> bool:
         """Serve the request whose head is complete, if the server reads its body while it arrives (rule 7).
 
-        Return whether the request is being served. The body of a request that waits for an earlier request is collected as
-        usual, because it cannot be served yet.
+        Return whether the request is being served. The body of a request that has to wait for an earlier one is collected in
+        memory instead.
         """
         headers = self._headers
         if self.exchange is not None or self.waiting or b"upgrade" in headers:

@@ -66,7 +66,13 @@ def rejection_headers(refused: RequestRejected) -> tuple[tuple[str, str], ...]:
 
 
 def send_http_error(exchange: Exchange, status: HTTPStatus, message: str, *, allow: str = "") -> None:
-    """Answer a request that no handler can take, in the form of the API to which its path or its headers belong."""
+    """Answer a request that no handler can take, in the form of the API to which its path or its headers belong.
+
+    `allow` is the value of the header ``Allow``; empty: the answer has no such header.
+
+    Raises:
+        ClientDisconnected: The connection is closed.
+    """
     malformed = MalformedRequest(
         status, message, is_anthropic=is_anthropic(exchange.request.path, exchange.request.headers)
     )

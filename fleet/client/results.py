@@ -320,7 +320,7 @@ class RemotePrefill(Struct, frozen=True, kw_only=True):
     """Holds the measurements by which the router decides whether a pair of workers serves a request, instead of one."""
 
     learned: bool  # True: the measurements decide; False: the threshold `remote_prefill_min_tokens` decides
-    handoffs: int  # number of measured handoffs
+    handoffs: int  # number of handoffs that were measured since the router started
     handoffs_needed: int  # number of handoffs that must be measured before the measurements decide
     handoff_ms: float  # moving average of the durations of handoffs in milliseconds; mostly the last ten handoffs count
     workers: tuple[BreakEven, ...]

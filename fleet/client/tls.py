@@ -37,7 +37,7 @@ class ClientTls(Struct, frozen=True, kw_only=True):
         """Read the files; the result reads them again when they change.
 
         Raises:
-            ConfigurationRefused: A file cannot be read, or only one of `certificate` and `key` is given.
+            ConfigurationRefused: A file cannot be read, is too large or is a pipe, or only one of `certificate` and `key` is given.
         """
         if bool(self.certificate) != bool(self.key):
             raise ConfigurationRefused("tls.key: certificate and key go together")

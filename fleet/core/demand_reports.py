@@ -22,8 +22,8 @@ RECENT_REQUESTS = 64
 the latest ones."""
 
 RECENT_KEYS = 512
-"""The maximum number of block keys of one request in the sample. If a prompt has more blocks, the keys of its last
-blocks are left out."""
+"""The maximum number of block keys of one sampled request (`SampledRequest.block_keys`). If a prompt has more blocks, the
+keys of its last blocks are left out."""
 
 
 class ModelDemand(Struct, frozen=True, kw_only=True):

@@ -12,7 +12,7 @@ class Role(StrEnum):
 
 
 class Phase(StrEnum):
-    """Phases: the part of a request that one attempt runs."""
+    """Phases of a request; each attempt runs one of them."""
 
     AGGREGATED = "aggregated"  # the worker computes the prompt and generates the answer
     PREFILL = "prefill"  # the worker computes the prompt and one token; then the blocks are handed off

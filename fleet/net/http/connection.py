@@ -112,7 +112,8 @@ ErrorBody = Callable[[MalformedRequest], bytes]
 """A function that returns the JSON body that explains a malformed request."""
 
 StreamsBody = Callable[[HttpHead], bool]
-"""A function that returns True if the server reads the body of a request with this head while the body arrives."""
+"""A function that returns True if the server reads the body of a request with this head while it arrives, or lets the WebSocket begin
+that this head asks for."""
 
 
 IsStranger = Callable[[HttpHead], bool]
@@ -520,7 +521,7 @@ class HttpConnection(asyncio.Protocol):
         self.transport.abort()
 
     def close_when_idle(self) -> None:
-        """Close the connection now if no request is being served, otherwise after the request."""
+        """Close the connection now if no request is being served, otherwise after this request and the parsed ones that wait behind it."""
         if self.exchange is None:
             self.transport.close()
         if self._arriving is None:  # a request that reads its arriving body still needs further bytes

@@ -120,7 +120,7 @@ class HttpServer:
         self._quiet.set()
 
     def connection(self) -> HttpConnection:
-        """Return the protocol of a new connection."""
+        """Return the asyncio protocol object of a new connection."""
         return HttpConnection(
             self._settings,
             self._clock,

@@ -246,7 +246,7 @@ class LeaseSpec(_View, frozen=True):
 class KubernetesLease(NamedObject, frozen=True):
     spec: LeaseSpec = LeaseSpec()
     lapses: int = 0
-    """Number of times that the Lease was renewed after it had ended."""
+    """Number of times that the Lease was renewed after it had ended, as far as this process has seen it (`with_renewal_time`)."""
 
     def essence(self) -> Self:
         """Return the Lease without its renewal time and annotations, which change with each renewal."""

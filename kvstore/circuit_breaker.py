@@ -4,8 +4,8 @@ from kvstore.clock import SECOND, Nanos
 
 FIRST_PAUSE = Nanos(SECOND // 10)
 LONGEST_PAUSE = Nanos(1 * SECOND)
-"""Maximum pause after a failed attempt, unless the attempt was so slow that `COST_FACTOR` demands a longer one. A node
-that has restarted is therefore tried again within this time."""
+"""Maximum pause after a failed attempt, unless the attempt was so slow that `COST_FACTOR` demands a longer pause. If
+failures are fast, the first call after this time therefore reaches a node that has restarted."""
 COST_FACTOR = 4
 """A pause lasts at least this many times as long as the failed attempt before it. If a node hangs, callers therefore
 spend at most a fifth of their time on attempts."""

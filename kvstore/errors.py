@@ -36,7 +36,7 @@ class IncompatibleVersion(StoreUnreachable):
 
 
 class LayoutMismatch(StoreError):
-    """Blocks cannot be exchanged, because two descriptions of them differ, or because a description is invalid.
+    """Blocks cannot be exchanged: two descriptions of their layout or size differ, or one description is invalid.
 
     No bytes were moved. The administrator has to correct the configuration.
 

@@ -274,7 +274,8 @@ class EvacuationResult(Struct, frozen=True, kw_only=True):
     there: int = 0  # number of blocks that the tier had already
     # number of blocks that were given up: the tier or its write budget refused them, the pool has lost them, or writes failed repeatedly
     refused: int = 0
-    failed: int = 0  # number of the tier's transfers that failed meanwhile; later ones may have copied the same blocks
+    # number of copies to the tier that failed during this request; later copies of the same blocks may have succeeded
+    failed: int = 0
 
 
 class StoreClientCounters(Struct, frozen=True, kw_only=True):

@@ -30,7 +30,7 @@ UNITS = (
     ("_workers", "workers"),
 )
 """Pairs of a suffix and a unit. A metric without `MetricDefinition.unit` has the unit of the first pair whose suffix
-its name ends with."""
+its name ends with. If there is no such pair, the metric is a number without a unit."""
 
 
 class MetricType(StrEnum):

@@ -45,7 +45,10 @@ class Demotions:
         return not self._demotions and not self._confirmations and not any(tier.queue for tier in self._tiers)
 
     def begin_demotions(self, tier: TierState, now: Nanos) -> None:
-        """Begin to demote the blocks in a tier's queue, at most `MAX_DEMOTIONS` batches at a time."""
+        """Begin to demote the blocks in a tier's queue, unless the circuit breaker for writing forbids it.
+
+        At most `MAX_DEMOTIONS` batches are demoted to the tier at a time; the other blocks stay in the queue.
+        """
         while tier.queue and tier.demoting < MAX_DEMOTIONS and tier.writing.would_allow(now):
             first, size_bytes = next(iter(tier.queue.items()))
             limit = self._queue.batch_blocks(size_bytes)
@@ -59,7 +62,7 @@ class Demotions:
             pinned = self._pool.pin(keys, now)
             if not pinned.addresses:
                 self._pool.unpin(pinned.pin_id, now)
-                # All blocks of the batch were evicted while they waited in the queue, so the tier is not called.
+                # All blocks of the batch left the pool while they waited in the queue, so the tier is not called.
                 # The attempt that the circuit breaker allows is therefore not used up.
                 continue
             tier.writing.allows(now)  # use up the one attempt that the circuit breaker allows after a pause
@@ -81,7 +84,10 @@ class Demotions:
         return key in tier.queue or any(key in demotion.keys for demotion in demotions)
 
     def kept(self, demotion_id: DemotionId, answers: Sequence[bool], now: Nanos) -> None:
-        """Record the end of a `Demote` command. `answers` tells for each of its blocks whether the tier has the block now."""
+        """Record the end of a `Demote` command, and begin queued demotions.
+
+        `answers` tells for each block of the command whether the tier has the block now.
+        """
         demotion, tier, was_late = self._ended(demotion_id, now)
         if any(answers) or now < demotion.until:
             tier.writing.succeeded()
@@ -93,14 +99,17 @@ class Demotions:
         self.begin_demotions(tier, now)
 
     def demotion_failed(self, demotion_id: DemotionId, started: Nanos, now: Nanos) -> None:
-        """Record that a `Demote` command has failed."""
+        """Record that a `Demote` command has failed, and begin queued demotions if the circuit breaker allows it."""
         _, tier, was_late = self._ended(demotion_id, now)
         if not was_late:
             tier.failed(tier.writing, started, now)
         self.begin_demotions(tier, now)
 
     def demotion_is_late(self, demotion_id: DemotionId, started: Nanos, now: Nanos) -> None:
-        """Count a failure, because a `Demote` command missed its deadline. The demotion ends only when its thread reports."""
+        """Count a failure, because a `Demote` command missed its deadline.
+
+        The demotion itself ends only when its thread reports that it is done.
+        """
         tier = self._tiers[self._demotions[demotion_id].tier]
         tier.failed(tier.writing, started, now)
         self._late.add(demotion_id)
@@ -155,7 +164,10 @@ class Demotions:
         assert self._unconfirmed == {(each.tier, key) for each in self._confirmations.values() for key in each.keys}
 
     def _ended(self, demotion_id: DemotionId, now: Nanos) -> tuple["_Demotion", TierState, bool]:
-        """Remove a demotion that has ended, and unpin its blocks. Return it, its tier, and True if it had been late."""
+        """Remove a demotion that has ended, and unpin its blocks.
+
+        Return the demotion, its tier, and True if the demotion had missed its deadline.
+        """
         demotion = self._demotions.pop(demotion_id)
         tier = self._tiers[demotion.tier]
         was_late = demotion_id in self._late

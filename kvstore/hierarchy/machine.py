@@ -3,8 +3,8 @@
 `kvstore.hierarchy.promotions` decides which chains are copied from the tiers to the pool, and
 `kvstore.hierarchy.demotions` which blocks are copied from the pool to the tiers. Both use
 `kvstore.hierarchy.tier_states`, which holds what the node knows about each tier, and
-`kvstore.hierarchy.transfer_queue`, which holds the decided transfers. None of these modules does I/O. Each module
-lists its own rules; these rules hold for all of them:
+`kvstore.hierarchy.transfer_queue`, which holds the decided transfers. None of these modules does I/O. The first three
+modules have further rules of their own. These rules hold for all modules:
 
 1. Only the pool machine leases and evicts blocks. The hierarchy reserves slots of the pool for promoted blocks, and
    pins the blocks that it demotes. These slots and blocks stay reserved or pinned until the copying thread reports that
@@ -27,7 +27,7 @@ from kvstore.messages import BlockChanges, BlockKey, FetchResult
 from kvstore.pool.machine import BlockMachine
 
 BATCH_BYTES = 8 << 20
-"""Maximum number of bytes that one transfer moves, unless one block is larger. This is large enough for a disk's full
+"""Maximum number of bytes that one transfer copies, unless one block is larger. This is large enough for a disk's full
 speed, and small enough that the first blocks arrive soon."""
 
 
@@ -140,7 +140,10 @@ class Hierarchy:
         return self._demotions.is_demoting(self._tiers[tier], key)
 
     def kept(self, demotion_id: DemotionId, answers: Sequence[bool], now: Nanos) -> None:
-        """Record the end of a `Demote` command. `answers` tells for each of its blocks whether the tier has the block now."""
+        """Record the end of a `Demote` command, and begin queued demotions.
+
+        `answers` tells for each block of the command whether the tier has the block now.
+        """
         self._demotions.kept(demotion_id, answers, now)
 
     def has(self, tier: int, key: BlockKey) -> bool:

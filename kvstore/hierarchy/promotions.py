@@ -87,8 +87,8 @@ class Promotions:
                 self.refused += 1
                 return 0
             keys = [BlockKey(digest, name) for name in missing]
-            # Stop before a block that is being promoted already: its promotion also brings the later blocks of the
-            # chain.
+            # Stop before a block that is being promoted already. Its promotion also copies the blocks after it, as far
+            # as its chain is the same.
             keys = keys[: next((i for i, key in enumerate(keys) if key in self._loading), None)]
             block_bytes = self._pool.block_bytes(digest)
             chain = tuple(chain[: held + len(keys)])

@@ -161,9 +161,10 @@ class TierStates:
 
 
 class TierSpeed:
-    """Measures the recent speed of a tier: an average of the nanoseconds per byte of all batches (`SHARE`).
+    """Measures the recent speed of a tier: a weighted average of the nanoseconds per byte of its batches (`SHARE`).
 
-    The time of a batch includes the time that it waits in queues.
+    The time of a batch includes the time that the batch waits in queues. If nothing was measured for `SPEED_LASTS`,
+    the next batch begins a new average.
     """
 
     SHARE = 0.25  # weight of the newest batch in the average; the average of the batches before it has the rest

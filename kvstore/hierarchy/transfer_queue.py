@@ -8,7 +8,8 @@ from kvstore.hierarchy.transfers import TierTransfer
 class TransferQueue:
     """Holds the transfers in the order in which they were decided.
 
-    Callers that make a transfer put at most `batch_blocks` blocks into it, so that it moves at most `batch_bytes`.
+    Callers that make a transfer put at most `batch_blocks` blocks into it. A transfer thus copies at most `batch_bytes`
+    bytes, or a single block that is larger.
     """
 
     def __init__(self, batch_bytes: int):

@@ -65,4 +65,4 @@ class TierCounters(Struct, kw_only=True):
     # faster
     too_slow: int = 0
     failures: int = 0  # number of transfers that failed or missed their deadline
-    fenced: int = 0  # number of times that a failure opened the tier's circuit breaker
+    fenced: int = 0  # number of times that a failure opened one of the tier's two circuit breakers (read, write)

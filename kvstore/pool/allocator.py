@@ -4,9 +4,9 @@ By default, the least recently used block that is not pinned is evicted first, a
 its start (`kvstore.eviction.lru`). The setting `eviction` can name another policy. A tenant whose quota is full loses
 its own blocks.
 
-The allocator is a part of `kvstore.pool.machine`, whose rules also hold here. Only the machine calls the allocator. It
-collects the commands for the pool's memory and the changes for the watchers. It does not know why a block is pinned, or
-how long it is reserved.
+The allocator is a part of `kvstore.pool.machine`, whose rules also hold here. Only the machine calls the allocator. The
+allocator collects the commands for the pool's memory and the changes for the watchers. It does not know why a block is
+pinned, or how long a place is reserved.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -125,7 +125,10 @@ class PoolAllocator:
         self.free(block)
 
     def forget(self, opened: OpenNamespace, block: StoredBlock) -> None:
-        """Remove a readable block from the look-up table and from the policies, and tell the watchers."""
+        """Stop finding a readable block: remove it from the look-up table and from the eviction policies.
+
+        The removal is recorded for the watchers (`changes`). The block keeps its place until `free`.
+        """
         key = block.key
         if key in self._eviction:
             self._eviction.withdraw(key)
@@ -161,7 +164,7 @@ class PoolAllocator:
         return commands
 
     def changes(self) -> list[BlockChanges]:
-        """Return the changes that watchers must receive. Each change is returned only once."""
+        """Return the changes since the last call that watchers must receive, with only the last change of each block."""
         changed, self._changed = self._changed, {}
         return [
             BlockChanges(
@@ -249,7 +252,7 @@ class PoolAllocator:
             assert block is not None, "the policy knows a block that does not exist"
             if not block.pins:
                 return block
-            # the block is pinned; `readmit` or `admit` adds it to the policy again when its last pin ends (rule 8)
+            # The block is pinned. `admit` or `readmit` adds it to the policy again when a use or its last pin ends.
             policy.withdraw(key)
         return None
 

@@ -2,8 +2,8 @@
 
 Rules:
 
-1. Space is counted in pages. Each extent begins at a page boundary, also if the block size of its namespace is not a
-   multiple of the page size.
+1. Space is counted in pages. Each extent begins at a page boundary, even if the size of the blocks is not a multiple
+   of the page size.
 2. Neighbouring free extents are always merged, so that blocks of one size leave room for blocks of another size.
 3. An extent is taken from the smallest free extent that is large enough, so new blocks fill the gaps that blocks of the
    same size have left. The time to allocate or free depends only on the number of distinct sizes of free extents, which

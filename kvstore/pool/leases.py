@@ -153,7 +153,7 @@ class _Deadlines:
         return len(self._heap) > 2 * open_ids + SLACK
 
     def keep(self, open_ids: Container[int]) -> None:
-        """Remove all ids from the heap that are not in `open_ids`, because their leases have ended early."""
+        """Remove all ids from the heap that are not in `open_ids`: their leases or reservations have ended early."""
         self._heap = [entry for entry in self._heap if entry[1] in open_ids]
         heapq.heapify(self._heap)
 

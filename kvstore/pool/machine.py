@@ -23,8 +23,8 @@ The machine does no I/O; the server performs its commands. Rules:
    configuration error, which would have no other sign than a cache without hits. The machine therefore refuses the
    second namespace until the first one has been unused for a minute (`kvstore.pool.open_namespaces`).
 8. The eviction policy learns of a use when the use ends. If the policy chooses a pinned block, the block is withdrawn
-   from the policy and admitted again when its last pin ends. Pinning a chain therefore costs the policy nothing unless
-   space is short.
+   from the policy. It is admitted again when the next use of it ends, or its last pin. Pinning a chain therefore costs
+   the policy nothing unless space is short.
 9. If new blocks of a tenant exceed its quota, other blocks of the tenant are evicted, or the new blocks are refused
    (`kvstore.pool.quotas`). A paused session may keep its blocks pinned within a limit (`kvstore.pool.session_pins`).
 """
@@ -93,7 +93,7 @@ class BlockMachine:
         Args:
             capacity_bytes: Size of the pool; bytes at its end that do not fill a page stay unused.
             eviction: A new eviction policy, without any block.
-            epoch: 1 to 2³¹-1, different at each start of the node (rule 4).
+            epoch: A number from 1 to 2³¹-1, different at each start of the node (rule 4).
             max_leases: Maximum number of open leases, session pins and reservations of all clients together.
             max_namespaces: Maximum number of open namespaces.
             max_held_bytes: Maximum number of bytes of all blocks that session pins keep in the pool; 0: no session can
@@ -174,8 +174,8 @@ class BlockMachine:
     ) -> SessionPinResult:
         """Pin the longest readable prefix of a chain for a paused session, as far as the limit of session pins allows.
 
-        The session's former pin in that namespace ends first, even if this call fails. Raise NamespaceUnknown or
-        Exhausted (`max_leases` is reached) without pinning.
+        The pin lasts `span` nanoseconds. The session's former pin in this namespace ends first, even if this call
+        fails. Raise NamespaceUnknown or Exhausted (`max_leases` is reached) without pinning.
         """
         assert span > 0, span
         self.release_hold(digest, session, now)
@@ -346,7 +346,7 @@ class BlockMachine:
         return self._allocator.commands()
 
     def changes(self) -> list[BlockChanges]:
-        """Return the changes that watchers must receive. Each change is returned only once."""
+        """Return the changes since the last call that watchers must receive, with only the last change of each block."""
         return self._allocator.changes()
 
     def held(self) -> list[BlockChanges]:

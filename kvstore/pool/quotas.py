@@ -4,9 +4,9 @@ Rules:
 
 1. The salt of a chain identifies the tenant. Blocks without a salt belong to no tenant and have no quota.
 2. The space of a block is charged to the block's tenant in whole pages, from the reservation until the place is free.
-3. Each account has an eviction policy of its own, of the same kind as the node's, for the tenant's blocks only. A
-   tenant above its quota evicts its own blocks, in the order in which the node would evict them. The node's policy
-   knows these blocks too: in a full pool, it chooses among the blocks of all tenants.
+3. Each account has an eviction policy of its own, of the same kind as the node's, for the tenant's blocks only. If a
+   new block would exceed the quota, this policy chooses which of the tenant's other blocks are evicted. The node's
+   policy knows these blocks too: in a full pool, it chooses among the blocks of all tenants.
 4. When there are too many accounts (`MAX_ACCOUNTS`), accounts without blocks are forgotten with their counters, the
    longest unused ones first.
 """

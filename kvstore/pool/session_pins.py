@@ -49,13 +49,13 @@ class SessionPins:
             self._holders[block] = self._holders.get(block, 0) + 1
 
     def end(self, key: SessionPinKey, blocks: Sequence[StoredBlock]) -> None:
-        """Record that the lease of a session has ended."""
+        """Record that the session pin of `key`, which was on these blocks, has ended."""
         del self._by_session[key]
         for block in blocks:
             self.let_go(block)
 
     def let_go(self, block: StoredBlock) -> None:
-        """Record that one of the session pins on this block has ended."""
+        """Record that this block was removed from one session pin, or that the pin has ended."""
         if self._holders[block] > 1:
             self._holders[block] -= 1
             return
@@ -69,7 +69,7 @@ class SessionPins:
         return iter(self._by_session.values())
 
     def check(self, held: set[StoredBlock]) -> None:
-        """Assert that exactly these blocks are pinned, and that they keep the limit; for tests."""
+        """Assert that sessions pin exactly the blocks of `held`, and that these keep the limit; for tests."""
         assert held == self._holders.keys()
         assert self.bytes == sum(occupied_bytes(block.length) for block in held) <= self._limit_bytes
         assert all(count > 0 for count in self._holders.values())

@@ -106,8 +106,8 @@ class BackingTiers:
 
         Redis and S3 are suitable, in this order. If the node is `leaving`, its peers and then its own disk are suitable
         too (`kvstore.service.evacuation`). A tier with `keep = "none"` is not suitable. `is_given_up` returns for the
-        index of a tier whether its writes fail again and again. Return the first suitable tier whose writes do not. If
-        the writes of all suitable tiers fail, return the first one, because it may recover.
+        index of a tier whether its last few writes have all failed. Return the first suitable tier that is not given
+        up. If all of them are given up, return the first suitable tier, because it may recover.
         """
         kinds: tuple[type[TierSettings], ...] = (RedisSettings, S3Settings)
         if leaving:

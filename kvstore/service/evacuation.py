@@ -43,7 +43,7 @@ most a third of a second."""
 
 
 class Evacuations:
-    """Performs the evacuations of one node. Several may run at a time; they share the tier's queue and its transfers.
+    """Performs the evacuations of one node. Several may run at a time; those to one tier share its queue and transfers.
 
     The constructor gets `settle`, a function that performs the hierarchy's decisions.
     """
@@ -125,8 +125,8 @@ class Evacuation:
     ):
         """Divide the blocks into those that the tier is believed to have and those that have to be copied.
 
-        Nothing is copied yet. `charge` charges one write and returns False if the budget is used up. `failures` returns
-        the number of the tier's failures since it was opened.
+        Nothing is copied yet. `charge` charges the write of one block to the tier's write budget, and returns False if
+        too little of it is left. `failures` returns the number of the tier's failures since the node started.
         """
         self.moved = self.there = self.refused = 0  # numbers of blocks that are done, by result (`EvacuationResult`)
         self.hierarchy = hierarchy

@@ -42,9 +42,9 @@ class DaemonThreads:
         return future
 
     def close(self) -> None:
-        """Cancel the calls that no thread has begun.
+        """Cancel the calls that no thread has begun, and return without waiting for the threads.
 
-        The threads end after their current calls; do not wait for them.
+        Each thread ends after its current call.
         """
         with self._lock:
             if self._closed:

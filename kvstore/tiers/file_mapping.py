@@ -147,7 +147,7 @@ def huge_page_bytes() -> int:
 
 
 def available_memory_bytes() -> int:
-    """Return the memory that is free on the machine, or in this process's control group if that is less."""
+    """Return the memory in bytes that is available on the machine, or in this process's control group if that is less."""
     limits = [_meminfo("MemAvailable") or sys.maxsize]
     with contextlib.suppress(OSError, ValueError):  # without a limit, the file is missing or contains "max"
         limits.append(int((CGROUP / "memory.max").read_text()) - int((CGROUP / "memory.current").read_text()))

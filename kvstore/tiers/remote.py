@@ -11,7 +11,7 @@ Rules:
    belongs, for example, to a namespace that is not open on this node. `put` counts it as refused, and for `find`, `holds`
    and `get` it is missing.
 4. If `get` finds that a block is missing or bad on the server, the next call of `gone` reports the block, unless the
-   block was written again before this call.
+   block was written again between the two calls.
 5. A block that is found bad is read again before it is removed (`kvstore.tiers.second_reading`): it may have been damaged
    in transit, and other nodes use the same server. A server whose answers are often damaged is fenced
    (`kvstore.tiers.fence`): until the fence opens, `find`, `holds`, `put` and `get` raise `TierFailed` at once.
@@ -82,7 +82,10 @@ class TierBackend(Protocol):
     """
 
     def takes(self, key: BlockKey, block_bytes: int | None = None) -> bool:
-        """Return whether a block can be stored and fetched at all; do no I/O. `block_bytes` is its length, if known."""
+        """Return whether a block can be stored and fetched at all; do no I/O.
+
+        `block_bytes` is the length of the block. If it is None, the length is not checked.
+        """
         ...
 
     def find(self, keys: Sequence[BlockKey], deadline: Nanos) -> int:

@@ -7,11 +7,12 @@ Rules:
    namespace digest (16), block hash (16), block length (8), payload length (8), CRC-32C of the payload (4), CRC-32C of
    the head up to here (4).
 2. A value is not trusted, because other programs may write to the server. A block is returned only if the head names
-   the requested block, the lengths agree, both checksums are right and the codec has decoded the payload.
-3. A value that is garbage, is truncated or belongs to another block is corrupt. It is removed if a second reading
-   agrees (`kvstore.tiers.second_reading`). If an undamaged value has another codec or block length, it counts as a
-   miss, and the next put replaces it. A value of a newer format is a miss too, but stays, because newer nodes can read
-   it.
+   the requested block, its lengths fit the value and the block, both checksums are right, and the codec has decoded
+   the payload.
+3. A value that is damaged, is truncated, belongs to another block or has no Fleet head is corrupt. It is removed if
+   a second reading agrees (`kvstore.tiers.second_reading`). If an undamaged value has another codec or block length,
+   it counts as a miss, and the next put replaces it. A value of a newer format is a miss too, but stays, because
+   newer nodes can read it.
 """
 
 import hashlib

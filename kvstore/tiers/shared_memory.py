@@ -8,8 +8,8 @@ Rules:
    the start, and not a SIGBUS later. No request waits for page faults, which are thirty times slower than copies.
 3. The file contains the blocks, then one 64-bit stamp for each page: the slot generation of the block that begins in the
    page, or 0. Readers and writers in other processes compare the stamp with their slot's generation. If the two differ,
-   the place belongs to another block now. When a checksum is wrong, an equal stamp means that the block is corrupt, and
-   another stamp that it has gone.
+   the place does not belong to their block any more. When a checksum is wrong, an equal stamp means that the block is
+   corrupt, and another stamp that it has gone.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ class Mapping:
     """Maps the file of a pool into this process: first the bytes of the blocks, then the stamps (rule 3)."""
 
     def __init__(self, memory: int | FileMapping, capacity_bytes: int):
-        """Use `memory`, or map its file if it is a descriptor, which the caller may close afterwards.
+        """Use `memory`, which is a mapped file or a descriptor. The caller may close a descriptor afterwards.
 
         Raises:
             OSError: The file cannot be mapped.

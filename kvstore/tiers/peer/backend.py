@@ -1,4 +1,4 @@
-"""Peer backend: reads blocks from the memory of other nodes, under a read lease and over their data plane.
+"""Peer backend: reads blocks from the memory of other nodes, under a read lease and over one of their data paths.
 
 Rules:
 
@@ -40,7 +40,8 @@ from kvstore.tiers.statistics import TierStatistics
 HINTS = 1 << 16  # maximum number of blocks in `PeerHints`, which remembers the peer that had each block
 SUSPECTS = 4096  # maximum number of blocks in `SuspectBlocks`, which remembers blocks that were found bad
 SUSPECT_FOR = Nanos(60 * SECOND)
-"""Time for which no peer is asked for a block that was found bad. A worker can meanwhile write the block again."""
+"""Time for which no peer is asked for a block that was found bad. In this time, a worker that needs the block can compute
+it and store it again."""
 
 Which = TypeVar("Which")
 
@@ -243,7 +244,10 @@ class PeerBackend:
         self._judge(failure, asked)
 
     def _judge(self, failure: TierFailed | None, asked: int) -> None:
-        """Raise `failure`, the last failure of a peer, if no peer has answered. Otherwise only count it."""
+        """Raise `failure`, the last failure of a peer, if no peer has answered; otherwise only count the failure.
+
+        If `failure` is None, no peer has failed, and nothing is done.
+        """
         if failure is None:
             return
         if not asked:

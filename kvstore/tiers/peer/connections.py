@@ -90,7 +90,7 @@ class PeerNodeConnection:
         """Return how many leading blocks the peer has in its memory.
 
         Raises:
-            TierFailed: The peer is fenced, cannot be reached, or did not answer.
+            TierFailed: The peer is fenced, cannot be reached in time, refused the call, or gave no valid answer.
         """
         return len(self._match(self._open(deadline), names, 0, deadline))
 
@@ -100,8 +100,8 @@ class PeerNodeConnection:
         A run ends at a block that the peer does not have, and the next run begins after this block.
 
         Raises:
-            TierFailed: No block arrived, because the peer is fenced, cannot be reached, did not answer, or did not
-                deliver blocks that it had announced.
+            TierFailed: No block arrived, because the peer is fenced, cannot be reached in time, refused the call, gave
+                no valid answer, or did not deliver blocks that it had announced.
         """
         store = self._open(deadline)
         answers = [GONE] * len(names)
@@ -143,10 +143,10 @@ class PeerNodeConnection:
     def push(self, names: Sequence[BlockHash], blocks: Sequence[ByteArray], deadline: Nanos) -> tuple[int, list[bool]]:
         """Write blocks into the peer's memory.
 
-        Return how many of the blocks the peer did not have before, and for each block whether the peer has it now.
+        Return how many of the blocks were written, and for each block whether the peer has it now.
 
         Raises:
-            TierFailed: The peer is fenced, cannot be reached, or did not answer.
+            TierFailed: The peer is fenced, cannot be reached in time, refused the call, or gave no valid answer.
         """
         store = self._open(deadline)
         try:
@@ -161,7 +161,7 @@ class PeerNodeConnection:
         At most `RUNS` look-ups are made; blocks that these look-ups do not reach count as missing.
 
         Raises:
-            TierFailed: The peer is fenced, cannot be reached, or did not answer.
+            TierFailed: The peer is fenced, cannot be reached in time, refused the call, or gave no valid answer.
         """
         return self._held(self._open(deadline), names, deadline)
 
@@ -254,7 +254,7 @@ def probe(address: str, within_seconds: float) -> None:
     """Check that a process listens at the address. A handshake would take longer to notice that nothing listens.
 
     Raises:
-        StoreUnreachable: No process listens at the address.
+        StoreUnreachable: No process has accepted a connection at the address within this time.
     """
     try:
         if path := unix_path(address):

@@ -66,8 +66,8 @@ class RedisConnections:
                 return self._run_turn(kept, act, deadline)
             except TierFailed:
                 if kept.answered or self._clock.now() >= deadline:
-                    # The call is repeated on a new connection only if no reply has arrived, for example after a restart
-                    # of the server.
+                    # The call is repeated on a new connection only if no reply has arrived, for example because the
+                    # server has restarted, and if time is left.
                     raise
         return self._run_turn(self._connect(deadline), act, deadline)
 

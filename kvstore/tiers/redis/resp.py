@@ -2,8 +2,9 @@
 
 Rules:
 
-1. Payloads are sent from the caller's memory and received into it; only heads and short replies are copied. The usual
-   client libraries copy each value two or three times, which takes more time than the server's own work.
+1. Payloads are sent from the caller's memory and received into it. Only reply lines, and the first bytes of a value that
+   arrive together with such a line, are copied. The usual client libraries copy each value two or three times, which
+   takes more time than the server's own work.
 2. A turn is a sequence of requests and their replies. It has one deadline, at which all its operations end. After an
    `OSError` or `ValueError` the boundary between two replies is unknown, so the owner closes the connection. After a
    `RedisErrorReply` the connection can be used further.
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterable
 from kvstore.buffers import BufferRun
 from kvstore.clock import Clock, Nanos, seconds
 
-BUFFER_BYTES = 4096  # size of the buffer for lines and the heads of values; payloads bypass it
+BUFFER_BYTES = 4096  # size of the buffer for lines, and for first bytes of a value that arrive with a line (rule 1)
 LINE_BYTES = 2048  # maximum length of a reply line in bytes
 
 
@@ -79,6 +80,8 @@ class RedisPipeline:
 
         Raises:
             RedisErrorReply: The reply is an error.
+            ValueError: The reply is something else.
+            OSError: The connection has failed, or the deadline of the turn has passed.
         """
         line = self._line()
         if line[:1] not in (b"+", b":"):
@@ -92,6 +95,8 @@ class RedisPipeline:
 
         Raises:
             RedisErrorReply: The reply is an error.
+            ValueError: The reply is something else.
+            OSError: The connection has failed, or the deadline of the turn has passed.
         """
         line = self._line()
         if line[:1] != b"$":
@@ -119,6 +124,8 @@ class RedisPipeline:
 
         Raises:
             RedisErrorReply: The line is an error.
+            ValueError: The line is longer than `LINE_BYTES`.
+            OSError: The connection has failed, or the deadline of the turn has passed.
         """
         line = b""
         while not line.endswith(b"\r\n"):

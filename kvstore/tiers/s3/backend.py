@@ -12,7 +12,7 @@ Rules:
    `kvstore.tiers.remote_records` verifies each object. A bad object is read again over new connections, and removed
    only if its stored bytes are bad.
 3. `find` assumes that no block after a missing one is stored, because chains are written from their start. It therefore
-   searches for the length of the stored prefix: each round sends `parallel` HEAD requests and divides the range of
+   searches for the length of the stored prefix: each round sends up to `parallel` HEAD requests and divides the range of
    possible lengths by that number. Three rounds are enough for thousands of blocks, and one for a complete chain. A
    missing block in the middle is noticed when the blocks are fetched. No request is sent for a block that was found or
    missing a short time ago (`kvstore.tiers.s3.sightings`). `holds` does not use these results.

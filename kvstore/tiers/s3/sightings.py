@@ -24,7 +24,7 @@ class S3Sightings:
         self._suspects: RecentMap[BlockKey, None] = RecentMap(SEEN_KEYS)
 
     def note(self, key: BlockKey, now: Nanos, *, is_there: bool) -> None:
-        """Record that an object exists and seems undamaged, or that it is missing."""
+        """Record that an object exists and seems undamaged, or that it is missing. It is no longer suspect then."""
         with self._lock:
             self._suspects.forget(key)
             self._seen.note(key, (is_there, Nanos(now + (self._known if is_there else self._missing))))

@@ -28,7 +28,7 @@ MakeVolume = Callable[[Disk], Volume]
 log = logging.getLogger(__name__)
 
 DAMAGED = frozenset({errno.EIO, errno.EUCLEAN, errno.EBADMSG})
-"""Error numbers that mean a damaged disk. With the last two, ext4 and XFS report damaged metadata."""
+"""Error numbers that mean a damaged disk. With EUCLEAN and EBADMSG, ext4 and XFS report damaged metadata."""
 
 
 class OpenFolder(Struct, frozen=True):

@@ -39,7 +39,7 @@ class RecordFinding(Enum):
     GOOD = auto()
     BAD = auto()  # the record is damaged or incomplete, belongs to another block, or cannot be decoded
     DISCARDED = auto()  # the header was overwritten, because the block was found bad earlier
-    OTHER_CODEC = auto()  # the record is intact, but was written with another codec, under other settings
+    OTHER_CODEC = auto()  # the header is intact, but the block was written with another codec, under other settings
 
 
 class RecordReadResult(Struct, frozen=True):

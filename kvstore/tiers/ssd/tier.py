@@ -209,7 +209,11 @@ class SsdTier:
 
     @contextmanager
     def _running_call(self) -> Iterator[bool]:
-        """Count a running call while the context is open; yield False if `max_calls` others run already."""
+        """Count a running call while the context is open; yield False if `max_calls` others run already.
+
+        Raises:
+            TierFailed: The tier is closed.
+        """
         with self.state.lock:
             if self._closed:
                 raise TierFailed("the SSD tier is closed")

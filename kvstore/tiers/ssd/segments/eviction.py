@@ -1,8 +1,9 @@
 """Segment eviction: computes the scores that decide which segment is evicted when the disk space is used up. No I/O.
 
-The segment with the lowest score is evicted first, among those that no call reads from at that time if there are any.
-Blocks that are written together belong to requests of the same time, and mostly become useless together. Therefore a
-whole segment has one score. Blocks that are read often may be copied out of a segment before its eviction.
+The segment with the lowest score is evicted first. Segments from which a call reads at that time are evicted only if
+there are no others. Blocks that are written together belong to requests of the same time, and mostly become useless
+together. Therefore a whole segment has one score. Blocks that are read often may be copied out of a segment before its
+eviction.
 """
 
 import math

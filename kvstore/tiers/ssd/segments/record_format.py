@@ -12,7 +12,7 @@ Rules:
 4. The footer is written when the segment is full or the tier is closed. It is a table of the segment's blocks, so that
    opening reads only a few pages. The last page is a trailer with the size and checksum of the table.
 5. A CRC-32C covers all bytes except padding. Head, record headers and trailer also have a version. A structure with a
-   wrong checksum or another version is ignored.
+   wrong checksum or another version is ignored. If the head has another version, the whole file is ignored.
 6. Each read of a block also reads the record's header and compares all fields. Even if a table is wrong, on disk or in
    memory, a read therefore never returns wrong bytes.
 7. The header of a bad block is overwritten. A footer's table may still list the block, but a read then finds no valid

@@ -1,9 +1,9 @@
 """Segment recovery: finds out which records a segment file contains when the tier is opened.
 
-An undamaged footer is trusted, because each read of a block compares its header anyway. If the process was killed, the
-footer is missing. If the footer is missing or damaged, the whole file is read, and each record with an undamaged header
-and payload is recovered. The writes of a killed process may have reached the file in any order, so the search continues
-page by page after a damaged record.
+An undamaged footer is trusted, because each read of a block compares its header anyway. If the process was killed while
+it appended records to the file, the footer is missing. If the footer is missing or damaged, the whole file is read, and
+each record with an undamaged header and payload is recovered. The writes of a killed process may have reached the file
+in any order, so the search continues page by page after a damaged record.
 """
 
 from array import array
@@ -159,7 +159,7 @@ def _records(window: _Window, nonce: bytes) -> Iterator[RecordHeader]:
 
 
 def _next_header(window: _Window, nonce: bytes, page: int) -> RecordHeader | None:
-    """Find the first record header on this page or after it."""
+    """Find the first undamaged record header on this page or after it; return None if there is none."""
     begin, nonce_at = record_signs()
     signs, wanted = np.frombuffer(begin, np.uint8), np.frombuffer(nonce, np.uint8)
     while len(rows := window.pages(page)):

@@ -26,7 +26,7 @@ from kvstore.namespace import KvNamespace
 SAMPLES = 64
 # Maximum number of namespaces whose reports are remembered; the one whose last report is the oldest is forgotten first.
 MAX_NAMESPACES = 256
-# seconds to compute a token that workers assume until they have measured them (`workers.engines.vllm.store_planner`)
+# seconds to compute a token that workers assume until they have measured this time (`workers.engines.vllm.store_planner`)
 UNKNOWN_SECONDS_A_TOKEN = 0.0005
 # Assumed speed of reading the pool (rule 3): one core copies this many bytes per second and computes their checksum.
 MEMORY_BYTES_A_SECOND = 5e9

@@ -29,7 +29,7 @@ class EvictionPolicy(Protocol[K]):
         """
 
     def withdraw(self, key: K) -> None:
-        """Remove a key: its block is evicted, or it is pinned and will be admitted again when its last pin ends."""
+        """Remove a key. Its block is evicted, or is pinned and will be admitted again when a use or the last pin ends."""
 
     def choose(self) -> K | None:
         """Return the key of the block to evict next; the key stays admitted until `withdraw`.

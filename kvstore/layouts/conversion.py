@@ -6,7 +6,7 @@ Rules:
    object with its part of a block, in the engine's layout. The block hash does not depend on layouts and ranks.
    Therefore engines with different layouts and numbers of ranks share blocks, and each engine converts them.
 2. An impossible conversion is an error when the `Conversion` is made, before any byte moves. The error names the field.
-3. Bytes are moved and never changed, and every byte of the destination is written.
+3. Bytes are copied and never changed, and every byte of the destination is written.
 """
 
 from collections.abc import Sequence

@@ -100,13 +100,13 @@ class Fingerprint(Struct, frozen=True, kw_only=True):
 class ConversionCost(Struct, frozen=True, kw_only=True):
     """Cost of converting one block for all ranks of the reader."""
 
-    bytes: int  # number of bytes that all ranks move; larger than a block if several ranks hold the same heads
-    runs: int  # number of pieces that all ranks move; a piece is contiguous in the source and in the destination
-    bytes_a_rank: int  # number of bytes that the rank with the most bytes moves
+    bytes: int  # number of bytes that all ranks copy; larger than a block if several ranks hold the same heads
+    runs: int  # number of pieces that all ranks copy; a piece is contiguous in the source and in the destination
+    bytes_a_rank: int  # number of bytes that the rank with the most bytes copies
     runs_a_rank: int
 
     def seconds(self, *, bytes_per_second: float, seconds_per_run: float) -> float:
-        """Return the seconds to convert a block if all ranks move their shards at the same time."""
+        """Return the seconds to convert a block if all ranks copy their shards at the same time."""
         return self.bytes_a_rank / bytes_per_second + self.runs_a_rank * seconds_per_run
 
 

@@ -9,7 +9,7 @@ Rules:
    `LayoutMismatch`.
 3. If several source objects hold the same head, the first of them that is tried provides the head. To spread the load,
    a caller begins with a different source for each rank, as `kvstore.layouts.fingerprint` does.
-4. Bytes are moved and never changed, so a plan depends on the size of the data type and not on the data type itself.
+4. Bytes are copied and never changed, so a plan depends on the size of the data type and not on the data type itself.
 
 A plan consists of strided copies. Each of them copies bytes from one source object to one destination object. Bytes
 that are contiguous in the source and in the destination form one run of such a copy. One call of a kernel (native code)
@@ -63,7 +63,7 @@ class StridedCopy(Struct, frozen=True, kw_only=True):
 
 
 class RepackPlan(Struct, frozen=True, kw_only=True, dict=True):
-    """Copies that move one block from a set of source objects to a set of destination objects."""
+    """Copies that bring one block from a set of source objects into a set of destination objects."""
 
     source_bytes: tuple[int, ...]  # size of each source object in bytes
     destination_bytes: tuple[int, ...]
@@ -80,7 +80,7 @@ class RepackPlan(Struct, frozen=True, kw_only=True, dict=True):
         return sum(copy.runs for copy in self.copies)
 
     def perform(self, sources: Sequence[ByteArray], destinations: Sequence[ByteArray]) -> None:
-        """Move one block.
+        """Copy one block from the sources to the destinations.
 
         Args:
             sources: Contiguous bytes of each source object, in the order for which the plan was made.
@@ -88,7 +88,7 @@ class RepackPlan(Struct, frozen=True, kw_only=True, dict=True):
                 plan does not name stay unchanged.
 
         Raises:
-            ValueError: An object has a wrong size; nothing was moved.
+            ValueError: An object has a wrong size; nothing was copied.
         """
         _check("sources", sources, self.source_bytes)
         _check("destinations", destinations, self.destination_bytes)

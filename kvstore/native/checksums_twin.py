@@ -99,7 +99,8 @@ def put_blocks(
 ) -> tuple[bytes, list[int]]:
     """Copy blocks into a pool; return for each block MOVED or GONE, and the CRC-32C of the copied bytes.
 
-    Arguments and errors are those of `get_blocks`; the checksums in the slots are ignored.
+    Arguments and errors are those of `get_blocks`, but the parts are the sources of the copies. The checksums in the
+    slots are ignored.
     """
     outcomes, checksums = bytearray(), []
     records, blocks = list(SLOT.iter_unpack(slots)), _blocks(parts, block_bytes)

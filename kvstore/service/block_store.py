@@ -224,7 +224,7 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
     def _hello(self, request: pb.HelloRequest, now: Nanos) -> pb.HelloResponse:
         wire.agree_with_client(self._identity.store_id, request)
         namespace = wire.parse_hello(request)
-        # Open the namespace in the tiers first: if a tier refuses it, the pool must not remember its layout.
+        # Open the namespace in the tiers first: if a tier refuses the namespace, the pool must not open it.
         self._open_in_tiers(namespace)
         self._machine.open(namespace, now)
         self._ghost_caches.open(namespace)

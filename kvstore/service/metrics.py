@@ -1,7 +1,7 @@
 """Prometheus metrics of a node: counters by tier, and durations of tier operations.
 
 Names follow the rules of Prometheus: base units, and `_total` for counters. The pool is the tier "cpu". This module
-collects only the durations itself; each scrape reads the counters of the machine and of the tiers.
+collects only the durations itself; each scrape reads the counters of the pool machine, the hierarchy and the tiers.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -2,7 +2,7 @@
 
 Each connection has a thread, and there are at most `CONNECTIONS`. When one more connection comes, a connection is
 closed: the oldest one of the address with the most connections (`kvstore.net.unproven_connections`). A new scrape is
-therefore always served. The port serves only metrics, and requires a key according to its guard
+therefore always served. The port serves only metrics, and requires a key if its guard says so
 (`kvstore.security.metrics_access`). With certificates it speaks TLS 1.2 and 1.3; a handshake runs in the thread of its
 connection, so a client that never finishes it delays no other client. Each of these steps ends after `STEP_SECONDS`,
 even if bytes still arrive slowly: a handshake, a whole request, each write of the answer.

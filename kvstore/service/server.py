@@ -62,8 +62,8 @@ from kvstore.v1 import blocks_pb2_grpc as pb_grpc
 
 TICK_SECONDS = 0.25  # seconds between two runs of the periodic work, such as ending leases whose deadline has passed
 BATCHES_A_POOL = 16
-"""A transfer moves at most the size of the pool divided by this number, so that transfers leave most of a small pool to
-clients."""
+"""A transfer copies at most the size of the pool divided by this number, or one block. So transfers leave most of a
+small pool to clients."""
 SNAPSHOT_SECONDS = (
     2.0  # A scrape, in its own thread, waits this long for the event loop to make the snapshot; then the scrape fails.
 )

@@ -98,8 +98,9 @@ class StoreSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """
 
     tenant_quota_bytes: Annotated[int, Meta(ge=0)] = 0
-    """Quota of each tenant: the maximum number of bytes of its blocks in the pool. A tenant above it evicts its own
-    blocks, in the order of `eviction`. 0: no limit. Chains without a salt belong to no tenant and have no quota.
+    """Quota of each tenant: the maximum number of bytes of its blocks in the pool. If a new block would exceed it, other
+    blocks of this tenant are evicted, in the order of `eviction`. 0: no limit. Chains without a salt belong to no tenant
+    and have no quota.
     """
 
     tenant_quotas: dict[TenantSalt, Annotated[int, Meta(ge=0)]] = {}

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-BATCH_SPANS = 512  # an export begins with this many spans: about 500 KB, an eighth of gRPC's default limit
+# A batch is sent as soon as it has at least this many spans: about 500 KB, an eighth of gRPC's default limit.
+BATCH_SPANS = 512
 CLOSE_SECONDS = 2.0  # time limit to send the waiting spans when the process ends
 LONGEST_CAUSE = 500  # maximum number of characters that are logged of the message why an export failed
 # Words of headers' values with at least this number of characters are masked in messages. Shorter words are not secret,
@@ -165,8 +166,8 @@ class _LastMessages(logging.Handler):
         library.setLevel(logging.WARNING)
         library.propagate = False
         library.addHandler(self)
-        # This logger has a filter that drops a message that equals the message before it. The message before may come
-        # from another exporter, so the filter is removed.
+        # The logger of the gRPC exporter has a filter that drops a message that equals the message before it. The message
+        # before may come from another exporter, so the filter is removed.
         logging.getLogger("opentelemetry.exporter.otlp.proto.grpc.exporter").filters.clear()
 
     def emit(self, record: logging.LogRecord) -> None:

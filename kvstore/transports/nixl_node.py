@@ -73,7 +73,7 @@ class NixlNode:
             "kvstore.transports.nixl_process",
             str(pool),
             str(self._tier.capacity_bytes),
-            stdin=asyncio.subprocess.PIPE,  # the process ends when this pipe closes, also if the node is killed
+            stdin=asyncio.subprocess.PIPE,  # the process ends when this pipe closes, even if the node is killed
             stdout=asyncio.subprocess.PIPE,
             pass_fds=(pool,),
         )

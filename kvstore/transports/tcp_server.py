@@ -12,9 +12,9 @@ Rules:
 4. For a slow client, the node stores only one request; the blocks that the client has not taken stay in the pool.
 5. A connection is unproven until it has proven the secret, or if the node has no secret, until it has named an open
    namespace. At most `MAX_UNPROVEN` unproven connections are open. A further one replaces an older one
-   (`kvstore.net.unproven_connections`). They do not count towards `CONNECTIONS`, the limit of proven connections. An
-   unproven connection is closed if it is not proven within `STALLED` after its start, even if it moves bytes all the
-   time.
+   (`kvstore.net.unproven_connections`). Unproven connections do not count towards `CONNECTIONS`, the limit of proven
+   ones. An unproven connection is closed if it is not proven within `STALLED` after its start, even if it moves bytes
+   all the time.
 """
 
 import asyncio

@@ -8,7 +8,7 @@ the measurements, and the errors on measurements that were held out of the fit. 
    engine (`LEVELS`). A group without measurements has the factor 1. So an estimate exists for every GPU and model with a
    measured engine, and uses the nearest measurements.
 2. The `EstimateBasis` says how near these measurements are. Each basis has its own error, which was measured by leaving
-   curves, whole models or whole GPUs out of the fit.
+   curves (all measurements of one configuration), whole models or whole GPUs out of the fit.
 3. For a GPU on which the engine was not measured, the shares of the GPU's compute and bandwidth that the engine uses are
    scaled. The factor is the efficiency of single matrix products on this GPU, relative to the measured GPUs
    (`OperatorEfficiency`). If this efficiency is unknown, the factor is 1.
@@ -146,8 +146,10 @@ class StepModelEstimate(Struct, frozen=True, kw_only=True):
     step: StepModel
     client: BenchmarkClient  # estimated properties of the benchmark InferenceX, such as its times outside the engine
     basis: EstimateBasis
-    rows: int  # number of measurements that `basis` names
-    ttft_error: float  # median relative error on held-out measurements of this basis, or from `OTHER_MAKERS_ERRORS`
+    rows: int  # number of measurements that are as similar as `basis` says
+    # Median relative error on held-out measurements of this basis, or from `OTHER_MAKERS_ERRORS`; 1 if too few were held
+    # out.
+    ttft_error: float
     tpot_error: float
 
 

@@ -124,7 +124,8 @@ def blocks_for(num_tokens: int, block_tokens: int) -> int:
 def tenant_salt(secret: bytes, tenant: str) -> bytes:
     """Return the salt that separates a tenant's blocks from the blocks of other tenants.
 
-    The empty tenant has an empty salt, so requests without a tenant share their blocks.
+    `secret` is the deployment's secret. The empty tenant has an empty salt, so requests without a tenant share their
+    blocks.
     """
     if not tenant:
         return b""

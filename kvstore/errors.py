@@ -36,9 +36,10 @@ class IncompatibleVersion(StoreUnreachable):
 
 
 class LayoutMismatch(StoreError):
-    """Blocks cannot be exchanged: two descriptions of their layout or size differ, or one description is invalid.
+    """Blocks cannot be exchanged.
 
-    No bytes were moved. The administrator has to correct the configuration.
+    Reader and writer describe their blocks differently (model, data type, layout, sizes), or a description is invalid,
+    or a block has a wrong size. No bytes were moved. The administrator has to correct the configuration.
 
     Attributes:
         field: Name of the first field that differs or is invalid.

@@ -158,7 +158,7 @@ class FetchResult(Struct, frozen=True, gc=False):
     """Result of reading one block from a backing tier, or of writing one block by `Transport.put_summing`."""
 
     outcome: BlockOutcome
-    crc32c: int = 0  # CRC-32C of the bytes that were moved; 0 unless the outcome is MOVED
+    crc32c: int = 0  # CRC-32C of the block's bytes as they were copied; 0 unless the outcome is MOVED
 
 
 GONE = FetchResult(BlockOutcome.GONE)
@@ -266,9 +266,9 @@ class SessionPinResult(Struct, frozen=True, kw_only=True):
 
 
 class EvacuationResult(Struct, frozen=True, kw_only=True):
-    """Result of copying blocks to a tier that other nodes can read."""
+    """Result of copying blocks to a tier in which other nodes, or this node's successor, find them."""
 
-    tier: str = ""  # name of the tier; empty if there is no such tier, or if no copy is needed
+    tier: str = ""  # name of the tier; empty if no tier is suitable, or if no copy is needed
     done: int = 0  # number of leading blocks of the request that are finished: copied, already in the tier, or given up
     moved: int = 0  # number of blocks that were copied to the tier during this request
     there: int = 0  # number of blocks that the tier had already

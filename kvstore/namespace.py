@@ -52,7 +52,7 @@ class KvNamespace(Struct, frozen=True, kw_only=True):
     dtype: str  # data type of the KV values
     block_tokens: int
     layers: int
-    kv_heads: int  # heads of the whole model
+    kv_heads: int  # number of KV heads of the whole model
     head_dim: int  # number of elements per head and token, keys and values together
     layout: str = AT_REST  # order of a block's axes in the store
     lora: str = ""

@@ -39,7 +39,7 @@ class KnownModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 @cache
 def known_models() -> Mapping[str, KnownModel]:
-    """Return all known models by their short names in the table, such as a family and a size."""
+    """Return all known models by their short names in the table, such as ``llama-3.1-8b``."""
     text = resources.files(__package__).joinpath("known_models.toml").read_text(encoding="utf-8")
     return msgspec.convert(tomllib.loads(text), dict[str, KnownModel])
 

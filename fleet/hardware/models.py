@@ -78,13 +78,13 @@ class ModelSizes(Struct, frozen=True, kw_only=True):
     state_numbers: int = 0  # number of values in the state of a sequence in one linear layer
     # Only with sparse attention: maximum number of tokens to which a token attends; 0 if it attends to all tokens.
     most_attended: int = 0
-    attention_parameters: int  # parameters of one layer with attention
-    linear_parameters: int = 0  # parameters of one linear layer
-    dense_mlp_parameters: int  # MLP parameters of all layers together, with the shared experts of MoE layers
+    attention_parameters: int  # number of attention parameters of one full layer or window layer
+    linear_parameters: int = 0  # number of attention parameters of one linear layer
+    dense_mlp_parameters: int  # number of MLP parameters of all layers together, with the shared experts of MoE layers
     moe_layers: int = 0
     experts: int = 0
     experts_per_token: int = 0
-    expert_parameters: int = 0  # parameters of one expert in one layer
+    expert_parameters: int = 0  # number of parameters of one expert in one layer
     precision: Precision = Precision()
 
     @property

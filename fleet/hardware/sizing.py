@@ -225,7 +225,7 @@ class _SizedSharding:
         """
         return 1.0 if self.occupancy.waiting_clients else 0.0
 
-    # Aggregated serving.
+    # The methods below are for aggregated serving.
 
     @cached_property
     def aggregated(self) -> float:
@@ -250,7 +250,7 @@ class _SizedSharding:
     def tpot(self, running: float) -> float:
         return aggregated_tpot(self.engine, self.request, self.occupancy, running)
 
-    # Disaggregated serving.
+    # The methods below are for disaggregated serving.
 
     @cached_property
     def decode_running(self) -> float:

@@ -43,7 +43,8 @@ from kvstore.ports import Codec
 
 VERSION = 1
 SEALED = 0x80
-"""Bit that marks the codec id of a sealed codec; the other bits are the id of the inner codec."""
+"""Bit that marks the codec id of a sealed codec; the other bits are the id of the inner codec, whose output is
+encrypted."""
 
 SECRET_BYTES = 32
 KEY_BYTES = 32

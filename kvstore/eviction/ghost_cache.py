@@ -166,7 +166,8 @@ class GhostCache(Generic[K]):
 
     def estimates(self) -> list[HitRateEstimate]:
         """Return the estimated hit rates in the order of the scenarios; all are 0 before the first look-up."""
-        unseen = self._expected - self._looked_up  # blocks that the sample lacks; negative if it has too many (rule 4)
+        # Number of looked-up blocks that the sample lacks; negative if the sample has too many (rule 4).
+        unseen = self._expected - self._looked_up
         return [
             HitRateEstimate(
                 policy=scenario.policy,

@@ -38,13 +38,13 @@ once."""
 
 COHORT = Nanos(1 * SECOND)
 PRIOR = 10.0
-"""Weight of a prior hazard, as a number of runs (rule 3). Values from 3 to 30 are equally good for chats; lower values
-are worse for agents."""
+"""Weight of a prior hazard, as a number of runs (rule 3). Values from 3 to 30 are equally good for chats; for agents, the
+lower ones of these values are worse."""
 
 HALF_LIFE = Nanos(12 * 3600 * SECOND)
 """Half-life of the observations. It must be much longer than the widest relevant bucket (rule 1). A block is counted as
-at risk when it enters a bucket, and as used only later; with a short half-life, the first count would fade
-before the second."""
+at risk when it enters a bucket, and as used only later. With a short half-life, the first count would have faded when
+the second one is made."""
 
 BELIEF_SECONDS = 30.0
 """Parameter of the prior hazard (rule 3), in seconds. The prior assumes that half of the blocks are used again within
@@ -75,7 +75,7 @@ Floats = NDArray[np.float64]
 
 
 class ReuseCohort:
-    """Blocks of one class that were last used within the same time `COHORT` (rule 2)."""
+    """Blocks of one class whose last uses were less than `COHORT` apart (rule 2)."""
 
     __slots__ = ("alive", "bucket", "of", "used_at")
 

@@ -84,7 +84,7 @@ class Hierarchy:
 
     @property
     def has_promoted(self) -> bool:
-        """True if there are promoted blocks that `promoted` has not returned yet."""
+        """True if there are promoted blocks that no call of `promoted` has counted yet."""
         return self._promotions.has_promoted
 
     def promoted(self, digest: bytes, names: Iterable[BlockHash]) -> dict[str, int]:

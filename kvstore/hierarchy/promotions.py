@@ -176,7 +176,7 @@ class Promotions:
 
     @property
     def has_promoted(self) -> bool:
-        """True if there are promoted blocks that `promoted` has not returned yet."""
+        """True if there are promoted blocks that no call of `promoted` has counted yet."""
         return bool(self._promoted)
 
     def promoted(self, digest: bytes, names: Iterable[BlockHash]) -> dict[str, int]:

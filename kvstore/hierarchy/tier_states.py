@@ -46,8 +46,9 @@ class TierRule(Struct, frozen=True, kw_only=True):
 
     name: str
     admission: TierAdmission | None  # None: no block is demoted to this tier
-    queue_blocks: int = 4096  # maximum number of blocks that wait for a demotion
+    queue_blocks: int = 4096  # maximum number of blocks that wait for a demotion; further blocks are dropped
     # Maximum number of blocks that the node remembers as stored in the tier. These blocks are not offered to it again.
+    # If there are more, the node forgets the oldest ones.
     remember_blocks: int = 1 << 20
     finds_in_memory: bool = (
         # True if the tier's `find` reads an index in memory. A successful `find` then does not show that its

@@ -80,6 +80,9 @@ def _make_plans(writer: Fingerprint, reader: Fingerprint) -> Sequence[RepackPlan
     """Return a plan for each rank of the reader.
 
     The result is empty if both have the same layout and number of ranks, so that nothing is converted.
+
+    Raises:
+        LayoutMismatch: The blocks of the writer cannot be converted to those of the reader. The error names the field.
     """
     agreement = negotiate(writer=writer, reader=reader)
     match agreement:

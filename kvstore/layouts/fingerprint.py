@@ -58,7 +58,7 @@ class Fingerprint(Struct, frozen=True, kw_only=True):
     element_bytes: int
     block_tokens: int
     layers: int
-    kv_heads: int  # number of heads of the whole model
+    kv_heads: int  # number of KV heads of the whole model
     head_dim: int  # number of elements of a head for one token, keys and values together
     layout: str  # layout of a rank's object, as `kvstore.namespace` defines layouts
     tp: int = 1  # number of ranks among which the heads are divided; 1: one object has all heads

@@ -60,7 +60,7 @@ def get_blocks(
 
     Args:
         pool: The whole pool.
-        stamps: For each page, the generation of the block that begins in it.
+        stamps: For each page, the slot generation of the block that begins in it, or 0 if no block begins there.
         page_bytes: Size of a page.
         slots: One record `kvstore.messages.SLOT` per block.
         block_bytes: Size of each block.

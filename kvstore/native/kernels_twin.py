@@ -17,7 +17,8 @@ COPY_AXES = 5
 COPY_COLUMNS = 5 + 3 * COPY_AXES
 """Number of columns in the table of `copy`. The first five columns are: index of the source, offset in the source,
 index of the destination, offset in the destination, and bytes of a run. Three columns follow for each axis, outermost
-axis first: the number of runs, the stride in the source and the stride in the destination. Unused axes have one run."""
+axis first: the number of runs, the stride in the source and the stride in the destination. Unused axes have one run.
+Offsets and strides are in bytes."""
 
 LONGEST_ITEM = 1 << 20
 """Maximum length of a run, in bytes, that is copied as one numpy item. Longer runs are copied byte by byte, because

@@ -28,7 +28,7 @@ EVICTED = advance(BlockState.HELD, BlockTransition.EVICT)
 
 
 class PoolAllocator:
-    """Decides in which slots of the pool the blocks lie."""
+    """Decides in which places of the pool the blocks lie, and which blocks are evicted."""
 
     def __init__(
         self, capacity_bytes: int, eviction: EvictionPolicy[BlockKey], max_namespaces: int, table_key: tuple[int, int]
@@ -246,7 +246,7 @@ class PoolAllocator:
         return True
 
     def _choose(self, policy: EvictionPolicy[BlockKey]) -> StoredBlock | None:
-        """Return the unpinned block that a policy evicts next; None if all its blocks are pinned."""
+        """Return the unpinned block that a policy evicts next; None if the policy has no unpinned block."""
         while (key := policy.choose()) is not None:
             block = self.namespaces.find(key)
             assert block is not None, "the policy knows a block that does not exist"

@@ -15,7 +15,7 @@ from kvstore.pool.quotas import TenantAccount
 
 NAMESPACE_IDLE = Nanos(60 * SECOND)
 """If a namespace was unused for this long, another namespace with the same weights may be opened
-(`kvstore.pool.machine`, rule 7). Another one is thus still refused while a worker restarts for less than this time.
+(`kvstore.pool.machine`, rule 7). While a worker restarts, other namespaces are therefore refused for at least this long.
 """
 
 

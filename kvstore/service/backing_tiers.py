@@ -97,7 +97,12 @@ class BackingTiers:
         return cls(opened)
 
     def open_namespace(self, namespace: KvNamespace) -> None:
-        """Prepare the tiers for a namespace; raise InvalidArgument if a tier's compression does not support its blocks."""
+        """Prepare the tiers for a namespace.
+
+        Raises:
+            InvalidArgument: The compression of a tier does not support the namespace's data type.
+            LayoutMismatch: The namespace's layout is invalid, or its block size does not match its other fields.
+        """
         for each in self._opened:
             each.codecs.open(namespace)
 

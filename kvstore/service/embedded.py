@@ -29,7 +29,8 @@ from kvstore.messages import StoreEndpoints
 from kvstore.service.server import serve
 from kvstore.service.settings import StoreSettings
 
-# Time for which the host program waits for the node to stop; an SSD tier with pending writes needs most of it.
+# Time for which the host program waits for the node to stop; then it leaves the node's thread behind. An SSD tier with
+# pending writes needs most of this time.
 STOP_SECONDS = 15.0
 
 NewLoop = Callable[[], asyncio.AbstractEventLoop]

@@ -240,7 +240,10 @@ async def _in_thread(act: Callable[[], Result], give_up: Callable[[], None] = la
 
 
 def _snapshots(look: Callable[[], NodeSnapshot]) -> Callable[[], NodeSnapshot]:
-    """Return a function for other threads. It calls `look` on the event loop and returns the snapshot."""
+    """Return a function for other threads. It calls `look` on the event loop and returns the snapshot.
+
+    The function raises TimeoutError if the event loop does not answer within `SNAPSHOT_SECONDS`.
+    """
     loop = asyncio.get_running_loop()
 
     async def take() -> NodeSnapshot:

@@ -55,8 +55,8 @@ class StoreSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Credentials that clients have to prove. Without them, a node listens beyond loopback only if `insecure` is set."""
 
     capacity_bytes: Annotated[int, Meta(ge=PAGE_BYTES)] = 256 << 20
-    """Size of the pool in memory, all of which is allocated at the start. 256 MiB hold 2,048 blocks of the built-in
-    model.
+    """Size of the pool in memory, all of which is allocated at the start. 256 MiB hold 2,048 blocks of 128 KiB, for
+    example.
     """
 
     eviction: PolicyName = "lru"

@@ -41,7 +41,10 @@ class Fence:
         return True
 
     def record(self, *, sound: int, damaged: int, now: Nanos) -> bool:
-        """Count blocks that were read. Return whether this call has closed the fence."""
+        """Count blocks that were read: undamaged ones (`sound`), and ones that were damaged in transit (`damaged`).
+
+        Return whether this call has closed the fence.
+        """
         self._score = max(0, self._score - sound)
         if not self._score:
             self._pause = Nanos(0)

@@ -109,9 +109,9 @@ class FileMapping:
 
 
 def allocate(size: int, huge_pages: HugePages, cancelled: Event | None = None) -> tuple[int, FileMapping, Pages]:
-    """Allocate a file of at least `size` bytes.
+    """Allocate a file without a name, of at least `size` bytes, in memory.
 
-    Return its descriptor, this process's mapping, and the kind of its pages.
+    Return the file's descriptor, this process's mapping of the file, and the kind of its pages.
 
     Raises:
         StoreNotStarted: The memory is not available, or not in the required pages; or `cancelled` was set (rule 5).

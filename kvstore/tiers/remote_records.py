@@ -129,7 +129,7 @@ def _parse_checked(key: BlockKey, first: bytes, length: int) -> RemoteRecordHead
 
     Raises:
         NewerFormat: The head has a version that this program does not know.
-        UndecodableBlock: The bytes are not the head of this block's value, or the lengths do not agree.
+        UndecodableBlock: The bytes are not the head of this block's value, or the lengths in the head are wrong.
     """
     head = parse(first, key)
     if length != HEAD_BYTES + head.payload_bytes or head.payload_bytes > head.block_bytes + SLACK_BYTES:

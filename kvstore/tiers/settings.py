@@ -25,7 +25,8 @@ class TierSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     the tier. With ``none``, the tier is only read."""
 
     daily_write_bytes: Annotated[int, Meta(ge=0)] = 0
-    """Maximum number of bytes that are written to the tier in a day, for disks that wear out. 0: no limit."""
+    """Maximum number of bytes that are written to the tier in a day, for disks that wear out. Further blocks are not
+    written. 0: no limit."""
 
     codec: CodecSettings = CodecSettings()
     """Compression and encryption of the blocks in the tier."""

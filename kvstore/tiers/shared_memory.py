@@ -108,7 +108,7 @@ class SharedMemoryTier:
         return self._capacity_bytes
 
     def fileno(self) -> int:
-        """Return the file descriptor of the pool, for other processes to map."""
+        """Return the descriptor of the pool's file, which other processes map."""
         return self._file
 
     def claim(self, address: Address) -> None:

@@ -156,7 +156,10 @@ class SharedMemoryTransport:
         move: Callable[[bytes, list[ByteArray]], list[Answer]],
         late: Answer,
     ) -> list[Answer]:
-        """Move blocks in batches until the deadline; return the result of each block."""
+        """Copy blocks in batches by the function `move`, and return the result of each block.
+
+        The result is `late` for blocks that were not copied because the deadline had passed.
+        """
         assert len(slots) == len(blocks), (len(slots), len(blocks))
         packed = slots.packed if isinstance(slots, Slots) else Slots.of(slots).packed
         step = max(1, BATCH_BYTES // self._block_bytes)

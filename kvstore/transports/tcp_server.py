@@ -51,7 +51,8 @@ STALLED = Nanos(10 * SECOND)
 connection is also closed this long after its start."""
 
 CONNECTIONS = 512
-"""Maximum number of proven connections at a time. A client keeps at most four."""
+"""Maximum number of proven connections at a time; a further one is closed in its handshake. A client keeps at most
+four."""
 
 MAX_UNPROVEN = 64
 """Maximum number of unproven connections, which are in their handshake. A handshake takes two round trips, so this

@@ -114,7 +114,7 @@ def closed_loop_disaggregated(
 
 
 def _prefill(step: StepModel, prompt: float, budget: float, running: float, context: float) -> float:
-    """Return the time for all chunks of a prompt, in steps that also decode for the other running requests."""
+    """Return the seconds for all chunks of a prompt, in steps that also decode for the other running requests."""
     chunks = _chunks(prompt, budget)
     return chunks * step.seconds(prompt / chunks, pairs(prompt, 0.0) / chunks, running - 1.0, (running - 1.0) * context)
 

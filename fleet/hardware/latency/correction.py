@@ -66,7 +66,9 @@ class Correction:
         return max(0.1 * profile, self._added + self._factor * profile)
 
     def observe(self, profile: float, seconds: float) -> bool:
-        """Learn from a step that took `seconds` instead of the predicted `profile`; return True for a drift alarm.
+        """Learn from a step for which the profile predicted `profile` seconds, and which took `seconds` seconds.
+
+        Return True if this step raises a drift alarm (rule 4).
 
         Raises:
             ValueError: One of the two durations is not a positive number below `LONGEST`.

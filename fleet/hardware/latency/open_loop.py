@@ -135,13 +135,19 @@ def aggregated_rate(engine: EngineReplica, request: RequestShape, running: float
 
 
 def aggregated_tpot(engine: EngineReplica, request: RequestShape, occupancy: BatchOccupancy, running: float) -> float:
-    """Return the TPOT of an aggregated engine, at the occupancy's percentile, if `running` requests run on average."""
+    """Return the TPOT in seconds of an aggregated engine with `running` requests on average.
+
+    The result is the TPOT at the percentile of `occupancy`.
+    """
     others = occupancy.others(running)
     return _decode(engine, request, 1.0 + others) + others * _added(engine, request, others) / request.answer_tokens
 
 
 def aggregated_ttft(engine: EngineReplica, request: RequestShape, occupancy: BatchOccupancy, running: float) -> float:
-    """Return the TTFT of an aggregated engine, at the occupancy's percentile, if `running` requests run on average."""
+    """Return the TTFT in seconds of an aggregated engine with `running` requests on average.
+
+    The result is the TTFT at the percentile of `occupancy`.
+    """
     others = occupancy.others(running)
     own = _prompt(engine, request, others)
     share = max(_added(engine, request, running), _full(engine, request))
@@ -152,7 +158,10 @@ def aggregated_ttft(engine: EngineReplica, request: RequestShape, occupancy: Bat
 
 
 def prefill_ttft(engine: EngineReplica, request: RequestShape, occupancy: BatchOccupancy, rate: float) -> float:
-    """Return the TTFT of a prefill engine, at the occupancy's percentile, if `rate` prompts arrive per second."""
+    """Return the TTFT in seconds of a prefill engine at which `rate` prompts arrive per second.
+
+    The result is the TTFT at the percentile of `occupancy`.
+    """
     own = _prompt(engine, request, 0.0)
     busy = _chunk(engine, request, 0.0)
     return (
@@ -175,9 +184,10 @@ def decode_rate(engine: EngineReplica, request: RequestShape, running: float) ->
 def decode_tpot(
     engine: EngineReplica, request: RequestShape, occupancy: BatchOccupancy, running: float, transfer: float
 ) -> float:
-    """Return the TPOT of a decode engine, at the occupancy's percentile.
+    """Return the TPOT in seconds of a decode engine with `running` requests on average.
 
-    The time of the KV transfer (`transfer`, in seconds) is spread over the tokens of the answer.
+    The result is the TPOT at the percentile of `occupancy`. The time of the KV transfer (`transfer`, in seconds) is
+    spread over the tokens of the answer.
     """
     return _decode(engine, request, 1.0 + occupancy.others(running)) + transfer / request.answer_tokens
 
@@ -197,7 +207,7 @@ def _chunks(engine: EngineReplica, request: RequestShape) -> float:
 
 
 def _chunk(engine: EngineReplica, request: RequestShape, others: float) -> float:
-    """Return the duration of a step that computes one prompt chunk and decodes for `others` other requests."""
+    """Return the seconds of a step that computes one prompt chunk and decodes for `others` other requests."""
     chunks = _chunks(engine, request)
     new = request.new_tokens
     return engine.step.seconds(
@@ -206,12 +216,12 @@ def _chunk(engine: EngineReplica, request: RequestShape, others: float) -> float
 
 
 def _prompt(engine: EngineReplica, request: RequestShape, others: float) -> float:
-    """Return the time for all chunks of a prompt, in steps that also decode for `others` other requests."""
+    """Return the seconds for all chunks of a prompt, in steps that also decode for `others` other requests."""
     return _chunks(engine, request) * _chunk(engine, request, others)
 
 
 def _added(engine: EngineReplica, request: RequestShape, others: float) -> float:
-    """Return the time that the computation of a prompt adds to the decode steps of running requests."""
+    """Return the seconds that the computation of a prompt adds to the decode steps of `others` running requests."""
     others = max(1.0, others)
     return _prompt(engine, request, others) - _chunks(engine, request) * _decode(engine, request, others)
 

@@ -38,18 +38,18 @@ class StepWork(Struct, frozen=True, kw_only=True):
     The durations are those of the busiest GPU of one attention group (`fleet.hardware.sharding`, rule 1).
     """
 
-    dense_read: float  # reading all dense weights
-    dense_token: float  # multiplying one token with the dense weights
-    experts_read: float  # reading all experts of the GPU
-    experts_token: float  # multiplying one token with the weights of the experts that it is sent to
+    dense_read: float  # seconds to read all dense weights
+    dense_token: float  # seconds to multiply one token with the dense weights
+    experts_read: float  # seconds to read all experts of the GPU
+    experts_token: float  # seconds to multiply one token with the weights of the experts that it is sent to
     missed: float  # probability that a token does not use a given expert
     groups: float  # number of attention groups whose tokens go to the same experts
-    pair: float  # attention of one token to another one in prefill
-    context: float  # attention of a decoding sequence to one token of its context
-    sequence: float  # reading the windows and states of a decoding sequence
+    pair: float  # seconds for the attention of one token to another one in prefill
+    context: float  # seconds for the attention of a decoding sequence to one token of its context
+    sequence: float  # seconds to read the windows and states of a decoding sequence
     most_attended: float
     exchanges: float  # number of collective operations in a step, weighted by their number of GPUs
-    exchange_token: float  # sending the bytes of one token through the links
+    exchange_token: float  # seconds to send the bytes of one token through the links
     layers: float
     moe_layers: float
 
@@ -57,12 +57,12 @@ class StepWork(Struct, frozen=True, kw_only=True):
 class Efficiency(Struct, frozen=True, kw_only=True):
     """Holds the shares of a GPU's data-sheet speeds that an engine reaches (0 to 1), and the times that it adds."""
 
-    memory: float  # reading dense weights
-    compute: float  # multiplying with dense weights
+    memory: float  # share of the memory bandwidth that is reached when dense weights are read
+    compute: float  # share of the compute speed that is reached when tokens are multiplied with dense weights
     experts_memory: float
     experts_compute: float
-    attention: float  # prefill attention, as a share of the GPU's speed in bf16
-    kv: float  # reading KV
+    attention: float  # share of the compute speed in bf16 that is reached in prefill attention
+    kv: float  # share of the memory bandwidth that is reached when KV is read
     link: float
     exchange_us: float  # time of one collective operation between two GPUs
     layer_us: float  # all other work of one layer: kernel launches, norms, small kernels

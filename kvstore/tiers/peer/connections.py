@@ -79,7 +79,10 @@ class PeerNodeConnection:
 
     @property
     def health(self) -> BackendHealth:
-        """Counts of blocks of this peer that failed their checksum, and 1 if it is fenced; all 0 without a connection."""
+        """Counts of blocks from this peer that failed their checksum; `fenced` is 1 if the peer is fenced, else 0.
+
+        Without a connection, all counts are 0.
+        """
         store = self._store
         if store is None:
             return BackendHealth()

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from kvstore.buffers import BufferRun
 from kvstore.clock import Clock, Nanos, seconds
 
-BUFFER_BYTES = 4096  # size of the buffer for lines, and for first bytes of a value that arrive with a line (rule 1)
+BUFFER_BYTES = 4096  # size of the buffer for lines, and for the first bytes of a value, which arrive with a line
 LINE_BYTES = 2048  # maximum length of a reply line in bytes
 
 

@@ -26,8 +26,8 @@ BATCH_RECORDS = 256
 the system allows 1,024 pieces."""
 
 LEAST_BATCH_BYTES = 256 << 10
-"""`batches` does not divide blocks that have fewer bytes than this together, even if threads are idle. Passing a smaller
-operation to another thread costs more than it saves."""
+"""`batches` fills an operation up to about this many bytes before it begins another one, even if threads are idle.
+Passing a smaller operation to another thread costs more than it saves."""
 
 
 class Scratch:
@@ -93,7 +93,7 @@ class DiskThreads:
         call.wait()
 
     def close(self) -> None:
-        """End each thread as soon as it finds no further operation of the calls that were made before."""
+        """Let the threads end after the operations of earlier calls; do not wait for this."""
         for _ in range(self._threads - 1):
             self._calls.put(None)
 

@@ -81,8 +81,8 @@ def read(file: DiskFile, nonce: bytes, run: Sequence[RecordRead], scratch: Scrat
 class _PendingRecord(Struct, frozen=True):
     """The buffers that receive one record.
 
-    A plain payload is read directly into the destination (`RecordRead.into`), if that is aligned. All other bytes are
-    read into buffers of the operation (`Scratch`).
+    A plain payload is read directly into the destination (`RecordRead.into`), if the destination is aligned. All other
+    bytes are read into buffers of the operation (`Scratch`).
     """
 
     wanted: RecordRead

@@ -36,7 +36,7 @@ class SsdCounters(Struct):
 
 
 class SsdState:
-    """State of one tier. `lock` guards this object and the state of all segments; it is never held during I/O."""
+    """State of one tier. `lock` guards this object and the state of all segments. The lock is never held during I/O."""
 
     def __init__(self, codecs: Callable[[bytes], Codec]) -> None:
         self.lock = threading.Condition()

@@ -1,4 +1,4 @@
-"""Integer time, and the protocol of clocks. `fleet.core.clock` exports these names for the package `fleet`."""
+"""Integer time, and the protocol of clocks. `fleet.core.clock` exports the types and units for the package `fleet`."""
 
 from typing import NewType, Protocol
 

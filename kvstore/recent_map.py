@@ -21,7 +21,7 @@ class RecentMap(Generic[K, V]):
         self._values: OrderedDict[K, V] = OrderedDict()
 
     def note(self, key: K, value: V) -> None:
-        """Set the value of a key and make it the newest."""
+        """Set the value of a key, and make this key the newest. If there are too many keys, forget the oldest one."""
         self._values[key] = value
         self._values.move_to_end(key)
         if len(self._values) > self._most:

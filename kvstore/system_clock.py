@@ -1,4 +1,4 @@
-"""System clock: the only module of this package that reads the system's time."""
+"""System clock: the only module of this package that uses Python's module `time`."""
 
 import time
 from collections.abc import Callable

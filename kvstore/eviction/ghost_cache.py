@@ -40,8 +40,8 @@ FADE_EVERY = Nanos(60 * SECOND)
 SCALES = (0.5, 1.0, 2.0, 4.0)  # sizes that are simulated with the pool's own policy, as multiples of the pool's size
 ALTERNATIVES = ("lru", "hazard")  # other policies that are simulated with the pool's own size
 MAX_GHOST_CACHES = 8
-"""Maximum number of namespaces with a ghost cache. Most nodes have one or two namespaces; nodes with adapters that are
-merged into the weights have many."""
+"""Maximum number of namespaces with a ghost cache; there are no estimates for the others. Most nodes have one or two
+namespaces; nodes with adapters that are merged into the weights have many."""
 MAX_NAMESPACES = 256
 TAKES_OVER = 2.0
 

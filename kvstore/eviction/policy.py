@@ -29,7 +29,10 @@ class EvictionPolicy(Protocol[K]):
         """
 
     def withdraw(self, key: K) -> None:
-        """Remove a key. Its block is evicted, or is pinned and will be admitted again when a use or the last pin ends."""
+        """Remove a key, because its block is evicted, was found wrong, or is pinned.
+
+        A pinned block is admitted again when a use of it or its last pin ends.
+        """
 
     def choose(self) -> K | None:
         """Return the key of the block to evict next; the key stays admitted until `withdraw`.

@@ -34,7 +34,8 @@ IN_USE = Nanos(30 * SECOND)
 """Time for which a key that left the main queue is remembered. It is the default limit of read leases, because the
 block of such a key may be pinned by a read lease."""
 
-MOST_IN_USE = 65_536  # maximum number of keys that are remembered after they left the main queue
+# Maximum number of keys that are remembered after they left the main queue. The oldest one is forgotten first.
+MOST_IN_USE = 65_536
 
 
 class _EntryUses:

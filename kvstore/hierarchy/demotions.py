@@ -22,7 +22,7 @@ from kvstore.hierarchy.transfers import Confirm, ConfirmId, Demote, DemotionId
 from kvstore.messages import BlockKey, PinnedBlocks
 from kvstore.pool.machine import BlockMachine
 
-MAX_DEMOTIONS = 2  # maximum number of batches that are demoted to one tier at the same time
+MAX_DEMOTIONS = 2  # maximum number of batches that are demoted to one tier at the same time; further blocks wait
 DEMOTE_WITHIN = Nanos(30 * SECOND)
 CONFIRM_WITHIN = Nanos(2 * SECOND)
 

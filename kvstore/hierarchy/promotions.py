@@ -48,8 +48,8 @@ class Promotions:
         # Reservations of promotions that ended because a transfer was late. They are kept, because the thread of the
         # transfer may still write to the slots.
         self._late_reservations: dict[PromotionId, WriteReservation] = {}
-        # Name of the tier from which each block was promoted. An entry is removed when a match reports it to a client,
-        # or when the block leaves the pool.
+        # Name of the tier from which each block was promoted. An entry is removed when a match reports the block to a
+        # client, or when the block leaves the pool.
         self._promoted: dict[BlockKey, str] = {}
         self.refused = 0  # number of promotions that were not begun because of MAX_PROMOTIONS
 

@@ -51,7 +51,7 @@ class TierRule(Struct, frozen=True, kw_only=True):
     # If there are more, the node forgets the oldest ones.
     remember_blocks: int = 1 << 20
     finds_in_memory: bool = (
-        # True if the tier's `find` reads an index in memory. A successful `find` then does not show that its
+        # True if the tier's `find` reads an index in memory. A successful `find` then does not show that the tier's
         # disk works.
         False
     )

@@ -180,7 +180,7 @@ def _skip_zeros(register: int, zeros: Tables) -> int:
     return lowest[register & 0xFF] ^ low[register >> 8 & 0xFF] ^ high[register >> 16 & 0xFF] ^ highest[register >> 24]
 
 
-@lru_cache(maxsize=256)  # the results are kept, because each layout and number of ranks needs only a few lengths
+@lru_cache(maxsize=256)  # kept, because each layout and number of ranks needs only a few values of `count`
 def _zeros(count: int) -> Tables:
     """Return one table per byte of the register, with the effect of `count` zero bytes on each value of the byte."""
     power = [POLYNOMIAL, *(1 << bit for bit in range(31))]  # the effect of one zero bit on each bit of the register

@@ -1,8 +1,8 @@
 """BlockStore service: answers the calls of clients by the pool machine, performs its commands, and informs watchers.
 
-Changes in the pool are also reported to the tier hierarchy, which promotes the blocks that clients do not find in the
-pool. Everything runs on one event loop, and nothing waits between a decision and its execution. When a client gets a
-slot, the pool's memory is therefore already marked with the slot generation.
+New blocks and look-ups are also reported to the tier hierarchy. It demotes blocks to the tiers, and promotes blocks that
+clients do not find in the pool. Everything runs on one event loop, and nothing waits between a decision and its
+execution. When a client gets a slot, the pool's memory is therefore already marked with the slot generation.
 """
 
 # ruff: noqa: N802 - gRPC names the methods

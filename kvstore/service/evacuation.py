@@ -10,9 +10,9 @@ Rules:
 2. Blocks are demoted in the same way as without an evacuation (`kvstore.hierarchy.machine`): through the tier's bounded
    queue, circuit breaker and checksums, with the same events for watchers. The only difference is that the tier's
    admission rule is not applied, because the requester has chosen the blocks.
-3. Only the requester waits for an evacuation, at most until the deadline. Blocks that are not in the pool, or that the
-   tier has, are skipped. A tier that may have lost a block without reporting it is queried again, for many blocks at a
-   time.
+3. Only the requester waits for an evacuation, at most until the deadline of its request. Blocks that are not in the
+   pool, or that the tier has, are skipped. A tier that may have lost a block without reporting it is queried again, for
+   many blocks at a time.
 4. Blocks whose write fails are offered again when the tier's circuit breaker allows it, until the deadline. The
    requester learns how many transfers of the tier failed and decides when to stop. A failure of a block counts only if
    other blocks have arrived at the tier since the first failure of this block. After `STRIKES` counted failures, the

@@ -113,6 +113,7 @@ class StoreSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     max_namespaces: Annotated[int, Meta(ge=1)] = 256
     """Maximum number of open namespaces: one for each model with its weights, merged adapter, data type and block size.
     Engines with different layouts or numbers of ranks share a namespace, and so do the LoRA adapters that engines load.
+    For a further one, the longest unused namespace without blocks is closed. If all hold blocks, it is refused.
     """
 
     tiers: tuple[AnyTier, ...] = ()

@@ -13,7 +13,9 @@ from requests.adapters import HTTPAdapter
 from kvstore.clock import nanos
 from kvstore.system_clock import MonotonicClock
 
-MOST_ANSWER_BYTES = 64 << 10  # maximum length of an answer; usual ones are empty, or have a few hundred bytes
+# Maximum length of a collector's answer; a longer answer counts as a failed export. Usual answers are empty, or have a
+# few hundred bytes.
+MOST_ANSWER_BYTES = 64 << 10
 PIECE_BYTES = 8 << 10
 
 

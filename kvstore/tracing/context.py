@@ -18,8 +18,10 @@ from msgspec import Struct
 TRACE_ID_BYTES = 16
 SPAN_ID_BYTES = 8
 
-LONGEST_PARENT = 256  # maximum characters of `traceparent`; version 00 has 55, and later versions may have more
-LONGEST_STATE = 512  # maximum characters of `tracestate`; the specification demands that at least 512 are accepted
+# Maximum number of characters of a valid `traceparent`. Version 00 has 55, and later versions may have more.
+LONGEST_PARENT = 256
+# Maximum number of characters of a valid `tracestate`. The specification demands that at least 512 are accepted.
+LONGEST_STATE = 512
 MOST_STATE_MEMBERS = 32
 LONGEST_BAGGAGE = 8192
 MOST_BAGGAGE_MEMBERS = 64  # limit of the specification for `baggage`

@@ -6,7 +6,7 @@ Rules:
    collector does not take in time are dropped and counted. Each entry of the queue is a function that makes the spans
    of one request, attempt or call (`EndedSpans`). Entries that arrive while the queue is full are dropped and counted
    too.
-2. Memory is bounded by `most_waiting` entries, one batch, and a bounded part of the collector's answer.
+2. Memory is bounded by `most_waiting` entries, one batch, and the maximum length of a collector's answer.
 3. Spans are made in the exporter's thread, from data that does not change any more. A thread that serves requests only
    has to put this data into an entry.
 4. OpenTelemetry is imported when an exporter opens, and only then.

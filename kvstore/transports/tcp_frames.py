@@ -7,7 +7,8 @@ Rules:
    (`kvstore.security.authentication`). All blocks of a connection have its namespace's block size.
 2. A request is a REQUEST, one ENTRY for each block (at most `WINDOW`), and for PUT the bytes of all blocks in order.
    A reply is a REPLY and one status byte for each block. In a reply to GET, the bytes of the DONE blocks follow in order,
-   and then a second status byte for each block: whether the slot still belonged to the block after its last byte was read.
+   and then a second status byte for each block: whether the slot still belonged to the block after the reply's last block
+   was sent.
 3. Replies come in the order of the requests. A client may send a second request before it reads the reply to the first
    one. Before a third request it has to read the first reply, because the node reads nothing while a reply waits to be
    sent.

@@ -55,8 +55,8 @@ CONNECTIONS = 512
 four."""
 
 MAX_UNPROVEN = 64
-"""Maximum number of unproven connections, which are in their handshake. A handshake takes two round trips, so this
-limit still admits thousands of clients each second."""
+"""Maximum number of unproven connections, which are in their handshake; a further one replaces an older one. A handshake
+takes two round trips, so this limit still admits thousands of clients each second."""
 
 BACKLOG = 128
 TURN_BYTES = 2 << 20

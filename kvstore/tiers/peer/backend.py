@@ -37,8 +37,10 @@ from kvstore.tiers.remote import BackendHealth, BlockRead, BlockWrite, RemoteTie
 from kvstore.tiers.second_reading import ReadingVerdict
 from kvstore.tiers.statistics import TierStatistics
 
-HINTS = 1 << 16  # maximum number of blocks in `PeerHints`, which remembers the peer that had each block
-SUSPECTS = 4096  # maximum number of blocks in `SuspectBlocks`, which remembers blocks that were found bad
+# Maximum number of blocks in `PeerHints`, which remembers the peer that had each block. The oldest are forgotten.
+HINTS = 1 << 16
+# Maximum number of blocks in `SuspectBlocks`, which remembers blocks that were found bad. The oldest are forgotten.
+SUSPECTS = 4096
 SUSPECT_FOR = Nanos(60 * SECOND)
 """Time for which no peer is asked for a block that was found bad. In this time, a worker that needs the block can compute
 it and store it again."""

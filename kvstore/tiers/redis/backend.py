@@ -2,8 +2,9 @@
 
 Rules:
 
-1. Any number of nodes may use one server. A value is written as a whole or not at all, and two writers of one block write
-   the same bytes. `kvstore.tiers.remote_records` verifies each value. A bad value is read again over new connections.
+1. Any number of nodes may use one server. A value is written as a whole or not at all, and if two nodes write one block,
+   either value is right. `kvstore.tiers.remote_records` verifies each value. A bad value is read again over new
+   connections.
 2. The server decides what to evict (`maxmemory-policy` and `ttl_seconds`). A full server that may not evict refuses
    blocks; this counts as a refusal and not as a failure.
 """
@@ -26,7 +27,8 @@ from kvstore.tiers.second_reading import ReadingsDiffer, ReadingVerdict, judge
 from kvstore.tiers.statistics import TierStatistics
 
 FIND_BLOCKS = 256  # maximum number of blocks that `find` and `holds` look up in one round trip
-VALUE_BYTES = 512 << 20  # maximum length of a value in bytes that a server accepts (proto-max-bulk-len)
+# Maximum length in bytes of a value that a server accepts by default (proto-max-bulk-len). Longer ones are not sent.
+VALUE_BYTES = 512 << 20
 
 
 def open_redis(

@@ -20,7 +20,7 @@ from kvstore.buffers import BufferRun
 from kvstore.clock import Clock, Nanos, seconds
 
 BUFFER_BYTES = 4096  # size of the buffer for lines, and for the first bytes of a value, which arrive with a line
-LINE_BYTES = 2048  # maximum length of a reply line in bytes
+LINE_BYTES = 2048  # maximum length of a reply line in bytes; a longer line counts as invalid
 
 
 class RedisErrorReply(Exception):

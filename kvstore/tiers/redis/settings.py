@@ -40,8 +40,8 @@ class RedisSettings(TierSettings, frozen=True, kw_only=True, tag="redis"):
     """Lifetime of a block after it was written. 0: the block stays until the server evicts it."""
 
     connections: Annotated[int, Meta(ge=1, le=64)] = 4
-    """Maximum number of connections at a time. A node has four threads for a tier, and a server has one thread, so more
-    connections hardly help."""
+    """Maximum number of connections at a time; further calls wait for one of them. A node has four threads for a tier, and
+    a server has one thread, so more connections hardly help."""
 
     in_flight_bytes: Annotated[int, Meta(ge=1 << 16)] = 8 << 20
     """Maximum number of bytes that are requested or sent on a connection before their answers arrive; one block is always

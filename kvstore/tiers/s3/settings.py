@@ -35,8 +35,8 @@ class S3Settings(TierSettings, frozen=True, kw_only=True, tag="s3"):
     """PEM file with the certificates to trust. Empty: the system's certificates."""
 
     parallel: Annotated[int, Meta(ge=1, le=256)] = 16
-    """Maximum number of requests at a time. One request gets about 50 to 100 MB/s from Amazon S3; 16 requests fill a link
-    of 10 Gbit/s."""
+    """Maximum number of requests at a time; further ones wait. One request gets about 50 to 100 MB/s from Amazon S3; 16
+    requests fill a link of 10 Gbit/s."""
 
     start_seconds: Annotated[float, Meta(gt=0, le=60)] = 5.0
     """Time limit for the check of the bucket at the start. An object store that answers later is used from then on."""

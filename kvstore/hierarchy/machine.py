@@ -4,7 +4,7 @@
 `kvstore.hierarchy.demotions` which blocks are copied from the pool to the tiers. Both use
 `kvstore.hierarchy.tier_states`, which holds what the node knows about each tier, and
 `kvstore.hierarchy.transfer_queue`, which holds the decided transfers. None of these modules does I/O. The first three
-modules have further rules of their own. These rules hold for all modules:
+modules have further rules of their own. The following rules hold for all modules:
 
 1. Only the pool machine leases and evicts blocks. The hierarchy reserves slots of the pool for promoted blocks, and
    pins the blocks that it demotes. These slots and blocks stay reserved or pinned until the copying thread reports that

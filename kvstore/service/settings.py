@@ -76,8 +76,9 @@ class StoreSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """
 
     max_lease_seconds: Annotated[float, Meta(ge=0.001, le=3600)] = 30
-    """Maximum time that a match may pin blocks. A reader that has died pins blocks no longer than this. 30 s are enough for
-    a request that waits in the queue of an engine before it reads its blocks.
+    """Maximum time that a match may pin blocks; clients shorten longer leases to this time. A reader that has died pins
+    blocks no longer than this. 30 s are enough for a request that waits in the queue of an engine before it reads its
+    blocks.
     """
 
     reservation_seconds: Annotated[float, Meta(ge=0.001, le=3600)] = 10
@@ -90,7 +91,8 @@ class StoreSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     It limits the harm of a client that never releases its leases."""
 
     max_hold_seconds: Annotated[float, Meta(ge=0.001, le=86_400)] = 600
-    """Maximum duration of a session pin, which keeps the blocks of a session that waits for a tool or a person."""
+    """Maximum duration of a session pin, which keeps the blocks of a session that waits for a tool or a person. Clients
+    shorten longer pins to this time."""
 
     max_held_share: Annotated[float, Meta(ge=0, le=1)] = 0.25
     """Share of the pool that all session pins together may keep; further blocks are not pinned. With a quarter, waiting

@@ -120,7 +120,8 @@ def read_file_changes(assignments: Iterable[str]) -> dict[str, Any]:
     removed.
 
     Raises:
-        ConfigurationRefused: An option has no path, or its file cannot be read. The message never quotes the content.
+        ConfigurationRefused: An option has no path, or its file cannot be read, is not JSON although its name ends with `.json`,
+            or is not UTF-8. The message never quotes the content.
     """
     changes: dict[str, Any] = {}
     for assignment in assignments:
@@ -189,7 +190,7 @@ def save(settings: Struct, path: Path) -> None:
 
     Raises:
         ConfigurationRefused: A number is not finite, which JSON cannot express.
-        OSError: The file cannot be written; `filename` is the path.
+        OSError: The file cannot be written; the error's `filename` is the path.
     """
     if (where := _path_of(msgspec.to_builtins(settings), _is_not_finite)) is not None:
         raise ConfigurationRefused(f"{where}: must be finite")

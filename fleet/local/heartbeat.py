@@ -37,8 +37,8 @@ def sample_process(pid: int) -> ProcessSample | None:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
         return None
-    # A kernel without counters of `ran` and `waited` has no file `schedstat`. The zeros stand for this file. With zeros, time
-    # in which the process waits for a core counts as silence, too.
+    # A kernel that does not count `ran` and `waited` has no file `schedstat`. Both are then 0, and time in which the process
+    # waits for a core counts as silence, too.
     scheduled = "0 0 0"
     with suppress(OSError):
         scheduled = Path(f"/proc/{pid}/schedstat").read_text()

@@ -69,7 +69,7 @@ class SupervisorWatch:
         self._silent_checks = 0
 
     def note_silence(self) -> None:
-        """Note that the supervisor has written nothing since the last check. After `MAX_SILENT_CHECKS` such checks, report a hang."""
+        """Note that the supervisor has written nothing since the last check. After `MAX_SILENT_CHECKS` such checks in a row, report a hang."""
         if process_field(self._supervisor, "TracerPid") not in ("", "0"):
             return  # a debugger may have stopped the supervisor, so this is no hang
         self._silent_checks += 1

@@ -65,7 +65,7 @@ class LocalPools:
         processes: Runs the child processes; workers are added to it and removed from it.
         folder: The runtime folder.
         say: Shows one line to a person.
-        ask_worth: Asks the router what the caches of workers are worth. None: the worth of caches is not known.
+        ask_worth: Asks the router what the caches of workers are worth. None: pools shrink as if the router did not answer.
     """
 
     def __init__(

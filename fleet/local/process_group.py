@@ -53,7 +53,11 @@ def end_group(group: int) -> None:
 def die_with_parent(parent: int) -> None:
     """Let the kernel kill this process when `parent` ends; call it at the start of a child process.
 
-    The kernel does this (PR_SET_PDEATHSIG) even if the parent is killed.
+    The kernel does this (PR_SET_PDEATHSIG) even if the parent is killed. If `parent` has ended already, this process is
+    killed at once.
+
+    Raises:
+        OSError: The kernel refuses the call.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:

@@ -84,13 +84,13 @@ class LocalProcess(Struct, frozen=True, kw_only=True):
     """A child process of a cluster: its name, its command and its limits."""
 
     child: ChildProcess
-    # ``--ready-fd N --parent PID`` is appended, and ``--heartbeat`` before them if the child sends heartbeats.
+    # ``--ready-fd N --parent PID`` is appended, and before it ``--heartbeat`` if `limits.silent` is not None.
     command: tuple[str, ...]
     limits: LivenessLimits = LivenessLimits()
 
 
 class ClusterFailed(Exception):
-    """The cluster ended although nobody requested it, because a child failed.
+    """The cluster ended although nobody requested it, because a child failed before the cluster was ready.
 
     The message is for a person, and the end of the child's log has been shown already.
     """
@@ -172,7 +172,7 @@ class LocalProcesses:
         self._events.put_nowait(ChildAdded(process.child))
 
     def remove(self, name: str, within: Nanos) -> None:
-        """Ask a child to drain and then end, within a time limit. The child has ended when `names` does not contain it any more."""
+        """Ask a child to drain within a time limit and then to end. The child has ended when `names` does not contain it any more."""
         self._events.put_nowait(ChildRemoved(name, within))
 
     def request_stop(self) -> None:
@@ -191,7 +191,7 @@ class LocalProcesses:
             True if `body` returned; False if a stop was requested before.
 
         Raises:
-            ConfigurationRefused: A child refused its settings.
+            ConfigurationRefused: A child refused its settings before the cluster was ready.
             ClusterFailed: A child failed before the cluster was ready.
             Exception: The exception of `body`, after the children have been stopped.
         """

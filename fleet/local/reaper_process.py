@@ -42,6 +42,9 @@ class ReaperProcess:
 
         The ids of all running process groups are arguments of its command line. If they were written to its standard
         input later, the supervisor might be killed before it has written them.
+
+        Raises:
+            OSError: The reaper cannot be started.
         """
         known = list(self._groups)
         self._process = await asyncio.create_subprocess_exec(

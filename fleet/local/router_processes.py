@@ -45,6 +45,7 @@ def plan_routers(settings: RouterSettings, count: int, folder: Path) -> RouterPr
     Raises:
         ConfigurationRefused: A public address is in use or invalid. Or the settings name routers outside this command as peers: these
             could not send messages to a certain one of the processes, because the processes share all addresses.
+        OSError: A settings file cannot be written.
     """
     for field in ("replicas_listen", "replicas", "replicas_name"):
         if value := getattr(settings, field):

@@ -213,20 +213,23 @@ def local_plans() -> list[Path]:
 
 
 def run_at(address: str) -> LocalRun | None:
-    """Return the run whose router has this address. A killed run is returned only if no other run has the address."""
+    """Return the run whose router has its gRPC or control port at this address; None if there is none.
+
+    A killed run is returned only if no other run has the address.
+    """
     found = [run for run in local_runs() if run.answers_at(address)]
     return min(found, key=lambda run: run.killed, default=None)
 
 
 def note_logs(folder: Path, logs: Path) -> None:
-    """Record where the logs of a run are."""
+    """Record where the logs of a run are, if they are not in its runtime folder. Do nothing if that cannot be written."""
     if logs != folder:
         with suppress(OSError):
             (folder / LOGS).symlink_to(logs.resolve())
 
 
 def note_supervisor(folder: Path) -> None:
-    """Record that this process runs a cluster.
+    """Record that this process runs the cluster with the runtime folder `folder`.
 
     Raises:
         OSError: The record cannot be written.
@@ -268,7 +271,7 @@ def _groups(folder: Path) -> list[int]:
 
 
 def _of_run(pids: Sequence[int], folder: Path) -> list[int]:
-    """Return the processes that belong to the run (rule 2)."""
+    """Return those of the processes `pids` that belong to the run in `folder` (rule 2)."""
     mark = f"TMPDIR={folder / TEMPORARY}".encode()
     logs = {folder.resolve(), (folder / LOGS).resolve()}
     found = []
@@ -286,7 +289,7 @@ def _output(pid: int) -> Path:
 
 
 def _same(listen: str, address: str) -> bool:
-    """Return True if a client on this machine that connects to `address` reaches the listener at `listen`."""
+    """Return True if the addresses are equal, or if `address` is this machine and both have the same port."""
     if listen == address:
         return bool(listen)
     host, _, port = address.rpartition(":")

@@ -36,7 +36,7 @@ from workers.watchdog import WatchdogSettings
 Positive = Annotated[int, Meta(ge=1)]
 
 TINY = "tiny"
-"""Value of `cluster.model` that stands for the tiny model, which `fleet up` builds itself."""
+"""Value of `cluster.model` that stands for the tiny model, which `fleet up` builds itself (`fleet.local.tiny_model`)."""
 
 SIMULATED = "simulated"
 """Value of `cluster.engine` that stands for the simulated engine, which needs no further package."""
@@ -50,8 +50,8 @@ Seconds = Annotated[float, Meta(ge=1, le=86_400)]
 class SupervisionSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Rules for hung and dead processes of `fleet up`.
 
-    Time in which a process waits for a core or is traced by a debugger does not count, nor time in which the whole
-    machine stands still.
+    A process that a debugger traces never counts as hung. Time in which a process waits for a core does not count as
+    silence. After a standstill of the supervisor or of the whole machine, all time limits begin again.
     """
 
     stopped_seconds: Seconds = 3.0
@@ -70,8 +70,8 @@ class SupervisionSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     store_silence_seconds: Seconds = 10.0
     """Time after which a store node whose event loop stands still counts as hung. It is then killed and started again. The loop
-    normally has no long pauses, because threads serve disks and networks. While the loop stands still, clients compute
-    blocks instead of loading them.
+    normally has no long pauses, because threads make the calls to backing tiers. While the loop stands still, workers
+    compute blocks instead of loading them from the store.
     """
 
     worker_silence_seconds: Seconds = 30.0
@@ -84,7 +84,8 @@ class SupervisionSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     longest_pause_seconds: Seconds = 30.0
     """Maximum pause before a process that keeps dying is restarted. The first pause is a quarter of a second, and each
-    further pause is twice as long. The maximum in Kubernetes is ten times as long, because its nodes serve many users.
+    further pause is twice as long. A process that refuses its settings waits for the maximum at once. Each pause is
+    shortened at random by up to a half. The maximum in Kubernetes is 300 s, because its nodes serve many users.
     """
 
 
@@ -92,8 +93,8 @@ class ClusterSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Settings that all processes of the cluster share, such as the model and the engine."""
 
     model: Annotated[str, Meta(min_length=1)] = TINY
-    """A Hugging Face folder, relative to the topology file. Or a repository of the hub, such as Qwen/Qwen3-0.6B, with @revision
-    for another revision than the newest one. Or "tiny", the model that the project builds itself.
+    """The model: a Hugging Face folder, relative to the topology file; or a repository of the hub, such as Qwen/Qwen3-0.6B, with
+    @revision appended for another revision than the newest one; or "tiny", a small model that `fleet up` builds itself.
     """
 
     served_name: str = ""
@@ -103,22 +104,25 @@ class ClusterSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """The engine of all workers: "vllm", "simulated", or another installed entry point of the group `workers.engines`."""
 
     task: ModelTask = ModelTask.AUTO
-    """The task of the model: generate, embed or classify; see `task` of the workers. auto: the model's architecture decides.
-    A cluster whose model does not generate has only pools of role both, no KV paths and no store.
+    """The task of the model: generate, embed or classify; see `task` of the workers. auto: the model's architecture decides;
+    with the simulated engine, auto means generate. A cluster whose model does not generate has only pools of role both, no
+    KV paths and no store.
     """
 
     chat_template: str = ""
-    """File with the Jinja template of chats, relative to the topology file; empty: the template of the model."""
+    """File with the chat template in Jinja, relative to the topology file; empty: the chat template of the model."""
 
     tool_call_parser: str = "auto"
-    """The parser of tool calls, by vLLM's name; see `tool_call_parser` of the workers."""
+    """The parser of tool calls, by vLLM's name. auto: the parser that fits the chat template; empty: none. See
+    `tool_call_parser` of the workers."""
 
     reasoning_parser: str = "auto"
-    """The parser of reasoning, by vLLM's name; see `reasoning_parser` of the workers."""
+    """The parser of reasoning, by vLLM's name. auto: the parser that fits the chat template; empty: none. See
+    `reasoning_parser` of the workers."""
 
     kv_paths: tuple[KvPath, ...] = (KvPath.STORE,)
-    """KV paths from prefill to decode workers, the preferred one first. The default is the store alone, because NIXL
-    uses most of a core even when idle, which a machine without accelerators cannot spare.
+    """KV paths from prefill to decode workers, the preferred one first. The default is the store alone: the path `direct`
+    uses NIXL, which takes most of a CPU core even when idle, and a machine without accelerators cannot spare a core.
     """
 
     block_tokens: Positive = 32
@@ -140,8 +144,9 @@ class ClusterSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     the cluster. For certificates of your own, set `router.tls`."""
 
     most_workers: Positive = 64
-    """Maximum number of workers that the machine has room for, such as its number of GPUs. `fleet scale` starts no
-    worker beyond this number. Draining workers count too.
+    """Maximum number of workers of all pools together, such as the machine's number of GPUs. Draining workers count too.
+    At this number, neither `fleet scale` nor the planner gets a further worker started. `replicas` of the pools may
+    exceed it at the start.
     """
 
 
@@ -149,7 +154,7 @@ class StorePlace(StrEnum):
     """Place of the KV store node."""
 
     PROCESS = "process"  # a process of its own: blocks survive the end of a worker
-    WORKER = "worker"  # in the process of the only worker: one process less, but blocks are lost when it ends
+    WORKER = "worker"  # in the process of the only worker: one process less; its end loses the blocks
 
 
 class StoreSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -159,16 +164,17 @@ class StoreSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Place of the node: "process" (a process of its own), or "worker" (in the worker's process; needs exactly one worker)."""
 
     capacity_mib: Positive = 256
-    """Memory for blocks, allocated at the start. 256 MiB hold 65,000 tokens of the tiny model."""
+    """Memory of the node for blocks in MiB, allocated when it starts. 256 MiB hold 65,000 tokens of the tiny model."""
 
     eviction: PolicyName = "lru"
     """Eviction policy: which blocks go first when the memory is full."""
 
     tiers: tuple[AnyTier, ...] = ()
-    """Backing tiers, in the order in which they are asked: SSD, Redis, object stores, other nodes."""
+    """Backing tiers (SSD, Redis, S3, other store nodes). A block is looked for in them in the order of this list."""
 
     metrics_listen: str = ""
-    """host:port of the node's /metrics; empty: there is none. `metrics_access` and `metrics_tls` apply to it."""
+    """host:port of the node's /metrics; empty: there is none. The topology's `metrics_access` and `metrics_tls` apply to
+    this port."""
 
     def __post_init__(self) -> None:
         check_listen_address("metrics_listen", self.metrics_listen, optional=True)
@@ -187,10 +193,10 @@ class PoolSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Maximum number of requests in one batch of a worker."""
 
     metrics_listen: str = ""
-    """host:port of the first worker's /metrics. Each further worker of the pool, `decode-1` and so on, takes the
-    next port, so that a scraper knows all of them. So no other address of the cluster may have one of the
-    `cluster.most_workers` ports from this one on. Empty: there is none. `metrics_access` and `metrics_tls` apply to
-    these ports."""
+    """host:port of the first worker's /metrics; empty: there is none. Each further worker of the pool, `decode-1` and so
+    on, takes the next port, so that a scraper knows the ports of all workers. So no other address of the cluster may
+    have one of the `cluster.most_workers` ports from this one on (or `replicas`, if that is more). The topology's
+    `metrics_access` and `metrics_tls` apply to these ports."""
 
     vllm: VllmSettings = VllmSettings()
     """Settings of the engine vllm; other engines ignore them."""
@@ -215,13 +221,14 @@ class PlannedPoolSection(Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Maximum number of workers that the planner gives to the pool; by default `cluster.most_workers`."""
 
     gpu: str = ""
-    """Short name of the GPU type; empty: no GPU."""
+    """Short name of the GPU type of the pool's workers, as in the price book; empty: the workers have no GPU."""
 
     gpus: Positive = 1
     """Number of GPUs of one worker."""
 
     dollars_per_hour: Annotated[float, Meta(ge=0)] = 0.0
-    """Price per hour of one GPU; if `gpu` is empty, the price of one worker."""
+    """Price per hour of one GPU; 0: the price in the price book (`prices`), if there is one. If `gpu` is empty, the price
+    per hour of one worker."""
 
     start_seconds: Annotated[float, Meta(ge=0, le=86_400)] = 10.0
     """Assumed time in seconds until a new worker serves, used until the start of a worker has been measured."""
@@ -237,7 +244,7 @@ class LocalPlannerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """`off`, `shadow` (plans are made and shown, not applied) or `active`."""
 
     goals: PlanGoals
-    """Latency goals of the model."""
+    """Goals for the model: maximum latencies, and the share of requests that must keep them."""
 
     budget: PlanBudget = PlanBudget()
     """Limits on GPUs, on dollars, and on the ratio of prefill to decode workers."""
@@ -253,11 +260,11 @@ class LocalPlannerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Region of the price book; empty: the first region in the book."""
 
     engines: dict[PoolName, LinearEngineSettings | GpuEngineSettings] = {}
-    """Engine of each pool, as the planner models it. With the simulated engine, a pool may be left out; the planner
-    then uses the settings of the pool's simulated engine."""
+    """Engine of each pool, as the planner models it; the rule `fleet` and rehearsals need the engines of all pools. If
+    `cluster.engine` is simulated, a pool that is left out has the engine of its section `simulated`."""
 
     rule: FleetRuleSettings | LoadRuleSettings = FleetRuleSettings()
-    """The rule that sizes the pools: `fleet` by models of their engines, or `load` by the number of requests."""
+    """The rule that sizes the pools: `fleet` by models of the pools' engines, or `load` by the number of requests."""
 
     rehearsal: RehearsalSettings = RehearsalSettings()
     """Settings of the rehearsal, which tries plans in the simulator before they are carried out."""
@@ -298,7 +305,7 @@ class Topology(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The KV store node."""
 
     tracing: TracingSettings = TracingSettings()
-    """Traces of all processes: the router, the workers and the store node."""
+    """Settings of traces for the router, the workers and the store node; the planner writes none."""
 
     metrics_access: MetricsAccess = MetricsAccess()
     """Settings that say who may read the metrics of the workers and the store node; `router` and `planner` have settings of their own."""
@@ -358,7 +365,7 @@ def model_folder(cluster: ClusterSection, tiny: Path, relative_to: Path) -> Path
         relative_to: Folder that relative paths start from.
 
     Raises:
-        ConfigurationRefused: The path is not a Hugging Face model folder.
+        ConfigurationRefused: The folder does not exist, or lacks `config.json` or `tokenizer.json`.
     """
     if cluster.model == TINY:
         return tiny
@@ -376,7 +383,8 @@ def model_folder(cluster: ClusterSection, tiny: Path, relative_to: Path) -> Path
 def for_task(topology: Topology, model_dir: Path) -> Topology:
     """Return the topology, adapted to the task of its model.
 
-    A model that does not generate has only workers of role both, and no KV paths.
+    A model that does not generate has only workers of role both, and no KV paths. If no pool has the role both, the
+    decode pools get it, and the prefill pools are left out.
 
     Raises:
         ConfigurationRefused: The topology has pools or LoRA adapters that do not fit the task.
@@ -390,7 +398,7 @@ def for_task(topology: Topology, model_dir: Path) -> Topology:
     pools = topology.pools
     if any(pool.role is Role.BOTH for pool in pools):
         pools = tuple(pool for pool in pools if pool.role is Role.BOTH or pool.replicas)
-    else:  # the default pools: the decode workers become workers of role both, and there is no prefill pool
+    else:  # no pool has the role both, as in the default topology
         pools = tuple(structs.replace(pool, role=Role.BOTH) for pool in pools if pool.role is Role.DECODE)
     if any(pool.role is not Role.BOTH for pool in pools) or not pools:
         raise ConfigurationRefused(f"pools: a model with the task {task} has workers of role both")
@@ -406,6 +414,7 @@ def with_chat_template(folder: Path, template: str, relative_to: Path, runtime: 
 
     Raises:
         ConfigurationRefused: The template cannot be read.
+        OSError: The folder in `runtime` cannot be made.
     """
     if not template:
         return folder
@@ -427,7 +436,7 @@ def adapter_folders(cluster: ClusterSection, relative_to: Path) -> dict[ModelNam
     """Return the folders of a cluster's LoRA adapters, by name.
 
     Raises:
-        ConfigurationRefused: An adapter that the engine would read has no folder.
+        ConfigurationRefused: The folder of an adapter does not exist, and the engine is not the simulated one.
     """
     folders = {name: (relative_to / Path(folder).expanduser()).resolve() for name, folder in cluster.adapters.items()}
     for name, folder in folders.items():

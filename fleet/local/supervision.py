@@ -11,9 +11,9 @@ Rules:
    every death in a row, from `FIRST_BACKOFF` up to `Supervision.longest_pause`. The pause is shortened by a random share
    of at most `JITTER`, so that children that died together do not always restart together. A dying child never stops the
    others. If a child stays ready for `HEALTHY_AFTER`, its deaths are counted from zero again.
-4. A child that exits with `CONFIGURATION_REFUSED` after the cluster was ready is restarted after the longest pause. Its
-   settings have not changed, but the reason for the refusal may have gone: a port may be free again, or a file may
-   exist again.
+4. A child that exits with `CONFIGURATION_REFUSED` after the cluster was ready is restarted after the longest pause,
+   shortened at random as in rule 3. Its settings have not changed, but the reason for the refusal may have gone: a port
+   may be free again, or a file may exist again.
 5. To stop a child, the machine asks it to end, waits for the grace period, and then kills it. A second stop request
    kills all children at once. The cluster has ended when no child is left.
 6. After the cluster was ready, children can be added and removed. An added child starts without regard to stages. A
@@ -300,7 +300,7 @@ class Supervision:
 
     def _on_ready(self, track: _ChildRecord, now: Nanos) -> list[SupervisionCommand]:
         if track.condition is not ChildState.STARTING:
-            return []  # the child is being stopped, so this event changes nothing
+            return []  # the child is being stopped or killed, so this event changes nothing
         track.been_ready = True
         track.become(ChildState.READY, Nanos(now + HEALTHY_AFTER) if track.deaths else None)
         commands = self._start_next(now)

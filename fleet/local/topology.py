@@ -2,8 +2,9 @@
 
 Rules:
 
-1. The processes connect to each other over Unix sockets in the runtime folder, or over TCP to the router's control port
-   if the topology sets `router.control_listen`. Other TCP ports are the router's public ports and the ports for metrics.
+1. The processes call each other over Unix sockets in the runtime folder. Only the router's control port is a TCP port, if
+   `router.control_listen` names one. Other TCP ports are the router's ports for clients and for health, the ports for
+   metrics, and the ports that NIXL chooses for the KV path `direct`.
 2. A port 0 of the router is replaced by a free port here, not in the router. So a restarted router keeps its address,
    and workers can get the address before the router runs.
 3. Every fault in the topology that can be found without starting a process is reported here.
@@ -47,18 +48,19 @@ from kvstore.service.settings import StoreSettings
 from workers.settings import VllmSettings, WorkerSettings
 
 ENGINE_READY_WITHIN = Nanos(1800 * SECOND)
-"""Time limit for the start of a worker, unless its engine is the simulated one. vLLM starts in 20 s on two idle cores, and
-takes more than ten minutes for a large model on a slow disk."""
+"""Time limit for the start of a worker, unless its engine is the simulated one. vLLM starts in 20 s with the tiny model on two
+idle cores, and takes more than ten minutes for a large model on a slow disk."""
 
 SIMULATED_READY_WITHIN = Nanos(30 * SECOND)
-# time limit for the start of router, store and planner, which take a second unless the machine is very busy
+# time limit for the start of the router, the store and the planner; each starts in a second unless the machine is very busy
 READY_WITHIN = Nanos(30 * SECOND)
-# time limit of a worker's last drain: short, because a person waits and the router has drained already
+# time limit for the drain of a worker that is stopped with the cluster; short, because a person waits, and the router has ended already
 WORKER_DRAIN = Nanos(5 * SECOND)
-# time from the signal that asks a process to end until it is killed; vLLM takes a few seconds to end its processes
+# time from the signal that asks a process to end until it is killed; workers get `WORKER_DRAIN` in addition; vLLM takes a few seconds
+# to end its processes
 STOP_WITHIN = Nanos(20 * SECOND)
 
-# Workers start after the router. If they started earlier, they could try to register with another program that has the address.
+# Workers start after the router. If they started earlier, they could register with another program that listens at the router's address.
 START_STORE, START_ROUTER, START_WORKERS, START_PLANNER = range(4)
 STOP_ROUTER, STOP_WORKERS, STOP_STORE = range(3)
 
@@ -69,7 +71,7 @@ ALL_INTERFACES = ("0.0.0.0", "[::]")  # noqa: S104 - compared, not bound
 MOST_PORT = 65_535
 EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 CHOSEN_PORTS = 10_000
-"""If an address has port 0, a port is chosen from this number of ports below the system's ephemeral ports."""
+"""If an address has port 0, a free port is chosen from this number of ports just below the system's ephemeral ports."""
 PORT_TRIES = 100
 
 ROUTER = "router"
@@ -233,9 +235,10 @@ def _check_engine(name: str) -> None:
 
 
 def _check_images(settings: ImageSettings) -> None:
-    """Check that the router can read the certificate authority for images.
+    """Check that the router can read the file with the certificate authority by which it verifies servers of images.
 
-    The error names the setting as it is called in a topology.
+    Raises:
+        ConfigurationRefused: The file cannot be used. The message names the setting as it is called in a topology.
     """
     if settings.fetch_urls and settings.authority:
         from fleet.frontend.images.fetcher import load_trust  # noqa: PLC0415 - most routers fetch no images
@@ -353,8 +356,8 @@ def _claim_metrics(topology: Topology, held: ExitStack) -> None:
     """Reserve the ports for metrics of the store node, the planner and the workers that the cluster starts with.
 
     Raises:
-        ConfigurationRefused: An address cannot be listened on or does not name its port. Or an address is for a store that
-            the cluster does not have, or a pool has too few ports for all workers that it may get.
+        ConfigurationRefused: An address cannot be listened on, has port 0 (which only the planner's may have), or is for a
+            store that the cluster does not have. Or the ports of a pool overlap with another address or exceed the last port.
     """
     if topology.store.metrics_listen and KvPath.STORE not in topology.cluster.kv_paths:
         raise ConfigurationRefused(
@@ -411,7 +414,7 @@ def check_metrics_ranges(topology: Topology) -> None:
 
 
 def _port_range(listen: str, count: int) -> range:
-    """Return `count` consecutive ports from the port of an address on; empty if the address names no port."""
+    """Return `count` consecutive ports from the port of an address on; empty if the address has no port, or port 0."""
     port = listen.rpartition(":")[2]
     return range(int(port), int(port) + count) if port.isdecimal() and int(port) else range(0)
 
@@ -423,13 +426,13 @@ def _share_a_host(one: str, other: str) -> bool:
 
 
 def _nth_port(listen: str, number: int) -> str:
-    """Return the address whose port is `number` above that of `listen`; a `listen` without a port is returned unchanged."""
+    """Return the address whose port is `number` above that of `listen`; unchanged if `listen` has no port, or port 0."""
     host, _, port = listen.rpartition(":")
     return f"{host}:{int(port) + number}" if port.isdecimal() and int(port) else listen
 
 
 def pool_names(topology: Topology) -> list[str]:
-    """Return the names of the pools. A name is the role, followed by a number if several pools have this role."""
+    """Return the names of the pools: the role (`decode`), or role and number if several pools have this role (`decode/2`)."""
     roles = [pool.role for pool in topology.pools]
     return [
         f"{role}/{roles[: index + 1].count(role)}" if roles.count(role) > 1 else str(role)
@@ -446,7 +449,7 @@ def _exact_settings(settings: VllmSettings) -> VllmSettings:
 
 
 def liveness_limits(settings: SupervisionSettings, name: str) -> LivenessLimits:
-    """Return the liveness limits of a process by its name; all except `ROUTER` and `STORE` have the limits of a worker."""
+    """Return the liveness limits of the process with this name; all except `ROUTER` and `STORE` have the limits of a worker."""
     silences = {ROUTER: settings.router_silence_seconds, STORE: settings.store_silence_seconds}
     silence = silences.get(name, settings.worker_silence_seconds)
     return LivenessLimits(stopped=nanos(settings.stopped_seconds), silent=nanos(silence))
@@ -466,7 +469,11 @@ def _max_model_len(topology: Topology, model_dir: Path) -> int:
 
 
 def _length_limit(model_dir: Path) -> int:
-    """Return the model's maximum context length in tokens; unlimited if its configuration does not state it."""
+    """Return the model's maximum context length in tokens; `sys.maxsize` if its configuration does not state it.
+
+    Raises:
+        ConfigurationRefused: The model's configuration cannot be read.
+    """
     path = model_dir / "config.json"
     try:
         config = json.loads(path.read_bytes())
@@ -531,7 +538,7 @@ def _bind(probe: socket.socket, host: str, port: int) -> None:
 
 
 def _first_ephemeral_port() -> int:
-    """Return the first port that the system chooses for connections, or 0 if the system does not state it."""
+    """Return the first of the ports that the system chooses for outgoing connections; 0 if the system does not state it."""
     try:
         return int(EPHEMERAL_PORTS.read_text().split()[0])
     except (OSError, ValueError, IndexError):
@@ -544,7 +551,7 @@ def _picker(settings: EndpointPickerSettings | None, http: str) -> EndpointPicke
     By default the picker lets gateways send requests to the router, because the workers of a local cluster speak no HTTP.
 
     Raises:
-        ConfigurationRefused: The settings name no endpoint, and gateways could not connect to the address `http`.
+        ConfigurationRefused: The settings name no endpoint, and the address `http` does not contain a single IP address.
     """
     if settings is None or settings.router_endpoint or settings.target_port or settings.lease is not None:
         return settings

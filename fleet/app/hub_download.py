@@ -64,7 +64,7 @@ class DownloadFailure(StrEnum):
     REVISION = "revision"
     GATED = "gated"  # the owners of the repository must grant access first
     TOKEN = "token"  # noqa: S105 - the hub refuses the token
-    INCOMPLETE = "incomplete"  # a file that a model needs is missing
+    INCOMPLETE = "incomplete"  # the repository lacks a file that a model needs
     SPACE = "space"
     CACHE = "cache"  # the cache folder cannot be written
     UNREACHABLE = "unreachable"  # the hub cannot be reached; a retry may succeed
@@ -153,7 +153,7 @@ def fetch(request: DownloadRequest, tell: ReportEvent) -> DownloadComplete:
     """Download the snapshot of a model into the cache, if it is not complete there, and return the result.
 
     Raises:
-        Exception: Any exception of the client; `failed` classifies it.
+        Exception: Any exception of the client, or `_Incomplete` or `_NoSpace`; `failed` classifies it.
     """
     from huggingface_hub import HfApi, snapshot_download  # noqa: PLC0415 - only this process needs it
 
@@ -199,7 +199,7 @@ def fetch(request: DownloadRequest, tell: ReportEvent) -> DownloadComplete:
 
 
 def failed(error: Exception) -> DownloadFailed:
-    """Convert an exception of the hub's client to a report of a failed download."""
+    """Convert an exception of `fetch` to a report of a failed download."""
     from huggingface_hub import errors  # noqa: PLC0415 - only this process needs it
 
     cause = _one_line(error)
@@ -294,7 +294,7 @@ def _tell_progress(storage: Path, whole: int, tell: ReportEvent, ended: threadin
     """
     while not ended.wait(TELL_SECONDS):
         there = 0
-        with suppress(OSError):  # the folder does not exist before the first file has arrived
+        with suppress(OSError):  # the folder was removed meanwhile
             there = sum(_size(file) for file in (storage / "blobs").iterdir())
         tell(DownloadProgress(there, whole))
 

@@ -97,7 +97,7 @@ async def run_planner(settings: PlannerSettings, announce: Announce) -> None:
 
 
 def _certificate_watch(settings: PlannerSettings, scraped: CertificateFiles | None) -> CertificateWatch:
-    """Return an object that watches all certificates of the settings.
+    """Return an object that checks regularly whether the certificates of the settings end soon, and whether renewals can be used.
 
     `scraped` is the certificate of the port for metrics; None: that port has no TLS.
 
@@ -115,7 +115,7 @@ def priced_settings(settings: PlannerSettings) -> PlannerSettings:
 
     Raises:
         ConfigurationRefused: The price book cannot be read, or it lacks the region or the price of a GPU. Or the budget is
-            too small for the smallest allowed number of replicas of every pool.
+            too small for the minimum numbers of replicas of all pools together.
     """
     if not settings.prices:
         return settings

@@ -92,7 +92,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 # Number of file descriptors that client connections must not use: for worker streams, other ports, peer routers and files.
-# If the limit of open files is below twice this number, client connections may use only half of the limit.
+# If the limit of open files is below twice this number, client connections may use half of the limit.
 RESERVED_DESCRIPTORS = 512
 # Number of new objects after which Python collects garbage. A collection takes 1 to 2 ms. With Python's default of 700
 # objects, a router would spend 5 % of its time on collections.
@@ -175,7 +175,7 @@ class _Shared(Struct, frozen=True, kw_only=True):
         """Build the shared objects from the settings.
 
         Raises:
-            ConfigurationRefused: A credentials file or certificate is invalid.
+            ConfigurationRefused: A credentials file, a certificate, or the certificate authority for images cannot be used.
         """
         clock = SystemClock()
         metrics, tenants = RouterProcessMetrics(CollectorRegistry()), Tenants(settings.tenants, clock.now())
@@ -214,7 +214,9 @@ def _store_access(settings: RouterSettings) -> LoadedCredentials:
 
 
 def _certificate_watch(settings: RouterSettings, clients: ServerCertificates | None) -> CertificateWatch:
-    """Return an object that watches all certificates of the settings. `clients` are the certificates of the ports for clients.
+    """Return an object that checks regularly whether the certificates of the settings end soon, and whether renewals can be used.
+
+    `clients` are the certificates of the ports for clients; None: these ports do not speak TLS.
 
     Raises:
         ConfigurationRefused: A file cannot be used.
@@ -401,7 +403,9 @@ class _Core(Struct, frozen=True, kw_only=True):
 def _access_log(
     settings: RouterSettings, shared: _Shared, router: RouterServer
 ) -> tuple[AccessLog | None, RotatedFile | None]:
-    """Build the access log and open the file of access records. Each of the two is None if the settings do not demand it.
+    """Build the access log and open the file of access records.
+
+    The log is None if the settings demand neither log lines nor records, and the file is None if they demand no records.
 
     Raises:
         ConfigurationRefused: The file cannot be written.
@@ -672,7 +676,7 @@ async def _catch_up(parts: _Parts, directory: "Directory | None", seconds: float
     """Wait at most `seconds` for what this router has to know before it serves.
 
     The wait ends when external servers were asked once, peer routers have sent their state, the directory was read, and
-    each worker was dialled once.
+    the router has tried once to connect to each worker. If the time is over before, log a warning.
     """
     backends = parts.backends
     waiting_for = "external backends"

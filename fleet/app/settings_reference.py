@@ -67,7 +67,7 @@ class SettingsKey(Struct, frozen=True, kw_only=True):
     """Unit of the value. Empty: the value is no number, or the name of the key states no unit."""
 
     default: str
-    """Default value as JSON, or "required", "none" or "see the section"."""
+    """Default value as JSON, or "required", "none" (null or an empty value), or "see the section"."""
 
     meaning: str
 

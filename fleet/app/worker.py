@@ -163,9 +163,10 @@ async def run_worker(settings: WorkerSettings, announce: Announce) -> None:
 
 
 def _certificate_watch(settings: WorkerSettings, scraped: CertificateFiles | None) -> CertificateWatch:
-    """Return an object that watches the certificates of the worker's streams, its control port, and its calls to registries and stores.
+    """Return an object that checks the certificates of the worker's streams, its control port, and its calls to registries and stores.
 
-    `scraped` is the certificate of the port for metrics, which is watched too.
+    It checks regularly whether they end soon, and whether renewals can be used. `scraped` is the certificate of the port
+    for metrics, which is checked too; None: that port has no TLS.
 
     Raises:
         ConfigurationRefused: A file cannot be used.
@@ -224,7 +225,7 @@ async def _run_rank(settings: WorkerSettings, group: GroupSettings, announce: An
             await stop.wait()
             watching.cancel()
             follow.leave()
-            # Wait until the lead rank has drained, but not longer than the drain timeout and GRACE allow.
+            # Wait until the lead rank has drained, but not longer than the drain timeout plus `GRACE`.
             await asyncio.wait([over], timeout=settings.drain_timeout_ms / 1000 + GRACE / SECOND)
             over.cancel()
 

@@ -55,7 +55,11 @@ class LoggedRun(Struct, frozen=True):
 
 
 def simulated(plan: RunPlan, traffic: Traffic) -> LoggedRun:
-    """Run a plan in the simulator, and return the router's decisions and the ended requests."""
+    """Run a plan in the simulator, and return the router's decisions and the ended requests.
+
+    Raises:
+        RequestStuck: No request has ended for `PATIENCE`, although some are live.
+    """
     kernel, log, ended = Kernel(plan.seed), DecisionLog(), list[EndedRequest]()
     world = World(kernel, plan.pools, plan.router, record=log, ended=ended.append, **world_arguments(plan))
     log.machine = world.machine
@@ -64,7 +68,11 @@ def simulated(plan: RunPlan, traffic: Traffic) -> LoggedRun:
 
 
 def served(plan: RunPlan, traffic: Traffic) -> LoggedRun:
-    """Run a plan through production's servers in virtual time, and return the router's decisions and the ended requests."""
+    """Run a plan through production's servers in virtual time, and return the router's decisions and the ended requests.
+
+    Raises:
+        RequestStuck: No request has ended for `PATIENCE`, although some are live.
+    """
     log = DecisionLog()
     log.machine = ObservedMachine(plan.router, Random(plan.seed), plan.policy, keys_from_tokens, observer=log)
     ended = serve(plan, traffic, log.machine)

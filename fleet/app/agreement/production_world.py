@@ -135,7 +135,10 @@ class ProductionWorld(World):
                 self._loop.call_later(self._loop.delay / SECOND, self._router.hear, event)
 
     def _cut(self, worker: SimulatedWorker, lasting: Nanos) -> None:
-        """Hold back all data between a worker's process and the router. Process and router notice only that nothing arrives."""
+        """Hold back all data between a worker's process and the router for the time `lasting`.
+
+        Process and router notice only that nothing arrives. If the network of the process is cut already, do nothing.
+        """
         process = self._processes[worker.id]
         if process.hold():
             self._kernel.after(lasting, process.release)

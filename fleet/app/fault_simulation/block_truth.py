@@ -70,7 +70,7 @@ FACTS = EngineFacts(
 """Properties of a worker that cannot continue an answer with sampling state."""
 REBUILDING_FACTS = structs.replace(FACTS, continued_fields=("frequency_penalty",))
 REBUILDING_WORKERS = frozenset({WorkerId("d0"), WorkerId("b0")})
-"""Workers with `REBUILDING_FACTS`, which can continue answers with some kinds of sampling state."""
+"""Workers with `REBUILDING_FACTS`, which can continue answers with a frequency penalty."""
 
 _ORACLE = AnswerOracle(SIMULATED_MODEL, BLOCK_TOKENS)
 

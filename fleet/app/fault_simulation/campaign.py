@@ -77,7 +77,7 @@ class _Tally:
 def run_campaign(
     first_seed: int, seeds: int, processes: int, progress: Callable[[int, int], None] = lambda _done, _failed: None
 ) -> CampaignResult:
-    """Run consecutive seeds.
+    """Run consecutive seeds, shrink the schedules of the first `MOST_FAILURES` failing ones, and return the result.
 
     Args:
         first_seed: The first seed.

@@ -3,12 +3,12 @@
 Rules:
 
 1. A schedule is a list of requests and faults, each with its instant and all its parameters.
-   `fleet.app.fault_simulation.seed_run` performs them. This module draws them from the seed, and `seed_run` draws only
-   delays, router settings and the router's choices between equal workers from it. No request or fault of the list depends
-   on another one, so any part of the list is also a valid schedule. The schedule of a failing run can therefore be shrunk:
-   requests and faults are left out of it.
-2. Faults begin within the span `FAULTS`. They end at the instant `WELL_FROM` at the latest (rule 2 of
-   `fleet.app.fault_simulation.seed_run`).
+   `fleet.app.fault_simulation.seed_run` performs them. This module draws them from the seed. From the same seed,
+   `seed_run` draws only delays, router settings and the router's choices between equal workers. No request or fault of the
+   list depends on another one, so any part of the list is also a valid schedule. The schedule of a failing run can
+   therefore be shrunk: requests and faults are left out of it.
+2. Faults begin within the span `FAULTS`. They end at the instant `WELL_FROM` at the latest; only an engine that hangs
+   while it has requests is left to the watchdog (rule 2 of `fleet.app.fault_simulation.seed_run`).
 """
 
 from collections.abc import Sequence
@@ -26,8 +26,8 @@ ARRIVALS = (Nanos(1_200 * MILLISECOND), Nanos(6 * SECOND))
 FAULTS = (Nanos(1 * SECOND), Nanos(7 * SECOND))
 WELL_FROM = Nanos(10 * SECOND)
 STAGES = ("prefill", "decode", "lend", "pull", "write", "read")
-"""Activities of a worker. `FaultKind.KILL_WORKER_AT` kills the worker, and `FREEZE_WORKER_AT` freezes it, at the next one of
-a given kind."""
+"""Activities of a worker. A fault `FaultKind.KILL_WORKER_AT` or `FREEZE_WORKER_AT` names one of them in `other`. It kills or
+freezes the worker when the worker next begins this activity."""
 
 FOR_GOOD = Nanos(3600 * SECOND)
 """Duration of a fault that does not end by itself; it lasts until all faults end at `WELL_FROM`."""
@@ -83,7 +83,7 @@ class RequestDrawn(Struct, frozen=True, kw_only=True, tag="request"):
 
 
 class FaultDrawn(Struct, frozen=True, kw_only=True, tag="fault"):
-    """A fault, the instant at which it begins, and how long it lasts."""
+    """A randomly drawn fault: its kind, the processes that it affects, when it begins, and how long it lasts."""
 
     at: Nanos
     kind: FaultKind

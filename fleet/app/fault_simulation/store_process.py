@@ -322,7 +322,10 @@ class StoreProcess(VirtualProcess):
                 assert_never(transfer)
 
     def _fetched(self, key: BlockKey, offset: int, generation: int) -> FetchResult:
-        """Copy a record to its reserved place and verify it, as the tier `ssd` does; return the outcome."""
+        """Copy a block's record from the disk to the block's reserved place in the pool; verify it, and return the outcome.
+
+        As the tier `ssd` does, remove a record whose checksum is wrong.
+        """
         if (record := self._disk.records.get(key)) is None:
             return GONE
         content, checksum = record
@@ -363,7 +366,7 @@ class StoreProcess(VirtualProcess):
         self._network.ended(self)
 
     def flip_bit(self, pick: int) -> bool:
-        """Flip one bit of a block in the pool. Return False if the pool has no block to damage."""
+        """Flip one bit of a readable block in the pool, chosen by `pick`. Return False if the pool has no readable block."""
         readable = [place for place in self._places.values() if place.readable and place.content is not None]
         if not readable:
             return False

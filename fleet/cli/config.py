@@ -81,7 +81,7 @@ def _check_content(file: Path, kind: type[Struct]) -> None:
 
 
 def _most_likely_part(file: Path) -> str:
-    """Return the part (`KINDS`) whose settings file may contain the largest number of this file's keys.
+    """Return the part (`KINDS`) whose settings file may contain the largest number of this file's top-level keys.
 
     A file without keys counts as a topology.
     """

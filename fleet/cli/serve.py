@@ -191,7 +191,10 @@ def _write_phase(ready_fd: int, phase: str) -> None:
 
 
 def _announcer(arguments: argparse.Namespace) -> Callable[[Mapping[str, str]], None]:
-    """Return the function that reports readiness to the supervisor, or to a person if there is no supervisor."""
+    """Return the function that reports readiness to the supervisor, or to a person if there is no supervisor.
+
+    With `--heartbeat`, this function also begins the heartbeats.
+    """
     ready_fd: int | None = arguments.ready_fd
 
     def announce(endpoints: Mapping[str, str]) -> None:

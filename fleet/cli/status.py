@@ -101,7 +101,10 @@ def uptime_words(seconds: float) -> str:
 
 
 def _failing(address: str) -> Iterator[str]:
-    """Yield a line if the supervisor of a local cluster hangs, and a line for each process that has died lately (`failing`)."""
+    """Yield a line if the supervisor of a local cluster hangs, and a line for each process that has died lately.
+
+    A process counts as such while `fleet.local.runs.ProcessReport.failing` is true.
+    """
     if (run_ := run_at(address)) is None or run_.killed:
         return
     if silence := run_.silence:
@@ -133,7 +136,10 @@ def _state(state: str) -> str:
 
 
 def _version(worker: WorkerStatus, newest: int) -> str:
-    """Return a text with a worker's protocol version if it is older than the newest version; if not, return an empty text."""
+    """Return a text with a worker's protocol version if it is older than `newest`, the newest version among the workers.
+
+    If it is not, or if the router does not know it, return an empty text.
+    """
     if worker.protocol in (0, newest):
         return ""
     return f"  protocol {worker.protocol}, older than {newest}" + (f" ({worker.product})" if worker.product else "")

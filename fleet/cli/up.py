@@ -243,7 +243,11 @@ def with_own_key(topology: Topology) -> tuple[Topology, str]:
 
 
 def read_topology(arguments: argparse.Namespace) -> Topology:
-    """Return the topology in the file, or the default one, with the changes that the options demand."""
+    """Return the topology in the file of `--config`, or the default one, with the changes that the options demand.
+
+    Raises:
+        ConfigurationRefused: The file or an option cannot be used.
+    """
     topology = load(arguments.config, Topology) if arguments.config else Topology()
     given = {
         "engine": arguments.engine,
@@ -323,7 +327,11 @@ def _with_ranks(pool: PoolSection, engine: str, ranks: int) -> PoolSection:
 
 
 def _with_keys(tenants: dict[str, TenantSettings], keys: Sequence[str]) -> dict[str, TenantSettings]:
-    """Return the tenants of the settings. If the command line has keys, add one more tenant with these keys."""
+    """Return the tenants of the settings. If the command line has keys, add one more tenant with these keys.
+
+    Raises:
+        ConfigurationRefused: A key cannot be used, or the settings have a tenant `KEYS_TENANT` already.
+    """
     if not keys:
         return tenants
     if KEYS_TENANT in tenants:

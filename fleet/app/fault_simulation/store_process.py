@@ -322,9 +322,9 @@ class StoreProcess(VirtualProcess):
                 assert_never(transfer)
 
     def _fetched(self, key: BlockKey, offset: int, generation: int) -> FetchResult:
-        """Copy a block's record from the disk to the block's reserved place in the pool; verify it, and return the outcome.
+        """Copy a block from the disk to its reserved place in the pool, verify its checksum, and return the outcome.
 
-        As the tier `ssd` does, remove a record whose checksum is wrong.
+        If the checksum is wrong, remove the block's record from the disk.
         """
         if (record := self._disk.records.get(key)) is None:
             return GONE

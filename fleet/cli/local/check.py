@@ -302,7 +302,7 @@ def _subfolder(surroundings: LocalClusterOptions, name: str) -> LocalClusterOpti
 
 
 def _with_own_ports(topology: Topology) -> Topology:
-    """Return the topology with free ports, so that it can run beside another cluster, and with long time limits.
+    """Return the topology with any free HTTP and gRPC ports, so that it can run beside another cluster, and with long time limits.
 
     The store runs in its own process, because a store in a worker's process is for a single worker only.
     """

@@ -79,9 +79,9 @@ class LocalCluster(Struct, frozen=True):
 
 
 class LocalClusterOptions(Struct, frozen=True, kw_only=True):
-    """Folders of a local cluster: the folder that relative model paths start from, and the folder for logs."""
+    """Folders of a local cluster: the folder that relative paths of the topology start from, and the folder for logs."""
 
-    relative_to: Path  # folder that relative model paths start from
+    relative_to: Path  # folder that relative paths start from: of the model, the chat template and the LoRA adapters
     logs: Path | None  # folder for the logs; None: they are removed with the cluster
 
 
@@ -168,7 +168,9 @@ async def hold(processes: LocalProcesses, when_ready: Callable[[], Awaitable[Non
 
 @contextmanager
 def _log_folder(wanted: Path | None) -> Iterator[Path | None]:
-    """Make the folder of `--log-dir`, and keep other clusters from it while the context is open; yield it, or None.
+    """Make the folder `wanted` of `--log-dir`, keep other clusters from it while the context is open, and yield it.
+
+    If `wanted` is None, make no folder, and yield None.
 
     Logs of two clusters in one folder would have the same names, so each file would contain lines of both clusters. The
     cleanup after one cluster could also end processes of the other cluster.

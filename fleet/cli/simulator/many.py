@@ -89,7 +89,11 @@ def sweep(arguments: argparse.Namespace, changes: dict[str, Any]) -> int:
 
 
 def _values_of(assignments: Sequence[str]) -> dict[str, list[Any]]:
-    """Parse options such as ``path=v1,v2``, and return the list of values by path."""
+    """Parse options such as ``path=v1,v2``, and return the list of values by path.
+
+    Raises:
+        ConfigurationRefused: An option has another form, or two options have the same path.
+    """
     from fleet.config import parse_value  # noqa: PLC0415
 
     over: dict[str, list[Any]] = {}

@@ -12,7 +12,7 @@ from typing import Any
 LARGE_BYTES = 1 << 20
 """Allocations of at least this size get memory pages of their own, which return to the system when they are freed.
 
-Ordinary requests have allocations of up to 64 KiB.
+An ordinary request allocates at most 64 KiB at a time, so its allocations stay in the heaps.
 """
 
 TOP_BYTES = 4 << 20

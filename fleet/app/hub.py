@@ -44,7 +44,7 @@ MOST_TOKEN_BYTES = 4096
 
 
 class ModelFolder(Struct, frozen=True):
-    """The local folder of a model, and a name of the model that hosts can compare."""
+    """The local folder of a model, and a name by which the hosts of a worker group check that they run the same model."""
 
     folder: str
     named: str
@@ -62,7 +62,9 @@ async def fetch_worker_model(settings: WorkerSettings, clock: Clock) -> ModelFol
 
 
 async def fetch_router_models(settings: RouterSettings, clock: Clock) -> RouterSettings:
-    """Download the models of a router, and return its settings with the local folder instead of each repository.
+    """Download what a router needs of its models, and return its settings with local folders instead of repositories.
+
+    These are the tokenizers, templates and configurations of `models`, and of each `tokenizer` in `openai_workers`.
 
     Raises:
         ConfigurationRefused: A model cannot be downloaded.

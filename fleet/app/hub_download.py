@@ -272,7 +272,7 @@ def _check_space(storage: Path, files: Iterable[Any]) -> None:
     The bytes of unfinished downloads are on the disk already, so they count as free space.
 
     Raises:
-        _NoSpace: The space is too small; the message states how much is missing.
+        _NoSpace: The space is too small; the message states how much has to be downloaded, and how much is free.
     """
     blobs = storage / "blobs"
     missing = 0

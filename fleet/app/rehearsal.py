@@ -44,7 +44,7 @@ from kvstore.eviction.trace_replay import TraceRequest
 LEAST_REQUESTS = 20
 MOST_REQUESTS = 3000
 # Minimum duration of a rehearsal in simulated seconds (rule 1). A rehearsal is shorter if `MOST_REQUESTS` arrive in less time.
-# This is also the predicted TTFT of pools that answer no request.
+# This is also the TTFT that is predicted if no request is answered. If no replica can decode, it is the predicted TPOT too.
 HORIZON = 60.0
 BLOCK_TOKENS = 32
 NICE = 10

@@ -549,6 +549,8 @@ def _relay(
 def _shared_limits(settings: RouterSettings, shared: _Shared) -> "RedisRateLimits | None":
     """Build the rate limits that routers share through Redis. Return None if the settings name no Redis.
 
+    If tenants have limits and there is no Redis, log which routers share these limits.
+
     Raises:
         ConfigurationRefused: The URL is not a Redis URL, or the client library is not installed.
     """
@@ -627,7 +629,7 @@ async def _serve(settings: RouterSettings, parts: _Parts, announce: Announce) ->
         async with stop_signal() as stop:
             frontends = early if early is not None else await opened.enter_async_context(ports)
             announce(frontends.endpoints())
-            gc.freeze()  # garbage collections need not visit the present objects, because these are never freed
+            gc.freeze()  # collections need not visit the present objects, because most of them live as long as the process
             gc.set_threshold(GC_THRESHOLD)
             await stop.wait()
             parts.core.selection.drain()

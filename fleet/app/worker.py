@@ -267,7 +267,8 @@ async def _evacuator(
 ) -> AsyncIterator[StoreEvacuator | None]:
     """Open the part that evacuates warm blocks when the worker drains.
 
-    Yield None if there is no store, if the block layout of the engine is unknown, or if `evacuate_bytes` is 0.
+    Yield None if there is no store, if the block layout of the engine is unknown, or if `evacuate_bytes` is 0. `leaving` is
+    True if the store node ends with this process.
     """
     facts = engine.facts
     if not settings.store or facts.kv is None or not settings.evacuate_bytes:

@@ -20,7 +20,7 @@ BATCH = 25  # number of seeds that a process runs before it reports their result
 class FailingSeed(Struct, kw_only=True):
     """Describes a seed that broke a promise.
 
-    It has the fewest happenings (drawn requests and faults) of the seed that were found to break the same promise.
+    `keep` and `happenings` state the smallest part of its schedule that was found to break the same promise.
     """
 
     seed: int
@@ -138,7 +138,7 @@ def replay(seed: int, keep: Sequence[int] | None) -> SeedOutcome:
 
 
 def shrink(seed: int) -> FailingSeed:
-    """Return a failing seed with the fewest happenings that were found to break the same promise (delta debugging).
+    """Search the smallest part of a failing seed's schedule that breaks the same promise (delta debugging); return the best found.
 
     The search ends after about `MOST_SHRINKING_RUNS` runs.
     """

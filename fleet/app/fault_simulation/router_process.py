@@ -87,7 +87,8 @@ class Malformed(Struct, frozen=True):
 class RegistrationAnswer(Struct, frozen=True):
     """Answer to a `Register` or `Deregister`.
 
-    `lease` is the duration of this router's leases, in nanoseconds; None: the registration was refused.
+    `lease` is the duration of this router's leases, in nanoseconds; None: the registration was refused. `superseded` is
+    True if it was refused because another incarnation has replaced this one.
     """
 
     lease: Nanos | None
@@ -236,7 +237,10 @@ class RouterProcess(VirtualProcess):
     # Streams to workers.
 
     def link_ended(self, link: "WorkerLink", *, silent: bool) -> None:
-        """Remove a broken stream. If its worker is still a member, dial the worker again after a pause."""
+        """Remove a broken stream. If its worker is still a member, dial the worker again after a pause.
+
+        If `silent` is true, report the worker to the membership machine as unreachable.
+        """
         target, description = link.target, link.description
         target.link = None
         if description is not None:

@@ -26,8 +26,8 @@ ARRIVALS = (Nanos(1_200 * MILLISECOND), Nanos(6 * SECOND))
 FAULTS = (Nanos(1 * SECOND), Nanos(7 * SECOND))
 WELL_FROM = Nanos(10 * SECOND)
 STAGES = ("prefill", "decode", "lend", "pull", "write", "read")
-"""Activities of a worker. A fault `FaultKind.KILL_WORKER_AT` or `FREEZE_WORKER_AT` names one of them in `other`. It kills or
-freezes the worker when the worker next begins this activity."""
+"""Activities of a worker. A fault `FaultKind.KILL_WORKER_AT` or `FREEZE_WORKER_AT` names one of them in `other`. When the
+worker next begins this activity, the fault freezes the worker at once, or kills it a moment later."""
 
 FOR_GOOD = Nanos(3600 * SECOND)
 """Duration of a fault that does not end by itself; it lasts until all faults end at `WELL_FROM`."""
@@ -166,13 +166,13 @@ def _fault(chance: Random) -> FaultDrawn:
         case FaultKind.KILL_WORKER_AT:
             other = chance.choice((*STAGES, "lend", "pull"))
         case FaultKind.FREEZE_WORKER_AT:
-            # this fault lasts long enough for leases to end
+            # the freeze lasts longer than the leases of handoffs and of the store, so that these end during the freeze
             other = chance.choice(("lend", "write", "pull", "pull", "read", "read", "read"))
             lasting = _span(chance, 0.6, 1.5)
         case FaultKind.DRAIN_WORKER:
             lasting = _span(chance, 0.05, 1.5)
         case FaultKind.TWIN_WORKER:
-            # during this fault, the worker may be cut off from the router
+            # "router": the worker is also cut off from the router while the other process runs; empty: it is not
             lasting, other = _span(chance, 3, 8), chance.choice(("", "router"))
         case FaultKind.HALF_CLOSE | FaultKind.FILL_BUFFER:
             other = "router"

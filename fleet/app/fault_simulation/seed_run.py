@@ -5,8 +5,9 @@ Rules:
 1. In the safety phase faults happen, and no promise may be broken at any instant.
 2. The liveness phase begins at `WELL_FROM`. All faults end: network cuts end, frozen processes go on, and the supervisor
    restarts dead processes. Workers that are still frozen are killed. An engine that hangs while it has requests is left
-   to the watchdog. Within `BOUND` of virtual time, every request must have ended, every worker must be a member and
-   answer new requests, and no reservation, lease or lock may be left.
+   to the watchdog. Within `BOUND` of virtual time, every request must have ended, and every worker must be a member. A
+   new request to each worker that can decode, and a disaggregated one, must be answered. Afterwards no reservation,
+   lease or lock may be left.
 3. All random numbers come from the seed. So two runs with the same seed and the same selection of happenings are equal.
 """
 
@@ -307,7 +308,7 @@ class SeedRun:
             number = int(command.request_id.partition(".")[0])
             late = self._clients[number]
             if late.end in ("cancelled", "router lost") or late.request_id != command.request_id:
-                return  # the client does not wait for this answer: it has cancelled, or has lost or changed its router
+                return  # the client does not wait for this answer: it has cancelled, has lost its router, or has sent its request again
             raise PromiseBroken(Promise.ONE_END, f"{late!r} has ended with {late.end}; then came {command}")
         match command:
             case Emit():

@@ -62,7 +62,7 @@ class ConnectionEnd:
     # Methods that the network and the peer call.
 
     def expect(self, message: object) -> None:
-        """Let a message arrive on this side after a delay, and not before earlier messages."""
+        """Let a message arrive on this side after a delay, and not before earlier messages. If this side is deaf, lose it."""
         if self.deaf:
             return
         network = self._network
@@ -88,7 +88,10 @@ class ConnectionEnd:
         self.process.run(lambda: self._deliver(message))
 
     def reset(self, *, silently: bool) -> None:
-        """Drop all messages on the way to this side, and close it. If `silently` is true, the other side does not notice."""
+        """Drop all messages on the way to this side, and close this side.
+
+        If `silently` is true, nothing from this side reaches the other side any more, so the other side does not notice.
+        """
         self._under_way.clear()
         if silently:
             self.peer.deaf = True
@@ -225,7 +228,7 @@ class VirtualNetwork:
         self._ends.pop(end, None)
 
     def delay(self, one: VirtualProcess, other: VirtualProcess) -> Nanos:
-        """Return a randomly drawn delay for one message between two processes."""
+        """Return a randomly drawn delay for one message between two processes. `slow_down` multiplies it by a factor."""
         drawn = LEAST_DELAY + self._random() ** 4 * (MOST_DELAY - LEAST_DELAY)
         if self._factors:
             drawn *= max(self._factors.get(one.name, 1.0), self._factors.get(other.name, 1.0))
@@ -241,7 +244,7 @@ class VirtualNetwork:
         self._cuts[pair] = self._cuts.get(pair, 0) + 1
 
     def heal(self, one: str, other: str) -> None:
-        """End one cut between two processes. Messages pass again when no other cut between them remains."""
+        """End one cut between two processes. If no other cut between them remains, deliver what the cuts have held back."""
         pair = frozenset((one, other))
         self._cuts[pair] -= 1
         if self._cuts[pair]:

@@ -162,7 +162,7 @@ class LocalProcesses:
         return self._machine.child_states()
 
     def failing(self) -> frozenset[str]:
-        """Return the children that have died and have not become ready again; none while the cluster stops."""
+        """Return the names of the children that have died and are not ready again; none while the cluster stops."""
         return self._machine.failing()
 
     def add(self, process: LocalProcess) -> None:
@@ -315,7 +315,7 @@ class LocalProcesses:
             for pause in kill_group(running.pid):
                 await asyncio.sleep(pause)
         except asyncio.CancelledError:
-            # this blocks the event loop for a moment, because a cancelled run must not leave processes behind
+            # this blocks the event loop until all processes of the group have ended; a cancelled run must not leave any behind
             end_group(running.pid)
             raise
         finally:
@@ -334,7 +334,7 @@ class LocalProcesses:
     async def _listen(self, name: str, read_fd: int, heartbeat: asyncio.Event) -> None:
         """Read what a child writes: the phases of its start (lines with `PHASE_MARK`), its readiness line, then heartbeats.
 
-        Return without a readiness line if the child has ended, or was killed because its start took too long.
+        If the child ends before it has written the readiness line, return.
         """
         reader = asyncio.StreamReader()
         transport, _ = await asyncio.get_running_loop().connect_read_pipe(

@@ -140,8 +140,8 @@ class ClusterSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Maximum number of LoRA adapters that a worker can have loaded at a time."""
 
     tls: bool = False
-    """If true, `fleet up` makes a certificate authority and a certificate for the ports for clients; both are removed with
-    the cluster. For certificates of your own, set `router.tls`."""
+    """If true, `fleet up` makes a certificate authority, and a certificate for the ports for clients and for metrics; both
+    are removed with the cluster. For certificates of your own, set `router.tls` and `metrics_tls`."""
 
     most_workers: Positive = 64
     """Maximum number of workers of all pools together, such as the machine's number of GPUs. Draining workers count too.
@@ -154,7 +154,7 @@ class StorePlace(StrEnum):
     """Place of the KV store node."""
 
     PROCESS = "process"  # a process of its own: blocks survive the end of a worker
-    WORKER = "worker"  # in the process of the only worker: one process less; its end loses the blocks
+    WORKER = "worker"  # in the process of the only worker: one process less, but the blocks are lost with the worker
 
 
 class StoreSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -164,7 +164,7 @@ class StoreSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Place of the node: "process" (a process of its own), or "worker" (in the worker's process; needs exactly one worker)."""
 
     capacity_mib: Positive = 256
-    """Memory of the node for blocks in MiB, allocated when it starts. 256 MiB hold 65,000 tokens of the tiny model."""
+    """Memory of the node for blocks, allocated when the node starts. 256 MiB hold 65,000 tokens of the tiny model."""
 
     eviction: PolicyName = "lru"
     """Eviction policy: which blocks go first when the memory is full."""
@@ -221,7 +221,7 @@ class PlannedPoolSection(Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Maximum number of workers that the planner gives to the pool; by default `cluster.most_workers`."""
 
     gpu: str = ""
-    """Short name of the GPU type of the pool's workers, as in the price book; empty: the workers have no GPU."""
+    """Short name of the GPU type of the workers, as `fleet hardware list` shows it; empty: the workers have no GPU."""
 
     gpus: Positive = 1
     """Number of GPUs of one worker."""
@@ -231,17 +231,18 @@ class PlannedPoolSection(Struct, frozen=True, kw_only=True, forbid_unknown_field
     per hour of one worker."""
 
     start_seconds: Annotated[float, Meta(ge=0, le=86_400)] = 10.0
-    """Assumed time in seconds until a new worker serves, used until the start of a worker has been measured."""
+    """Assumed time from the start of a new worker until it serves. The rule `fleet` takes this value as its first estimate;
+    each measured start then moves the estimate halfway to the measured time."""
 
     drain_seconds: Annotated[float, Meta(ge=0, le=86_400)] = 60.0
-    """Assumed time in seconds from the moment at which a worker is asked to end until it has ended."""
+    """Assumed time from the moment at which a worker is asked to end until it has drained and ended."""
 
 
 class LocalPlannerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The planner, which changes the sizes of the pools by demand. Without this section there is none."""
 
     mode: PlannerMode = PlannerMode.SHADOW
-    """`off`, `shadow` (plans are made and shown, not applied) or `active`."""
+    """`off` (no plans are made), `shadow` (plans are made and shown, not applied) or `active` (plans are applied)."""
 
     goals: PlanGoals
     """Goals for the model: maximum latencies, and the share of requests that must keep them."""

@@ -251,7 +251,7 @@ class Supervision:
         return {name: track.condition for name, track in self._tracks.items()}
 
     def failing(self) -> frozenset[str]:
-        """Return the children that have died and have not become ready again; none while the cluster stops."""
+        """Return the names of the children that have died and are not ready again; none while the cluster stops."""
         return frozenset(
             name
             for name, track in self._tracks.items()

@@ -3,8 +3,8 @@
 Rules:
 
 1. The processes call each other over Unix sockets in the runtime folder. Only the router's control port is a TCP port, if
-   `router.control_listen` names one. Other TCP ports are the router's ports for clients and for health, the ports for
-   metrics, and the ports that NIXL chooses for the KV path `direct`.
+   `router.control_listen` names one. Other TCP ports are the router's ports for clients, gateways and health, the ports
+   for metrics, and the ports that workers choose for NIXL (KV path `direct`).
 2. A port 0 of the router is replaced by a free port here, not in the router. So a restarted router keeps its address,
    and workers can get the address before the router runs.
 3. Every fault in the topology that can be found without starting a process is reported here.
@@ -102,8 +102,8 @@ class LocalPlan(Struct, frozen=True, kw_only=True):
     model_dir: Path
     http: str  # host:port of the router's OpenAI API
     grpc: str  # host:port of the router's gRPC API
-    health: str  # host:port of the health port
-    control: str  # host:port or unix:/path of the control port
+    health: str  # host:port of the router's health port
+    control: str  # host:port or unix:/path of the router's control port
     control_credentials: Credentials  # credentials that callers of the control port need, unless it is a Unix socket
     kserve: str  # host:port of the Open Inference Protocol; empty: not served
     speaks_tls: bool  # True if the router's ports for clients use TLS
@@ -280,7 +280,12 @@ def _store_process(folder: Path, settings: StoreSettings, limits: LivenessLimits
 
 
 def worker_process(pool: LocalPool, name: WorkerId, folder: Path) -> LocalProcess:
-    """Return the process of a worker, and write its settings file."""
+    """Return the process of a worker, and write its settings file.
+
+    Raises:
+        ConfigurationRefused: The settings of the worker are invalid.
+        OSError: The file cannot be written.
+    """
     child = ChildProcess(
         name=name,
         start_stage=START_WORKERS,

@@ -173,7 +173,7 @@ class RouterProcess(VirtualProcess):
             case Emit() | StartedOver() | Complete() | Reject():
                 self._clients.answered(command)
             case _:
-                pass  # ignored, because these commands only change metrics
+                pass  # `CacheDriftChanged`: ignored, because it only reports, and needs no action
 
     def placements(self, request_id: RequestId) -> int:
         """Return how often a request was placed on workers; 0 if the router does not remember the request."""

@@ -89,8 +89,8 @@ async def fetch_router_models(settings: RouterSettings, clock: Clock) -> RouterS
 async def fetch_topology_model(topology: Topology, relative_to: Path, clock: Clock) -> Topology:
     """Download the model of a topology, and return the topology with the local folder instead of the repository.
 
-    The model is served under `served_name`, or else under the repository's name. A topology that names a folder stays
-    unchanged.
+    The model is served under `served_name`, or else under the repository's name. A topology that names a folder or the
+    tiny model stays unchanged.
 
     Raises:
         ConfigurationRefused: The model cannot be downloaded.

@@ -100,7 +100,7 @@ def _standard_input() -> str:
 
 
 def _key(path: str) -> str:
-    """Return the content of a file without surrounding white space.
+    """Return the API key that a file contains, without surrounding white space.
 
     Raises:
         ConfigurationRefused: The file cannot be read as text.

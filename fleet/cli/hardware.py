@@ -113,6 +113,8 @@ def _accuracy(wheel: Path | None) -> tuple[Any, Sequence[str]]:
 def _predicted(wheel: Path) -> "list[AccuracyRow]":
     """Return the errors of the latency model's predictions, for those measurements that the model was not fitted to.
 
+    Each row is for one combination of GPU system, engine, phase and model.
+
     `wheel` is a wheel of aiconfigurator, which contains the measurements.
     """
     from fleet.hardware.aiconfigurator import read_sample  # noqa: PLC0415

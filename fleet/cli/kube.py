@@ -103,7 +103,7 @@ def _takes_form(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the command.
 
-    Return the exit status: 0 if done, 1 if no deployment keeps the goals of a ServingRequest.
+    Return the exit status: 0 if done, 1 if the goals of at least one ServingRequest can be kept by no deployment.
 
     Raises:
         ConfigurationRefused: The file or an option cannot be used.
@@ -198,7 +198,9 @@ def _deployment(content: Any, namespace: str) -> DesiredDeployment:
 
 
 def _document(content: Any, kind: str, namespace: str, of: type[Spec]) -> tuple[dict[str, str], Spec]:
-    """Return the name, the namespace and the specification of an object of one of Fleet's kinds.
+    """Return the name, the namespace and the specification of an object of the kind `kind`, one of Fleet's kinds.
+
+    If the object names no namespace, `namespace` is used.
 
     Raises:
         ConfigurationRefused: The document is not a valid object of this kind; the message names the field.

@@ -2,7 +2,8 @@
 
 Rules:
 
-1. The output of a command goes to standard output, and messages go to standard error. Each error is one line.
+1. The output of a command goes to standard output, and messages go to standard error. Each error is one line; for a
+   process that failed, the supervisor also shows the end of its log.
 2. Exit status 0: done; 1: failed; 2: misused (set by argparse); 3: a configuration or another input file was refused.
    `fleet serve worker` also ends with 4 or 5 (`fleet.cli.console.exits`).
 3. `fleet.cli.console.command_line` finds the sub-commands.

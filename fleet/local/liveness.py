@@ -21,7 +21,7 @@ from fleet.core.clock import MILLISECOND, SECOND, Nanos
 HEARTBEAT_INTERVAL = Nanos(500 * MILLISECOND)
 SAMPLE_INTERVAL = Nanos(500 * MILLISECOND)
 SUPERVISOR_PAUSE = 4 * SAMPLE_INTERVAL
-"""Maximum time between two samples. If more time has passed, the supervisor itself did not run (rule 3)."""
+"""If at least this time has passed between two samples, the supervisor itself did not run in between (rule 3)."""
 
 
 class LivenessLimits(Struct, frozen=True, kw_only=True):

@@ -18,8 +18,8 @@ from fleet.local.liveness import Liveness, LivenessLimits
 from fleet.local.orphan_reaper import BEAT_SECONDS
 from fleet.local.runs import note_group
 
-# Seconds after the end of its input in which the reaper has to end, or it is killed; usually it ends at once, because no
-# child is left. This is also the pause between two attempts to start a reaper.
+# The reaper is killed if it has not ended this number of seconds after the end of its input. Usually it ends at once, because
+# no child is left. This is also the pause between two attempts to start a reaper.
 END_SECONDS = 10.0
 
 

@@ -255,7 +255,7 @@ class LocalPlannerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     prices: str = ""
     """Price book: a TOML file with dollars per hour of a GPU by region and GPU type, for pools with a `gpu` whose `dollars_per_hour` is 0.
-    Empty: there is none."""
+    A relative path starts from the current folder of `fleet up`. Empty: there is none."""
 
     region: str = ""
     """Region of the price book; empty: the first region in the book."""
@@ -411,7 +411,8 @@ def for_task(topology: Topology, model_dir: Path) -> Topology:
 def with_chat_template(folder: Path, template: str, relative_to: Path, runtime: Path) -> Path:
     """Return a folder of the model that has the chat template in the file `template`.
 
-    If `template` is empty, return `folder` itself. If it names a file, make a folder in `runtime` with links to the model's files.
+    If `template` is empty, return `folder` itself. If it names a file, make a folder in `runtime` with a copy of this file
+    and links to the model's other files.
 
     Raises:
         ConfigurationRefused: The template cannot be read.

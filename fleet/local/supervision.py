@@ -184,7 +184,7 @@ class ChildStatus(Struct, frozen=True, kw_only=True):
     condition: ChildState
     deaths: int  # number of deaths since the child last stayed ready for `HEALTHY_AFTER`
     last_status: int | None = None  # exit status of the child at its last death; None: it has not died
-    starts_at: Nanos | None = None  # instant of the planned restart; None: the child runs, or will not be restarted
+    starts_at: Nanos | None = None  # instant of the planned restart; None: no restart is planned
 
 
 _RUNNING = (ChildState.STARTING, ChildState.READY)

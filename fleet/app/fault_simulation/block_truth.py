@@ -67,7 +67,7 @@ FACTS = EngineFacts(
     store_id=STORE_ID,
     kv=KV,
 )
-"""Properties of a worker that cannot continue an answer with sampling state."""
+"""Properties of the workers outside `REBUILDING_WORKERS`, which cannot continue an answer with sampling state."""
 REBUILDING_FACTS = structs.replace(FACTS, continued_fields=("frequency_penalty",))
 REBUILDING_WORKERS = frozenset({WorkerId("d0"), WorkerId("b0")})
 """Workers with `REBUILDING_FACTS`, which can continue answers with a frequency penalty."""

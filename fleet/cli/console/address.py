@@ -102,7 +102,8 @@ def control_client(arguments: argparse.Namespace) -> Client:
     """Return a client for the cluster that the options of `add_control` name.
 
     Raises:
-        ConfigurationRefused: A credentials file cannot be used.
+        ConfigurationRefused: A credentials file cannot be used, or only one of `--control-certificate` and `--control-key`
+            is given.
     """
     return Client(
         arguments.address, control=arguments.control_address or "", control_credentials=_credentials(arguments)

@@ -40,8 +40,8 @@ SUMMARIES = {  # help texts of Fleet's own sub-commands, in the order of the hel
 }
 
 IN_FOLDERS = {"logs": "local.logs", "down": "local.down", "completion": "console.completion"}
-"""Modules of Fleet's own sub-commands, by the name of the command. A command that is not listed has a module of its own
-name."""
+"""Modules of Fleet's own sub-commands below `fleet.cli`, by the name of the command. A command that is not listed has a
+module of its own name."""
 
 
 class CommandParser(argparse.ArgumentParser):

@@ -81,7 +81,7 @@ class LocalCluster(Struct, frozen=True):
 class LocalClusterOptions(Struct, frozen=True, kw_only=True):
     """Folders of a local cluster: the folder that relative paths of the topology start from, and the folder for logs."""
 
-    relative_to: Path  # folder that relative paths start from: of the model, the chat template and the LoRA adapters
+    relative_to: Path  # folder from which relative paths of the model, the chat template and the LoRA adapters start
     logs: Path | None  # folder for the logs; None: they are removed with the cluster
 
 

@@ -20,7 +20,7 @@ LONGEST_LINE = 4096  # maximum number of bytes that are read from the end of a l
 MOST_BYTES = 64 << 10  # maximum number of bytes of a log in memory at a time; a longer line is shown as several lines
 POLL_SECONDS = 0.25
 STAMP = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[,.]\d+|(?<=\"time\":\")[^\"]+")
-"""Finds the time in a line of a log."""
+"""Finds the time in a line of a log, which is a text with a date or a JSON object with the field `time`."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

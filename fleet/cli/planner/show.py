@@ -109,8 +109,8 @@ def planner(arguments: argparse.Namespace) -> Iterator[Any]:
     """Yield a gRPC stub for the planner that the options name.
 
     Raises:
-        ConfigurationRefused: A credentials file cannot be used; or `--planner` is not given, and none or several planners
-            run on this machine.
+        ConfigurationRefused: A credentials file cannot be used; only one of `--planner-certificate` and `--planner-key` is
+            given; or `--planner` is not given, and none or several planners of this user run on this machine.
     """
     names = ("secret_file", "authority", "certificate", "key")
     try:

@@ -138,7 +138,7 @@ def _state(state: str) -> str:
 def _version(worker: WorkerStatus, newest: int) -> str:
     """Return a text with a worker's protocol version if it is older than `newest`, the newest version among the workers.
 
-    If it is not, or if the router does not know it, return an empty text.
+    If it is not older, or if the router states none (0), return an empty text.
     """
     if worker.protocol in (0, newest):
         return ""

@@ -3,8 +3,8 @@
 Rules:
 
 1. The processes call each other over Unix sockets in the runtime folder. Only the router's control port is a TCP port, if
-   `router.control_listen` names one. Other TCP ports are the router's ports for clients, gateways and health, the ports
-   for metrics, and the ports that workers choose for NIXL (KV path `direct`).
+   `router.control_listen` names one. Other TCP ports are the router's ports for clients, gateways, peer routers and health,
+   the ports for metrics, and the ports that workers choose for NIXL (KV path `direct`).
 2. A port 0 of the router is replaced by a free port here, not in the router. So a restarted router keeps its address,
    and workers can get the address before the router runs.
 3. Every fault in the topology that can be found without starting a process is reported here.

@@ -131,7 +131,7 @@ class ProductionWorld(World):
             case WorkerLeft():
                 self._loop.turn()  # let the process send what it wrote before it is killed
                 self._processes.pop(event.worker_id).kill()
-            case _:  # other events do not come from workers, so the router gets them itself after the delay of a message
+            case _:  # other events do not come from workers; the router gets them after the delay of one message
                 self._loop.call_later(self._loop.delay / SECOND, self._router.hear, event)
 
     def _cut(self, worker: SimulatedWorker, lasting: Nanos) -> None:

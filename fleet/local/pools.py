@@ -119,7 +119,7 @@ class LocalPools:
 
         Raises:
             ConnectorUnreachable: The plan cannot be read, or the report not written.
-            OSError: The settings of a new worker cannot be written.
+            OSError: The settings of a new worker cannot be written, or the plan folder cannot be made again.
         """
         self.folder.mkdir(exist_ok=True)  # a program that removes old files in /tmp may have removed the folder
         intent = self._records.intent()

@@ -1,7 +1,7 @@
 """`fleet sim agree`: runs one scenario through the production servers and through the simulator, and compares the decisions.
 
-Exit status 0: the decision logs of both are equal; 1: they differ, and the first different lines are shown; 3:
-the scenario cannot be run.
+Exit status 0: the decision logs of both are equal; 1: they differ, and the first different lines are shown; 3: the
+scenario cannot be run, or a run hangs.
 """
 
 import argparse

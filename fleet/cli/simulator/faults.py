@@ -2,6 +2,7 @@
 
 Exit status 0: every promise was kept, and every fault point was reached often enough (checked only for 10,000 seeds or
 more); 1: a promise was broken (the shrunk schedule and the command that replays it are shown), or a point was missed.
+With `--handoffs`, 1 means that a rule of `fleet.app.fault_simulation.handoff_states` was broken.
 """
 
 import argparse

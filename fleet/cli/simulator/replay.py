@@ -1,7 +1,7 @@
 """`fleet sim replay`: gives the events in a recording of a live router to the router machine again, and compares its commands.
 
 Exit status 0: the commands are equal to the recorded commands; 1: they differ, and the first difference is shown; 3: the
-file is not a recording.
+file is not a recording, or another option cannot be used.
 """
 
 import argparse

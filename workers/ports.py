@@ -196,7 +196,9 @@ class BlockSaver(Protocol):
 
 
 class EngineDied(Exception):
-    """Raised when the engine has ended by itself.
+    """Raised when the engine cannot work any more.
+
+    It did not start, it ended without an order, or a rank of its group is missing or lost.
 
     The worker process then has to end too, so that its supervisor starts another one.
     """

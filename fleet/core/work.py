@@ -64,7 +64,7 @@ class WorkerDescription(Struct, frozen=True, kw_only=True, rename={"tokenizer_di
     fingerprint: str
     kv_paths: tuple[KvPath, ...] = ()
     store_id: StoreId | None = None
-    engine: str  # name and version of the engine, such as the version of vLLM
+    engine: str  # name of the engine, with its version if known, as in "vllm 0.32.0"; "openai" for an external server
     kv: Fingerprint | None = None  # meaning and memory layout of the worker's blocks; None if unknown
     # Speeds of the worker's hardware, relative to the other workers of the model: 2 means twice as fast.
     prefill_speed: float = 1.0

@@ -57,7 +57,7 @@ class SelectedRequest:
         lost = self.work is not None and not as_named
         self.work, self._handed_over = (worker_id, start), False
         if lost:
-            # End the lease later, because the router machine is in the middle of handling an event.
+            # End the lease later, because the router server is still performing the commands of an event.
             asyncio.get_running_loop().call_soon(self._end, self)
         elif not self.placed.done():
             self.placed.set_result(None)

@@ -384,7 +384,9 @@ class Supervision:
     def _give_up_start(self, track: _ChildRecord, now: Nanos) -> list[SupervisionCommand]:
         kill = self._kill(track)
         if self._announced:
-            return [kill]  # the end of the killed child will count as a death, so it is restarted
+            return [
+                kill
+            ]  # the end of the killed child counts as a death, so it is started again unless the run stops or removes it
         seconds = track.child.ready_within // SECOND
         return [ReportFailure(track.child.name, f"was not ready within {seconds} s", None), kill, *self._stop(now)]
 

@@ -4,10 +4,10 @@ Rules:
 
 1. A rule (`ScalingRule`) decides only from the demand windows and the observations of pools that it has received, each
    with its instant. So the same rule runs in production, in the simulator and in the study that compares it with other rules.
-2. A decision names every number that led to it, so that a person can follow it.
+2. A decision names the main numbers that led to it, so that a person can follow it.
 3. A condition states a problem. Examples are a goal or a limit that cannot be kept, a pool that somebody has pinned, and
-   wrong input or predictions. A condition names the setting, the pool, the demand source or the latency that the problem
-   is about.
+   wrong input or predictions. A condition names what the problem is about: a setting, a pool, a demand source, a field of the
+   demand window, a latency, or the clock.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -145,7 +145,7 @@ class NodeConnection:
 
     @property
     def answers(self) -> bool:
-        """False from a call that the node did not answer until the next call that it answers; True at the start."""
+        """False after a call or a repeated handshake has failed, and until one succeeds. A refusal by the node changes nothing. True at the start."""
         return self._breaker.closed
 
     def call(self, act: Callable[[NodeSession, float], Answer], until: Nanos | None = None) -> Answer | None:

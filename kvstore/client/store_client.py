@@ -225,7 +225,7 @@ class StoreClient:
 
     @property
     def answers(self) -> bool:
-        """False from a call that the node did not answer until the next call that it answers; True at the start."""
+        """False after a call or a repeated handshake has failed, and until one succeeds. A refusal by the node changes nothing. True at the start."""
         return self.connection.answers
 
     def match(

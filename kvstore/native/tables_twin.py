@@ -61,7 +61,7 @@ class BlockTable(Generic[BlockT]):
         return b"".join([block.slot for block in self.blocks(names)])
 
     def names(self) -> list[bytes]:
-        """Return all hashes. Their order depends only on earlier calls and the key."""
+        """Return all hashes, in the order in which they were first added."""
         return list(self._blocks)
 
     def __contains__(self, name: bytes, /) -> bool:

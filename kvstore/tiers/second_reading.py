@@ -37,7 +37,7 @@ class Reading(Protocol):
 
 
 class ReadingVerdict(Enum):
-    """Result of reading a value again, once or twice, after it was found bad."""
+    """The finding about a value that was found damaged, after it was read again at most twice."""
 
     SOUND = auto()  # the value shows no damage when it is read again, so the damage happened in transit
     CORRUPT = auto()  # the stored value is damaged

@@ -297,7 +297,10 @@ def _roles(workers: list[_DynamoService], engine: EngineKind, notes: list[Note])
 
 
 def _arguments(part: _DynamoService, engine: EngineKind, notes: list[Note]) -> None:
-    """Convert the flags of the engine that have no field in the deployment to arguments of Fleet's worker."""
+    """Convert flags of vLLM to arguments of Fleet's worker, if they have no field in the deployment and Fleet does not set them.
+
+    Add a note for each flag that must not be passed on.
+    """
     if engine is not EngineKind.VLLM or not _runs_vllm(part.flags):
         return
     path = part.args

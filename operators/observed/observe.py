@@ -389,8 +389,8 @@ def _placement(controller: WorkloadResource) -> GroupPlacement:
 def _left_behind(pods: Sequence[Pod], before: datetime) -> list[str]:
     """Return the names of the pods that have restarted less often than another pod of their group.
 
-    The list is empty if the last restart of the group was after the instant `before`, because the group still has time to
-    become ready. It is also empty if all pods of the group are ready again.
+    The list is empty if a container of a pod with the most restarts last ended after the instant `before`, because the group
+    still has time to become ready. It is also empty if no such end is known, or if all pods of the group are ready again.
     """
     most = max((pod.restarts for pod in pods), default=0)
     ended = [

@@ -169,7 +169,7 @@ async def open_http_frontend(
         relay: Serves the requests for external backends; None if there are none.
         shared: Whether other processes may listen on the same port.
         processes: The processes that listen on the same port, whose metrics are merged; None if this is the only one.
-        connection_seconds: The lifetime of a client's connection; 0 sets no limit.
+        connection_seconds: The age of a connection from which on an answer asks the client to open a new one; 0: no limit.
         health_listen: ``host:port`` of another listener, which serves only health and metrics; empty for none.
         certificates: The certificates of a port that speaks TLS; None: the port does not use TLS.
         health_certificates: The certificates of `health_listen`; None: that listener does not use TLS.

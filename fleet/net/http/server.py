@@ -217,7 +217,9 @@ class HttpServer:
                 send_rejection(exchange, refused)
             except ClientDisconnected:
                 raise
-            except Exception:  # supervisor: any error in a handler only ends this request, with status 500
+            except (
+                Exception
+            ):  # supervisor: any error in a handler only ends this request, with status 500 or an error event
                 log.exception("request failed", extra={"path": exchange.request.path})
                 send_rejection(exchange, internal_error())
             await exchange.drained()

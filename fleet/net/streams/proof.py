@@ -111,5 +111,5 @@ class Prover:
 
 
 def is_opening(payload: bytes) -> bool:
-    """Return whether a payload starts a handshake."""
+    """Return whether a payload has the form of the first one that either side sends in a handshake: `MAGIC` and a nonce."""
     return payload.startswith(MAGIC) and len(payload) == len(MAGIC) + NONCE_BYTES

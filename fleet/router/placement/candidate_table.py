@@ -266,7 +266,7 @@ class IneligibleReason(StrEnum):
     """The reason why a worker was not a candidate."""
 
     NOT_PINNED = "not_pinned"  # the client has pinned another worker
-    NOT_AMONG = "not_among"  # the worker is not in the client's list of allowed workers
+    NOT_AMONG = "not_among"  # the gateway does not allow the worker for this request, or the worker has no endpoint
     LABEL_MISSING = "label_missing"
     NO_ADAPTER = "no_adapter"  # the worker has no LoRA adapter of this name, or another revision of it
     OTHER_WEIGHTS = "other_weights"  # a worker with another fingerprint began the answer

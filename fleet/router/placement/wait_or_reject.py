@@ -92,7 +92,7 @@ def explain_no_candidate(request: PlacementRequest, table: CandidateTable) -> Wa
             cause=RejectionCause.NONE_AMONG,
             message="none of the allowed workers serves this model now; retry when one does",
         )
-    # Workers that the client has excluded do not explain why the others are no candidates.
+    # Workers that the gateway has excluded do not explain why the others are no candidates.
     causes.discard(IneligibleReason.NOT_AMONG)
     if IneligibleReason.KEEPS_NO_FORM in causes and causes <= {
         IneligibleReason.KEEPS_NO_FORM,

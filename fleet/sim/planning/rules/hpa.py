@@ -67,7 +67,9 @@ class _Hpa:
         ratio = utilisation / self._settings.target
         wanted = before if abs(ratio - 1) <= self._settings.tolerance else ceil(ready * ratio)
         if before > ready and ratio > 1 and ready * ratio <= before:
-            wanted = before  # do not grow, because utilisation will fall when the starting replicas serve
+            wanted = (
+                before  # do not shrink: the starting replicas are needed, because the ready ones are above the target
+            )
         wanted = min(wanted, before + max(before, 4))
         highest = self._down[pool.name].highest(now, wanted)
         return self._context.bounded(pool.name, max(wanted, min(highest, before)))

@@ -30,7 +30,8 @@ class WindowTokens:
     __slots__ = ("earlier", "earlier_requests", "later", "later_requests")
 
     def __init__(self) -> None:
-        self.earlier = self.later = 0.0  # sums of these tokens over the requests of each half of the window
+        # for each half of the window: the sum of the prompt tokens that its requests had to compute
+        self.earlier = self.later = 0.0
         self.earlier_requests = self.later_requests = 0
 
     def doubled(self) -> bool:

@@ -132,6 +132,7 @@ class HttpConnection(asyncio.Protocol):
         "_buffer",
         "_client_log",
         "_clock",
+        "_closes_after_body",
         "_connections",
         "_declined_head",
         "_expires_at",
@@ -199,6 +200,7 @@ class HttpConnection(asyncio.Protocol):
         # The body that is read while it arrives (rule 7); None: there is no such body.
         self._arriving: BodyStream | None = None
         self._body_seen = 0  # number of bytes of the arriving body at the latest check of its rate
+        self._closes_after_body = False  # True: no request follows the one whose body is arriving (`close_when_idle`)
         self._settings = settings
         self._clock = clock
         self._expires_at = self._deadline_in(lasts_seconds) if lasts_seconds else None
@@ -444,6 +446,8 @@ class HttpConnection(asyncio.Protocol):
         self._stage = _IDLE
         self.deadline = self._deadline_in(self._settings.idle_timeout_seconds)
         if self._arriving is not None:
+            if self._closes_after_body:
+                self._stage = _CLOSING
             arriving, self._arriving = self._arriving, None
             arriving.end()
             return
@@ -524,8 +528,10 @@ class HttpConnection(asyncio.Protocol):
         """Close the connection now if no request is being served, otherwise after this request and the parsed ones that wait behind it."""
         if self.exchange is None:
             self.transport.close()
-        if self._arriving is None:  # a request that reads its arriving body still needs further bytes
+        if self._arriving is None:
             self._stage = _CLOSING
+        else:  # a request that reads its arriving body still needs further bytes
+            self._closes_after_body = True
 
     def relay(self, source: RelaySource) -> asyncio.Transport:
         if self._lost or self.transport.is_closing():

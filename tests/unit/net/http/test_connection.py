@@ -360,3 +360,19 @@ async def test_websocket_bytes_go_to_the_stream_after_the_offer():
     (exchange,) = exchanges
 
     assert await read_all(exchange.request.arriving) == b"\x81\x01aGET / HTTP/1.1\r\n\r\n"
+
+
+async def test_drain_closes_connection_after_arriving_body():
+    transport = Transport()
+    connection, exchanges = a_streaming_connection(transport)
+    connection.data_received(UPLOAD % b"content-length: 6" + b"abc")
+    connection.close_when_idle()
+    connection.data_received(b"def" + REQUEST)
+    (exchange,) = exchanges
+    assert await read_all(exchange.request.arriving) == b"abcdef"
+
+    exchange.respond(200, b"")
+    exchange.finish()
+
+    assert transport.closed
+    assert exchanges == [exchange], "no further request is taken during the drain"

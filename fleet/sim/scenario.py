@@ -217,12 +217,18 @@ def pool_name(pool: SimulatedPoolSection) -> str:
 
 
 def scaled(scenario: Scenario, load: float) -> Scenario:
-    """Return the scenario with its load multiplied by `load`: its number of users, if users wait for answers; else its arrival rate."""
+    """Return the scenario with its load multiplied by `load`: its number of users, if users wait for answers; else its arrival rate.
+
+    Phases become shorter by the same factor, so that the requests of each phase stay the same.
+    """
     clients, workload = scenario.clients, scenario.workload
     if users := waiting_users(scenario):
         return structs.replace(scenario, clients=structs.replace(clients, users=max(1, round(users * load))))
     if isinstance(workload, DrawnWorkload):
-        return structs.replace(scenario, workload=structs.replace(workload, rate=workload.rate * load))
+        phases = tuple(
+            structs.replace(each, seconds=each.seconds / load, rate=each.rate * load) for each in workload.phases
+        )
+        return structs.replace(scenario, workload=structs.replace(workload, rate=workload.rate * load, phases=phases))
     return structs.replace(scenario, workload=structs.replace(workload, speed=workload.speed * load))
 
 

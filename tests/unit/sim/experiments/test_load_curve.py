@@ -14,7 +14,7 @@ from fleet.sim.results.history import History
 from fleet.sim.results.outcomes import Slo
 from fleet.sim.run_plan import run_scenario
 from fleet.sim.scenario import Scenario, SimulatedPoolSection
-from fleet.sim.workload.drawn import DrawnWorkload
+from fleet.sim.workload.drawn import DrawnWorkload, LoadPhase
 from tests.support.sim.model_configs import LLAMA_70B
 from tests.support.waiting import eventually
 
@@ -39,6 +39,16 @@ def test_curve_continues_until_it_falls(scenario, tmp_path):
     assert all(point.outcome.attainment >= ENOUGH for point in points[:-1])
     assert [point.rate for point in points] == pytest.approx([load * points[1].rate for load in loads], rel=0.01)
     assert points[0].outcome.attainment >= points[-1].outcome.attainment
+
+
+def test_load_multiplies_the_rates_of_phases(scenario, tmp_path):
+    phases = (LoadPhase(seconds=40, rate=0.5), LoadPhase(seconds=20, rate=2.0))
+    scenario = structs.replace(scenario, workload=DrawnWorkload(arrivals="phases", phases=phases, prompt_tokens=2000))
+
+    points = load_curve(scenario, tmp_path, (1.0, 2.0))[:2]
+
+    assert points[1].rate == pytest.approx(2 * points[0].rate, rel=0.01)
+    assert points[1].outcome.requests == points[0].outcome.requests > 20
 
 
 def test_known_point_is_not_run_again(scenario, tmp_path):

@@ -22,6 +22,7 @@ from random import Random
 from msgspec import Struct, structs
 
 from fleet.core.clock import SECOND, Nanos
+from fleet.core.errors import ConfigurationRefused
 from fleet.planner.connectors.virtual import VirtualConnector
 from fleet.planner.decisions import DecisionReason, PlanCondition, PlanDecision, PlanGoals, PlannedPool, ScalingRule
 from fleet.planner.demand import DemandWindow
@@ -101,6 +102,10 @@ class Replay:
         self.scenario = scenario
         self._plan = plan(scenario, folder)
         self._requests = [each for each in traffic(scenario, folder) if isinstance(each, TraceRequest)]
+        if not self._requests:  # only phases can be without requests
+            raise ConfigurationRefused(
+                "workload.phases: no request arrives in them; raise their rates or make them longer"
+            )
         self._span = (
             Nanos(round(scenario.planner.warm_up_seconds * SECOND)),
             Nanos(self._requests[-1].arrival),

@@ -5,6 +5,7 @@ from itertools import pairwise
 import pytest
 
 from fleet.core.clock import SECOND, Nanos
+from fleet.core.errors import ConfigurationRefused
 from fleet.planner.decisions import DecisionReason, PlanDecision
 from fleet.planner.messages import PoolName
 from fleet.sim.planning.replay import direction_changes
@@ -41,6 +42,12 @@ def test_fixed_pool_costs_its_gpus_for_the_span_of_figures(tmp_path):
     assert result.outcome.gpu_hours == pytest.approx(3 * (end - begin) / 3600, abs=1e-3)
     assert (result.outcome.direction_changes, result.outcome.most_replicas, result.outcome.plans) == (0, 3, 0)
     assert 700 < result.outcome.requests < 900, "requests of the warm-up do not count"
+
+
+def test_phases_without_requests_are_refused(tmp_path):
+    changes = {"workload.arrivals": "phases", "workload.phases": [{"seconds": 60, "rate": 0}]}
+    with pytest.raises(ConfigurationRefused, match=r"^workload\.phases: no request arrives"):
+        a_replay(tmp_path, changes)
 
 
 def test_planned_growth_serves_after_take_up_and_start(tmp_path):

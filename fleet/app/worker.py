@@ -33,7 +33,7 @@ from fleet.net.control.access import ControlAccess, load_control_access
 from fleet.net.metrics_port import metrics_port
 from fleet.net.streams.identity import worker_identity
 from fleet.tracing.process import new_span_ids, open_tracing
-from kvstore.errors import LayoutMismatch
+from kvstore.errors import BadCredentials, InvalidArgument, LayoutMismatch
 from kvstore.security.certificates import CertificateFiles, CertificateWatch
 from kvstore.security.open_ports import warn_of_open_ports
 from kvstore.service.metrics_server import LoopCollector
@@ -98,6 +98,10 @@ async def run_worker(settings: WorkerSettings, announce: Announce) -> None:
             evacuator = await held.enter_async_context(_evacuator(settings, engine, leaving=own_store))
         except LayoutMismatch as error:
             raise ConfigurationRefused(f"{error.field}: {error}") from error
+        except InvalidArgument as error:
+            raise ConfigurationRefused(f"store: {error}") from error
+        except BadCredentials as error:
+            raise ConfigurationRefused(f"store_{error}") from error
         tracing = held.enter_context(open_tracing(settings.tracing, "fleet-worker", settings.worker_id))
         digests = await asyncio.to_thread(folder_tokenizer_digests, settings.model_dir, engine.facts.block_tokens)
         worker = WorkerServer(

@@ -28,6 +28,7 @@ from fleet.core.roles import KvPath, Role
 from kvstore.block import chain
 from kvstore.client.store_client import StoreClient
 from kvstore.errors import NodeEnded
+from kvstore.security.credentials import Credentials
 from kvstore.service import embedded
 from kvstore.service.settings import StoreSettings
 from tests.support.kvstore.builders import a_short_folder, file_names_in
@@ -45,7 +46,7 @@ from tests.support.workers.engine_driver import (
 from tests.support.workers.simulated_clusters import BLOCK_TOKENS, namespace, simulated_worker
 from tests.support.workers.worker_processes import WorkerProcess, a_router_stream, a_worker_process
 from workers.engines.simulated.launch import open_engine
-from workers.settings import WorkerSettings
+from workers.settings import SimulatedSettings, WorkerSettings
 from workers.store.embedded import open_embedded_store
 
 pytestmark = pytest.mark.integration
@@ -277,6 +278,21 @@ async def test_node_failure_ends_the_worker(folder, monkeypatch):
             await run_worker(a_worker(folder), lambda endpoints: failing.set())
 
     assert file_names_in(folder) == set()
+
+
+async def test_blocks_larger_than_the_pool_are_refused(folder):
+    settings = msgspec.structs.replace(a_worker(folder), simulated=SimulatedSettings(bytes_per_token=1 << 20))
+
+    with pytest.raises(ConfigurationRefused, match=r"^store: namespace\.block_bytes: .* the size of the pool"):
+        await run_worker(settings, lambda _: pytest.fail("it serves"))
+
+
+async def test_unreadable_secret_of_the_store_is_refused(folder):
+    credentials = Credentials(secret_file=f"{folder}/none")
+    settings = msgspec.structs.replace(a_worker(folder), store_credentials=credentials)
+
+    with pytest.raises(ConfigurationRefused, match=r"^store_credentials\.secret_file: .*/none cannot be read"):
+        await run_worker(settings, lambda _: pytest.fail("it serves"))
 
 
 async def test_node_ends_when_the_engine_rejects_its_settings(folder):

@@ -590,7 +590,7 @@ class _PeerConnection:
         self._router_id = router_id
         self._incompatible = incompatible
         self.over = asyncio.Event()
-        # Text that says why the connection ended; empty if the other router closed it, or did not read what was sent.
+        # Text that says why the connection ended; empty if the other router closed it.
         self.cause = ""
         # True if the peer did not answer a query about limits in time, and has answered none since then (rule 11).
         self.deaf = False
@@ -605,7 +605,8 @@ class _PeerConnection:
     def send(self, payload: bytes) -> None:
         try:
             self.connection.send(payload)
-        except SendBufferFull:
+        except SendBufferFull as error:
+            self.cause = self.cause or str(error)
             self.over.set()
 
     def ask(self, question: pb.ReplicaQuestion) -> asyncio.Future[pb.ReplicaAnswer]:
@@ -659,7 +660,8 @@ class _PeerConnection:
         """Do nothing, because no code waits until the connection can send again."""
 
     def lost(self, cause: Exception | None) -> None:
-        self.cause = "" if cause is None else tls_failure_cause(cause, "replicas_credentials")
+        if cause is not None:
+            self.cause = self.cause or tls_failure_cause(cause, "replicas_credentials")
         self.over.set()
         for asked in list(self._asked.values()):
             asked.cancel()

@@ -116,6 +116,24 @@ async def test_peer_that_connects_is_dialled_at_once(tmp_path, monkeypatch, capl
             writer.close()
 
 
+async def test_full_send_buffer_is_logged_as_cause(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("fleet.peers.routers.MAX_WAITING_BYTES", 8)
+    router, accepted = RecordingRouter(), []
+    settings = RouterSettings(replicas_listen=f"unix:{tmp_path}/r.sock", replicas=(f"unix:{tmp_path}/other.sock",))
+    async with await asyncio.start_unix_server(lambda _, writer: accepted.append(writer), f"{tmp_path}/other.sock"):
+        replicas = PeerRouters(settings, router, router, router, lambda: "")
+        running = asyncio.create_task(replicas.run())
+        await until(lambda: "peer router lost" in caplog.text)
+        running.cancel()
+        with suppress(asyncio.CancelledError):
+            await running
+        for writer in accepted:
+            writer.close()
+
+    causes = [each.cause for each in caplog.records if each.getMessage() == "peer router lost"]
+    assert causes[0] == "the peer has not taken the last 8 bytes"
+
+
 @pytest.mark.parametrize("blocks", [float("nan"), float("inf"), 1e300, -1.0])
 def test_invalid_reservation_numbers_end_the_connection(tmp_path, blocks):
     workers = [pb.WorkerBookings(worker_id="w", requests=1, prefill_tokens=1, blocks=blocks)]

@@ -121,8 +121,9 @@ class ClusterSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     `reasoning_parser` of the workers."""
 
     kv_paths: tuple[KvPath, ...] = (KvPath.STORE,)
-    """KV paths from prefill to decode workers, the preferred one first. The default is the store alone: the path `direct`
-    uses NIXL, which takes most of a CPU core even when idle, and a machine without accelerators cannot spare a core.
+    """KV paths from prefill to decode workers, in any order: if both paths are possible, `router.prefer_direct` decides. The
+    default is the store alone: the path `direct` uses NIXL, which takes most of a CPU core even when idle, and a machine
+    without accelerators cannot spare a core.
     """
 
     block_tokens: Positive = 32

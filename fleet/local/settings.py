@@ -282,10 +282,12 @@ class LocalPlannerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Settings that say who may read the planner's metrics."""
 
     history: str = ""
-    """File for the records of plans; empty: a file in the runtime folder, which is removed with the cluster."""
+    """File for the records of plans; a relative path starts from the current folder of `fleet up`. Empty: a file in the
+    runtime folder, which is removed with the cluster."""
 
     record: str = ""
-    """File for a recording of all decisions, for `fleet plan decide`; empty: no recording is made."""
+    """File for a recording of all decisions, for `fleet plan decide`; a relative path starts from the current folder of
+    `fleet up`. Empty: no recording is made."""
 
     def __post_init__(self) -> None:
         check_listen_address("metrics_listen", self.metrics_listen, optional=True)

@@ -31,6 +31,7 @@ from fleet.core.system_clock import SystemClock
 from fleet.frontend.text.codec import load_codec
 from fleet.local.processes import ClusterFailed
 from fleet.local.settings import PoolSection, StorePlace, Topology
+from workers.settings import SimulatedSettings
 
 LONGEST = 3000  # maximum number of tokens of a prompt of the check
 SHARED = 512  # maximum number of equal tokens at the beginning of the last `_SHARING` prompts
@@ -302,7 +303,7 @@ def _subfolder(surroundings: LocalClusterOptions, name: str) -> LocalClusterOpti
 
 
 def _with_own_ports(topology: Topology) -> Topology:
-    """Return the topology with any free HTTP and gRPC ports, so that it can run beside another cluster, and with long time limits.
+    """Return the topology without fixed ports and peer routers, so that it can run beside another cluster, and with long time limits.
 
     The store runs in its own process, because a store in a worker's process is for a single worker only.
     """
@@ -310,16 +311,25 @@ def _with_own_ports(topology: Topology) -> Topology:
         topology.router,
         http_listen="127.0.0.1:0",
         grpc_listen="127.0.0.1:0",
+        health_listen="",
+        control_listen="",
+        kserve_listen="",
+        endpoint_picker=None,
+        replicas_listen="",
+        replicas=(),
+        replicas_name="",
         heartbeat_timeout_seconds=SILENCE_SECONDS,
         max_queue_seconds=QUEUE_SECONDS,
     )
-    return structs.replace(topology, router=router, store=structs.replace(topology.store, place=StorePlace.PROCESS))
+    store = structs.replace(topology.store, place=StorePlace.PROCESS, metrics_listen="")
+    return structs.replace(topology, router=router, store=store)
 
 
 def _pool(topology: Topology, role: Role) -> PoolSection:
-    """Return the settings of a pool of this role, with one worker."""
-    of_role = [pool for pool in topology.pools if pool.role is role]
-    return structs.replace(of_role[0], replicas=1) if of_role else PoolSection(role=role)
+    """Return the settings of a pool of this role, with one worker and without fixed ports."""
+    pool = next((pool for pool in topology.pools if pool.role is role), PoolSection(role=role))
+    simulated = structs.replace(pool.simulated, direct_listen=SimulatedSettings().direct_listen)
+    return structs.replace(pool, replicas=1, metrics_listen="", simulated=simulated)
 
 
 def reference_prompts(model_dir: Path, *, max_tokens: int) -> list[TokenBytes]:

@@ -516,6 +516,38 @@ def test_the_check_fails_when_tokens_differ(tmp_path):
     assert verdict["ok"] is False
 
 
+def test_check_uses_no_port_of_the_topology(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        listen = f"127.0.0.1:{port}"
+        path = tmp_path / "topology.toml"
+        path.write_text(
+            f"""
+            [cluster]
+            engine = "simulated"
+            [router]
+            health_listen = "{listen}"
+            control_listen = "{listen}"
+            control_credentials.insecure = true
+            kserve_listen = "{listen}"
+            replicas_listen = "{listen}"
+            endpoint_picker = {{host = "127.0.0.1", port = {port}}}
+            [store]
+            metrics_listen = "{listen}"
+            [[pools]]
+            role = "prefill"
+            metrics_listen = "{listen}"
+            simulated.direct_listen = "{listen}"
+            [[pools]]
+            role = "decode"
+            metrics_listen = "{listen}"
+            """
+        )
+        done = run_fleet("up", "--config", str(path), "--check", "--kv-paths", "direct")
+
+    assert done.returncode == 0, done.stderr
+
+
 def test_openai_client_is_served_or_told_the_refused_field(cluster, tmp_path):
     address = f"{cluster.endpoints['http']}/v1"
 

@@ -193,7 +193,7 @@ class RadixTree:
 
     def _split(self, node: RadixNode, length: int) -> RadixNode | None:
         """Split a node and return its new first part; None if keys collide. The object `node` becomes the last part, so chains still end in it."""
-        has_first_block = node.keys[0]
+        first_key = node.keys[0]
         if node.keys[length] in self.nodes:
             return None
         continuations = dict.fromkeys(_continuations(node), 1)
@@ -201,7 +201,7 @@ class RadixTree:
         node.parent = first
         node.start += length
         node.keys = node.keys[length:]
-        self.nodes[has_first_block] = first
+        self.nodes[first_key] = first
         self.nodes[node.keys[0]] = node
         return first
 

@@ -24,11 +24,9 @@ from operators.api.disagg_deployment import (
 )
 from operators.api.fields import GpuVendor
 from operators.imports.document_reader import Note
+from operators.manifests.pods import GRACE_SECONDS
 
 LONGEST_NAME = 30
-GRACE_SECONDS = 30
-"""Seconds between the time limit of a drain and the end of a pod's grace period, when Kubernetes kills the pod. It equals
-`operators.manifests.pods.GRACE_SECONDS`."""
 
 
 class Imported(Struct, frozen=True):

@@ -268,7 +268,7 @@ class ModelRequests:
         return GenAiTimes(self.model, self.operation, durations, self.first_token, self.token_gaps)
 
 
-_AGGREGATED = Phase.AGGREGATED  # reading a module variable is ten times as fast as reading the enum's attribute
+_AGGREGATED = Phase.AGGREGATED  # reading a module variable is three to ten times as fast as reading the enum attribute
 _KV_LABELS: tuple[Labels, ...] = tuple((phase, source) for phase in Phase for source in Source)
 
 

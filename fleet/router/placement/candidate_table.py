@@ -39,7 +39,7 @@ from fleet.router.policy import (
 )
 from fleet.router.settings.router import RouterSettings
 
-_PAIR = Placement.DISAGGREGATED  # reading a module variable is ten times as fast as reading the enum attribute
+_PAIR = Placement.DISAGGREGATED  # reading a module variable is three to ten times as fast as reading the enum attribute
 
 
 class PrefillPartners(Struct, frozen=True):

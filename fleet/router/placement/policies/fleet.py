@@ -60,7 +60,7 @@ from fleet.router.policy import (
     PlacementRequest,
 )
 
-_PREFILL = Phase.PREFILL  # reading a module variable is ten times as fast as reading the enum attribute
+_PREFILL = Phase.PREFILL  # reading a module variable is three to ten times as fast as reading the enum attribute
 
 
 class FleetCost(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -85,6 +85,8 @@ class ReplayScenario(Scenario, frozen=True, kw_only=True, forbid_unknown_fields=
                 )
         if not isinstance(self.clients, OpenClients):
             raise ValueError('clients.kind: rules are compared on the same arrivals, so clients must be "open"')  # noqa: TRY004 - of a field
+        if self.faults:
+            raise ValueError("faults: a replay has none; simulate them with `fleet sim run`")
 
     def limits(self, name: str) -> ReplayPoolSection:
         """Return the limits of a pool; the defaults if the scenario states none."""

@@ -50,6 +50,12 @@ def test_phases_without_requests_are_refused(tmp_path):
         a_replay(tmp_path, changes)
 
 
+def test_faults_in_a_replay_are_refused(tmp_path):
+    fault = {"kind": "worker", "worker": "both-0", "at_seconds": 60}
+    with pytest.raises(ConfigurationRefused, match=r"faults: a replay has none"):
+        a_replay(tmp_path, {"faults": [fault]})
+
+
 def test_planned_growth_serves_after_take_up_and_start(tmp_path):
     rule = Scripted({0: 2, 100: 5})
     result = a_replay(tmp_path).run("scripted", rule)

@@ -27,6 +27,7 @@ from fleet.core.file_locks import ALIVE_FILE, hold_lock_file, is_abandoned, remo
 from fleet.core.system_clock import process_start
 from fleet.local.orphan_reaper import SILENT_FILE
 from fleet.local.process_group import end_group, members
+from fleet.net.control.address import THIS_HOST
 from fleet.planner.connectors.folder import REPORT
 from kvstore.security.credentials import Credentials
 
@@ -289,8 +290,8 @@ def _output(pid: int) -> Path:
 
 
 def _same(listen: str, address: str) -> bool:
-    """Return True if the addresses are equal, or if `address` is this machine and both have the same port."""
+    """Return True if the addresses are equal, or if both are this machine (loopback or all interfaces) and have the same port."""
     if listen == address:
         return bool(listen)
-    host, _, port = address.rpartition(":")
-    return host in ("127.0.0.1", "localhost", "[::1]", "0.0.0.0") and listen.rpartition(":")[2] == port  # noqa: S104 - compared, not bound
+    (host, _, port), (own_host, _, own_port) = address.rpartition(":"), listen.rpartition(":")
+    return host in THIS_HOST and own_host in THIS_HOST and own_port == port

@@ -1,8 +1,9 @@
-"""Supervisor records of local runs."""
+"""Local runs: their supervisor records, and the addresses at which they are found."""
 
 import subprocess
 import sys
 
+import msgspec
 import psutil
 import pytest
 from msgspec import structs
@@ -36,3 +37,20 @@ def test_ended_process_is_no_supervisor(tmp_path):
 
     assert (tmp_path / "supervisor.json").exists()
     assert LocalRun(tmp_path).supervisor() is None
+
+
+@pytest.mark.parametrize(
+    ("listen", "address", "same"),
+    [
+        ("127.0.0.1:50051", "localhost:50051", True),
+        ("0.0.0.0:50051", "127.0.0.1:50051", True),
+        ("127.0.0.1:50051", "127.0.0.1:50052", False),
+        ("10.0.0.5:50051", "10.0.0.5:50051", True),
+        ("10.0.0.5:50051", "127.0.0.1:50051", False),
+        ("", "127.0.0.1:", False),
+    ],
+)
+def test_run_is_found_only_at_addresses_of_its_router(tmp_path, listen, address, same):
+    (tmp_path / "router.json").write_bytes(msgspec.json.encode({"grpc_listen": listen}))
+
+    assert LocalRun(tmp_path).answers_at(address) is same

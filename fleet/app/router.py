@@ -254,7 +254,10 @@ class _Backends(Struct, frozen=True, kw_only=True):
         external = ExternalBackends(
             settings.openai_workers, settings.connect_timeout_seconds, shared.clock, external_codecs
         )
-        codecs = {model: load_codec(folder) for model, folder in settings.models.items()}
+        codecs = {
+            model: load_codec(folder, model_defaults=settings.model_defaults)
+            for model, folder in settings.models.items()
+        }
         check = TokenizerCheck(codecs)
         combined = CombinedBackends(own, external, check)
         return cls(

@@ -117,6 +117,13 @@ _RANGES: dict[str, _Range] = {  # allowed range of each field of `Sampling`; the
 }
 
 
+def is_valid_default(name: str, value: object) -> bool:
+    """Return whether a value can be a model's default for a field of `Sampling` with a number."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return value in _RANGES[name] and (name != "top_k" or isinstance(value, int))
+
+
 def validate(
     request: GenerateRequest, card: ModelCard, prompt_tokens: int | None, *, vocab_size: int | None = None
 ) -> None:

@@ -718,6 +718,7 @@ class Generation:
                     request_id=request.id,
                     model=card.name,
                     prompt_tokens=prompt_tokens,
+                    sampling=sampling,
                     tokens=tokens,
                     allowance=allowance,
                     resume_token=""
@@ -1142,11 +1143,13 @@ def _joined_parts(deltas: Sequence[Delta]) -> Delta:
 
 
 def _engine_sampling(request: GenerateRequest, codec: TextCodec, *, room: int) -> Sampling:
-    """Return the sampling parameters for the engine, completed by the token limit and the end-of-sequence tokens of the model.
+    """Return the sampling parameters for the engine, completed by the model's defaults, token limit and end-of-sequence tokens.
 
     `room` is the number of tokens that the model has left after the prompt.
     """
     sampling = request.sampling
+    if request.unset and (defaults := codec.sampling_defaults):
+        sampling = structs.replace(sampling, **{name: defaults[name] for name in request.unset if name in defaults})
     most = room if request.fill_context else sampling.max_tokens or 1
     ends = sampling.stop_token_ids if sampling.ignore_eos else (*sampling.stop_token_ids, *codec.eos_token_ids)
     return structs.replace(

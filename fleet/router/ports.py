@@ -56,6 +56,11 @@ class TextCodec(Protocol):
     def eos_token_ids(self) -> tuple[int, ...]: ...
 
     @property
+    def sampling_defaults(self) -> Mapping[str, float]:
+        """The model's own values of sampling parameters that a client leaves out, by the names of fields of `Sampling`; empty: none."""
+        ...
+
+    @property
     def class_names(self) -> Mapping[int, str]:
         """The names of a classifying model's classes, by the number of the class; empty if the model has no classes, or they have no names."""
         ...

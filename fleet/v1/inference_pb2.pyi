@@ -415,7 +415,9 @@ Global___TokenIds: _TypeAlias = TokenIds  # noqa: Y015
 
 @_typing.final
 class Sampling(_message.Message):
-    """Unset optional fields take the value in brackets."""
+    """Unset optional fields take the value in brackets. The model's own default (generation_config.json) comes first for temperature, top_p,
+    top_k, min_p and the penalties.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -4,7 +4,7 @@ Values that cannot be translated are rejected here, with the path of their field
 """
 
 from collections.abc import Callable, Mapping
-from typing import assert_never
+from typing import Any, assert_never
 
 import numpy as np
 
@@ -37,6 +37,7 @@ from fleet.core.requests import (
     TokenPrompt,
     ToolChoice,
     Usage,
+    unset_fields,
 )
 from fleet.core.roles import KvPath, Phase, Placement
 from fleet.v1 import inference_pb2 as pb
@@ -98,11 +99,13 @@ def decode_request(message: pb.GenerateRequest, request_id: RequestId, deadline:
         raise invalid("placement", f"{message.placement} is not a known value")
     if message.kv_path not in _KV_PATHS:
         raise invalid("kv_path", f"{message.kv_path} is not a known value")
+    given = {field: getattr(message.sampling, field) for field in _OPTIONAL if message.sampling.HasField(field)}  # type: ignore[arg-type]  # by name
     return GenerateRequest(
         id=RequestId(message.request_id) if message.request_id else request_id,
         model=ModelName(message.model),
         prompt=_decode_prompt(message),
-        sampling=_decode_sampling(message.sampling),
+        sampling=_decode_sampling(message.sampling, given),
+        unset=unset_fields(given),
         stop=tuple(message.stop),
         priority=message.priority,
         deadline=deadline,
@@ -369,8 +372,8 @@ def _decode_pooling(message: pb.Pooling) -> Pooling:
     return pooling
 
 
-def _decode_sampling(message: pb.Sampling) -> Sampling:
-    given = {field: getattr(message, field) for field in _OPTIONAL if message.HasField(field)}  # type: ignore[arg-type]  # by name
+def _decode_sampling(message: pb.Sampling, given: dict[str, Any]) -> Sampling:
+    """Return the sampling parameters of a message; `given` has the values of those `_OPTIONAL` fields that the message has."""
     form = None
     if message.HasField("form") and (form := decode_structured_output(message.form)) is None:
         raise invalid("sampling.form", f"must be one of {', '.join(pb.Form.DESCRIPTOR.fields_by_name)}")

@@ -110,6 +110,7 @@ def decode_infer(
         model=ModelName(message.model_name),
         prompt=prompt,
         sampling=parameters.sampling,
+        unset=parameters.unset,
         stop=parameters.stop,
         priority=parameters.priority,
         deadline=min(deadlines, default=None),

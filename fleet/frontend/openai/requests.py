@@ -46,6 +46,7 @@ from fleet.core.requests import (
     TokenBytes,
     TokenPrompt,
     ToolChoice,
+    unset_fields,
 )
 from fleet.core.validation import (
     MAX_IMAGE_BYTES,
@@ -333,7 +334,7 @@ def _build_request(
         "max_tokens": max_tokens,
         "temperature": body.temperature,
         "top_p": body.top_p,
-        "top_k": None if body.top_k == -1 else body.top_k,  # -1 means no limit in vLLM
+        "top_k": 0 if body.top_k == -1 else body.top_k,  # -1 means no limit in vLLM
         "min_p": body.min_p,
         "seed": None if body.seed is None else unsigned_seed(body.seed, "seed"),
         "presence_penalty": body.presence_penalty,
@@ -349,11 +350,13 @@ def _build_request(
         "prompt_logprobs": _most(body.prompt_logprobs, logprobs) if echo else body.prompt_logprobs,
         "thinking_tokens": None if body.thinking_token_budget == -1 else body.thinking_token_budget,
     }
+    given = {name: value for name, value in values.items() if value is not None}
     request = GenerateRequest(
         id=request_id if body.request_id is None else checked_request_id(body.request_id),
         model=ModelName(body.model or ""),
         prompt=prompt,
-        sampling=Sampling(**{name: value for name, value in values.items() if value is not None}),  # type: ignore[arg-type]  # types unknown
+        sampling=Sampling(**given),  # type: ignore[arg-type]  # types unknown
+        unset=unset_fields(given),
         fill_context=max_tokens is None,
         stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
         include_stop_string=bool(body.include_stop_str_in_output or body.no_stop_trim),

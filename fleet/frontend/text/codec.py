@@ -29,7 +29,8 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from fleet.core.errors import ConfigurationRefused, invalid
-from fleet.core.requests import ChatMessage, TokenBytes
+from fleet.core.requests import MODEL_DEFAULTS, ChatMessage, TokenBytes
+from fleet.core.validation import is_valid_default
 from fleet.router.ports import TextCodec, TextDecoder
 
 log = logging.getLogger(__name__)
@@ -223,6 +224,7 @@ def _to_json(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
+GENERATION_CONFIG = "generation_config.json"
 IMAGE_TOKENS = ("image_token_id", "image_token_index", "boi_token_index", "boi_token_id")
 """Fields of config.json with the id of the token that chat templates write for an image: the image token itself, or the token
 that begins an image."""
@@ -252,10 +254,14 @@ EncodeText = Callable[[str, bool], TokenBytes]
 """Function that encodes a text; if the flag is true, it also adds the model's special tokens."""
 
 
-def load_codec(model_dir: str | Path) -> TextCodec:
-    """Read the tokenizer, the chat template and the end-of-sequence ids of a model folder.
+def load_codec(model_dir: str | Path, *, model_defaults: bool = True) -> TextCodec:
+    """Read the tokenizer, the chat template, the end-of-sequence ids and the sampling defaults of a model folder.
 
     This blocks for up to a second if the vocabulary is large.
+
+    Args:
+        model_dir: The folder.
+        model_defaults: False: the codec has no sampling defaults, whatever the folder names.
 
     Raises:
         ConfigurationRefused: The folder is not a usable model folder; the message says which file is missing or wrong.
@@ -278,6 +284,7 @@ def load_codec(model_dir: str | Path) -> TextCodec:
         tool_template=templates.get("tool_use"),
         vocab_size=_vocab_size(config, tokenizer),
         eos_token_ids=_eos_token_ids(folder, config, special_tokens, tokenizer),
+        sampling_defaults=_sampling_defaults(folder) if model_defaults else {},
         image_token_ids=tuple(
             token_id for name in IMAGE_TOKENS if isinstance(token_id := config.get(name), int) and token_id >= 0
         ),
@@ -302,6 +309,7 @@ class HuggingFaceCodec:
         tool_template: ChatTemplate | None = None,
         vocab_size: int,
         eos_token_ids: tuple[int, ...],
+        sampling_defaults: Mapping[str, float] | None = None,
         image_token_ids: tuple[int, ...] = (),
         class_names: Mapping[int, str] | None = None,
         response_template: Mapping[str, Any] | None = None,
@@ -314,6 +322,7 @@ class HuggingFaceCodec:
         self.response_template = response_template
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
+        self.sampling_defaults = sampling_defaults or {}
         self._image_token_ids = image_token_ids
         self._class_names = class_names or {}
         self._created = created
@@ -498,11 +507,29 @@ def _eos_token_ids(
 
     They are in generation_config.json or, if that file has none, in config.json. The tokenizer's settings name a further id.
     """
-    declared = _load_object(folder / "generation_config.json").get("eos_token_id", config.get("eos_token_id"))
+    declared = _load_object(folder / GENERATION_CONFIG).get("eos_token_id", config.get("eos_token_id"))
     ids = declared if isinstance(declared, list) else [declared]
     if (text := special_tokens.get("eos_token")) is not None:
         ids = [*ids, tokenizer.token_to_id(text)]
     return tuple(sorted({token_id for token_id in ids if isinstance(token_id, int)}))
+
+
+def _sampling_defaults(folder: Path) -> Mapping[str, float]:
+    """Return the sampling parameters that a model's generation_config.json names, without those that no request may have.
+
+    vLLM and SGLang take the same values for parameters that a client leaves out. Limits of lengths, such as `max_new_tokens`, are no
+    part of them.
+    """
+    declared = _load_object(folder / GENERATION_CONFIG)
+    found: dict[str, float] = {}
+    for name in MODEL_DEFAULTS:
+        value = declared.get(name)
+        if value is not None and is_valid_default(name, value):
+            found[name] = value
+        elif value is not None:
+            file = str(folder / GENERATION_CONFIG)
+            log.warning("sampling default ignored: out of range", extra={"file": file, "field": name, "value": value})
+    return found
 
 
 class IncrementalDecoder:

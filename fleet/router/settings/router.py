@@ -387,6 +387,10 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
     """Tokenizer and chat template by served model name: a folder, or a repository of the Hugging Face Hub (such as Qwen/Qwen3-0.6B, with
     ``@revision`` after it unless the newest is meant). Only the tokenizer and the configuration are downloaded."""
 
+    model_defaults: bool = True
+    """Use the values in a model's generation_config.json for sampling parameters that a client leaves out: temperature, `top_p`, `top_k`,
+    `min_p` and the penalties. vLLM and SGLang do so, too. If off, or without such a value, the defaults of docs/api.md hold."""
+
     hub: HubSettings = HubSettings()
     """Where the repositories in `models`, and in `tokenizer` of `openai_workers`, are downloaded from, and where they are kept."""
 

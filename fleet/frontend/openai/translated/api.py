@@ -13,7 +13,7 @@ from msgspec import Struct, structs
 from fleet.core.clock import Nanos
 from fleet.core.errors import RequestRejected
 from fleet.core.ids import ModelName, RequestId
-from fleet.core.requests import Delta, Finished
+from fleet.core.requests import Delta, Finished, Sampling
 from fleet.frontend.images.files import ImageFile, remote_images
 from fleet.frontend.openai.requests import OpenAiRequest, read_chat
 from fleet.frontend.openai.translated.answer_events import AnswerEvents
@@ -47,6 +47,7 @@ class AnswerStart(Struct, frozen=True, kw_only=True):
     request_id: RequestId
     model: ModelName
     prompt_tokens: int
+    sampling: Sampling
     created: int
     events: AnswerEvents  # counts the events of the answer
 

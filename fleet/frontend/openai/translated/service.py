@@ -213,6 +213,7 @@ def _start(admitted: Admitted, written: AnswerEvents) -> AnswerStart:
         request_id=admitted.resumes or admitted.request_id,
         model=admitted.model,
         prompt_tokens=admitted.prompt_tokens,
+        sampling=admitted.sampling,
         created=admitted.began or unix_seconds(),
         events=written,
     )

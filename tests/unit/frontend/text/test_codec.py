@@ -298,6 +298,23 @@ def test_tokens_for_images_are_those_of_the_configuration(fields, ids, tmp_path)
     assert load_codec(folder).image_token_ids == ids
 
 
+def test_sampling_defaults_are_those_of_the_model(tmp_path, caplog):
+    folder = write_model(tmp_path)
+    declared = {
+        "temperature": 0.6,
+        "top_k": 20,
+        "top_p": 1.5,
+        "min_p": None,
+        "max_new_tokens": 9,
+        "repetition_penalty": True,
+    }
+    write_json(folder / "generation_config.json", declared)
+
+    assert load_codec(folder).sampling_defaults == {"temperature": 0.6, "top_k": 20}
+    assert [record.field for record in caplog.records] == ["top_p", "repetition_penalty"]
+    assert load_codec(folder, model_defaults=False).sampling_defaults == {}
+
+
 @pytest.mark.parametrize(
     ("id2label", "names"),
     [(None, {}), ({"0": "calm", "1": "angry"}, {0: "calm", 1: "angry"}), (["calm"], {}), ({"x": 1}, {})],

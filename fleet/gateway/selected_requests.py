@@ -1,4 +1,7 @@
-"""Selected requests: the router places them and reserves capacity for them, but proxies send them to the workers."""
+"""Selected requests: the router places them and reserves capacity for them, but proxies send them to the workers.
+
+Rule 2 of `fleet.gateway.selection` says how long a selected request lasts without a report (its selection lease).
+"""
 
 import asyncio
 from collections.abc import Callable

@@ -3,7 +3,8 @@
 Rules:
 
 1. Unless its mode is `off`, every planner asks its rule for decisions, also if it does not lead. So the rule knows the
-   past demand when the planner begins to lead. Only the leader applies plans, and only in active mode.
+   past demand when the planner begins to lead. Only the leader applies plans, and only in active mode. The election is
+   in `fleet.planner.election`.
 2. Only one plan is carried out at a time. It is superseded by a decision that requests more replicas of some pool than the plan
    or, for a pool that is not in the plan, than the pool's present number. Every other decision has no effect while the plan is
    carried out. The new plan also contains the pools of the superseded plan whose replicas do not all serve yet. So these

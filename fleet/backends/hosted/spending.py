@@ -7,7 +7,9 @@ Rules:
 1. A charge belongs to the minute in which its request began. A request is admitted only if its estimate, together with
    the charges of the present minute and of the 60 minutes before, stays within the limit. So the charges of any 60
    consecutive minutes stay within the limit, too.
-2. The estimate is charged before the request is sent. When the usage is known, the difference to the real cost is
+2. The estimate is the cost of the prompt and of the longest answer that the request allows (`_Offer.estimate` in
+   `fleet.backends.hosted.overflow`). A prompt that was not tokenized counts as one token for each byte of the body. The
+   estimate is charged before the request is sent. When the usage is known, the difference to the real cost is
    subtracted from the charge of the same minute. If the usage never becomes known, the estimate remains. So even if the
    process is killed, the charges are never below the money that was spent.
 3. If the usage costs more than the estimate, because the endpoint counts the prompt differently, the difference is

@@ -3,6 +3,10 @@
 The connection adds the bytes that it receives, and one consumer reads them. When more than `HIGH_WATER_BYTES` wait, the
 stream is full, and the connection stops reading from its client until the consumer has read them. Memory is therefore
 bounded, however long the body is.
+
+This module is only for bodies that a handler reads while they arrive (`fleet.net.http.connection`, rule 7). Other bodies are
+complete before their request is served. `HttpSettings.max_body_bytes` (`fleet.net.settings`) limits their size, and
+`fleet.net.http.connection` applies this limit.
 """
 
 import asyncio

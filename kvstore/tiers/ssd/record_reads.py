@@ -1,4 +1,7 @@
-"""Record reads: read records from a segment, directly into the callers' memory where possible, and verify them."""
+"""Record reads: read records from a segment, directly into the callers' memory where possible, and verify them.
+
+The finding about a record is only a result here. `kvstore.tiers.ssd.reader` decides what happens to a damaged block.
+"""
 
 from collections.abc import Sequence
 from enum import Enum, auto

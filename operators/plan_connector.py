@@ -4,7 +4,7 @@ Rules:
 
 1. The connector writes a number by server-side apply, with `writer` as the field manager. The write fails if the
    RoleScaler's specification has changed since the observation on which the write is based. Annotations hold the id of
-   the plan and the number that was requested before the plan. Only the operator creates RoleScalers.
+   the plan and the number before the plan (`PoolObservation.before_a_write`). Only the operator creates RoleScalers.
 2. `managedFields` record who owns a number. The operator owns the number at first, because it creates the RoleScaler.
    If the number has an owner other than the operator and the planner, the planner must not change it: the pool is
    pinned. So `kubectl scale`, an HPA and KEDA work without knowing about planners.
@@ -110,7 +110,11 @@ class _Scaler(NamedObject, frozen=True, kw_only=True):
 
     @property
     def before(self) -> int | None:
-        """The number of replicas that was requested before the plan, or None if it is unknown."""
+        """The number below which a rollback of the plan does not go, or None if it is unknown.
+
+        It is the number before the plan, less replicas of an earlier plan that did not serve, as
+        `PoolObservation.before_a_write` has computed it (`fleet.planner.messages`).
+        """
         number = self._annotation(BEFORE)
         return int(number) if number.isdecimal() else None
 

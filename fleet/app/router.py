@@ -678,10 +678,11 @@ def _background(parts: _Parts, directory: "Directory | None") -> list[Coroutine[
 
 
 async def _catch_up(parts: _Parts, directory: "Directory | None", seconds: float) -> None:
-    """Wait at most `seconds` for what this router has to know before it serves.
+    """Wait at most `seconds` for what this router has to know before it announces that it is ready.
 
-    The wait ends when external servers were asked once, peer routers have sent their state, the directory was read, and
-    the router has tried once to connect to each worker. If the time is over before, log a warning.
+    The wait ends when each external server has joined or failed its first health check, the processes that share the ports of
+    this one have sent their state, the directory was read once, and the router has tried once to connect to each member.
+    Other peer routers are not waited for. If the time is over before, log a warning.
     """
     backends = parts.backends
     waiting_for = "external backends"

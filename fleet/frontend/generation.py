@@ -227,7 +227,8 @@ class Generation:
         self._running: set[RequestId] = set()
         self.relayed_ids: set[RequestId] = set()
         """Ids, chosen by clients, of running requests to external servers. The relay adds and removes them."""
-        self._parents: dict[ModelName, ModelName] = {}  # base model of each LoRA adapter, by the adapter's name
+        # Base model of each LoRA adapter that a request has named since the start, by the adapter's name.
+        self._parents: dict[ModelName, ModelName] = {}
         self._threads = threads
         # After the death of a router, clients resume all its streams at the same time, and a thread has to replay each long one. This
         # limit leaves threads free for the prompts of other requests.

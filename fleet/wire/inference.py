@@ -131,7 +131,8 @@ def encode_request(request: GenerateRequest, sampling: Mapping[str, object], tim
     """Encode a request of a client.
 
     Args:
-        request: The request. Its sampling parameters, its deadline and its fields about resumption are not encoded.
+        request: The request. Only the fields that `pb.GenerateRequest` has are encoded, without the sampling parameters, the
+            deadline and the fields about resumption.
         sampling: Values of fields of `Sampling`, by name. For absent fields the server uses its defaults.
         timeout_ms: Limit for the whole answer in milliseconds; 0: no limit.
 

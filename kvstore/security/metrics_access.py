@@ -1,7 +1,8 @@
 """Access to metrics: checks the key that scrapers send as `Authorization: Bearer KEY`.
 
-Metrics name models, workers, tenants and pools. A port that other hosts reach therefore refuses all requests, unless
-the settings name a key or set `open`.
+Metrics name models, workers, tenants and pools. A port that other hosts reach therefore refuses all requests for metrics,
+unless the settings name a key or set `open`. Routers have rules of their own (`RouterMetricsAccess` in
+`fleet.router.settings.router`), and check keys by the same `MetricsGuard`.
 """
 
 import hashlib

@@ -14,8 +14,9 @@ def is_secret(name: str, value: str) -> bool:
     """Return whether a value is probably a secret, which must not be shown. An empty value is not a secret.
 
     Args:
-        name: Name of an environment variable, or of a flag without its dashes. The word `token` alone does not prove a
-            secret: ``max-num-batched-tokens`` is a number of tokens, and other names concern a tokenizer.
+        name: Name of an environment variable, or of a flag without its dashes. A name that ends with `token` belongs to a
+            secret. Elsewhere in a name, `token` belongs to a secret only if it does not begin a word like `tokenizer`, and
+            if the value is neither a number nor a truth value: ``max-num-batched-tokens`` is a number of tokens.
         value: The literal value, or an empty text if the document does not contain the value.
     """
     if not value:

@@ -332,7 +332,8 @@ def merged(ours: Any, theirs: Any, key: str = "") -> Any:
                 named[name] = merged(named.get(name), item)
                 seen.add(name)
             else:
-                # an item without a name, or with a repeated name, is kept as it is; the API server reports the fault
+                # An item without a name, or with a repeated name, is kept as it is, and the API server judges it. It
+                # accepts some of these items, such as a TCP port and a UDP port with the same number.
                 faulty.append(item)
         return [*named.values(), *faulty]
     return theirs

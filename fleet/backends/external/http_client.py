@@ -18,7 +18,8 @@ OUT_OF_SOCKETS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENO
 """Error numbers of a system call that failed because no socket was left in the process or the machine."""
 
 MAX_ANSWER_BYTES = 1 << 20
-FIRST_FINAL_STATUS = 200  # lower statuses (1xx) only announce that an answer follows
+# Lower statuses (1xx) only announce that an answer follows, except 101, after which the protocol changes and no answer follows.
+FIRST_FINAL_STATUS = 200
 FIRST_SERVER_ERROR = 500
 
 

@@ -725,9 +725,10 @@ def unused_id(request: GenerateRequest, chosen: RequestId, is_running: Callable[
 
 
 def numbered_request_id(request_id: RequestId, number: int, is_running: Callable[[RequestId], bool]) -> RequestId:
-    """Return an id for one of the requests to the router that an HTTP request becomes; number 0 has the id of the HTTP request.
+    """Return the id for one of the requests into which the router divides an HTTP request.
 
-    A very long id is shortened. The new id differs from the ids of running requests, which clients may have chosen.
+    `number` is the index of this request; the one with index 0 keeps the id of the HTTP request. A very long id is shortened. The new id
+    differs from the ids of running requests, which clients may have chosen.
     """
     if not number:
         return request_id

@@ -547,9 +547,10 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
     """Maximum pause between two attempts to reach a worker that is still a member; the first pause is 50 ms."""
 
     catch_up_seconds: Annotated[float, Meta(ge=0, le=20)] = 5.0
-    """The longest time in seconds for which a starting router waits until it has dialled each existing worker once, and has the state of its
-    peers. Until then it does not report that it is ready and, if it shares its ports, accepts no connections. Afterwards it serves with the
-    workers that it knows."""
+    """The longest time in seconds for which a starting router waits until it has checked each external server once, has the state of the
+    processes that share its ports, has read the directory of workers, and has tried once to connect to each worker that is registered or in
+    the directory. It does not wait for other peer routers. Until then it does not announce that it is ready and, if it shares its ports,
+    accepts no connections. Afterwards it serves with the workers that it knows."""
 
     @property
     def counts_limits_without_redis(self) -> bool:

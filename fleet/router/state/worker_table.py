@@ -259,10 +259,10 @@ class WorkerReservations:
 
 
 class AnnouncedReservations(WorkerReservations):
-    """Keeps reservations like `WorkerReservations`, and announces long prompts to the peer routers (rule 6).
+    """Keeps reservations like `WorkerReservations`, and announces to the peer routers the prompts with many tokens to compute (rule 6).
 
-    Reservations that begin or end, and computed prompts, are announced soon. Answers that grow are not; the peers learn of them with the
-    next regular message (`fleet.peers.routers`, rule 3).
+    A prompt is announced if `prefill_tokens >= MIN_ANNOUNCED_TOKENS`. Each reservation that begins or ends, and each computed prompt,
+    counts as a change, and changes are soon sent. A growing answer is no such change (`fleet.peers.routers`, rule 3).
     """
 
     def __init__(

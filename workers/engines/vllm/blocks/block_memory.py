@@ -15,7 +15,9 @@ from workers.engines.vllm.store_planner import BlockLoad
 if TYPE_CHECKING:
     import torch
 
-# Maximum device memory, in bytes, for the temporary copies of loads. The temporary copies of saves may take as much again.
+# Maximum number of bytes that are gathered on the device at a time, unless one block is larger. The temporary copies take
+# more memory at their peak: a load has this number of bytes, and a save has twice as many, first in pieces and then
+# stacked. The stacks of earlier gathers of a save also remain until they are copied to the host.
 GATHER_BYTES = 32 << 20
 
 Source: TypeAlias = Callable[[int], ByteArray | list[ByteArray]]
@@ -146,7 +148,7 @@ class DeviceBlocks:
     2. Loads have a stream of their own. On the engine's stream, each copy of a load would wait for the steps that the
        engine has launched. The fence of a load (`fence`) makes the load wait only for the work that may still use the
        blocks that the load fills.
-    3. At most `GATHER_BYTES` are gathered at a time, because the engine has taken nearly all memory of the device.
+    3. At most `GATHER_BYTES`, or one block, are gathered at a time, because the engine has taken nearly all memory of the device.
     """
 
     def __init__(self, layers: "Sequence[torch.Tensor]"):

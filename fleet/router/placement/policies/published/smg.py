@@ -34,7 +34,7 @@ class CacheAware:
         prompt = float(np.ceil(request.prompt_tokens / candidates.block_tokens[place]))
         worker_id = candidates.worker_ids[place]
         new = prompt - float(candidates.engine_blocks[place])
-        if len(self._trees) > 2 * len(candidates) + 64:  # forget workers that have left, but seldom
+        if len(self._trees) > 2 * len(candidates) + 64:  # seldom: forget all that are no candidates here
             known = set(candidates.worker_ids)
             self._trees = {name: size for name, size in self._trees.items() if name in known}
         self._trees[worker_id] = min(MAX_TREE_BLOCKS, self._trees.get(worker_id, 0.0) + max(0.0, new))

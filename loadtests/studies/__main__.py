@@ -4,8 +4,8 @@ Exit status: 0 all findings hold, 1 a finding does not hold, 2 misused, 3 a scen
 """
 
 import argparse
-import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -71,21 +71,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError:
         print(f"--seeds: {arguments.seeds!r} is not A:B", file=sys.stderr)
         return MISUSED
-    began = _processor_seconds()
+    began = time.process_time()
     try:
         report = STUDIES[arguments.name][1](effort)
     except ConfigurationRefused as error:
         print(f"loadtests.studies: {error}", file=sys.stderr)
         return REFUSED
-    report = structs.replace(report, cpu_seconds=round(_processor_seconds() - began, 1))
+    if effort.processes == 1:  # otherwise, other processes have done the work
+        report = structs.replace(report, cpu_seconds=round(time.process_time() - began, 1))
     _write(report, arguments.json)
     return 0 if report.holds else FAILED
-
-
-def _processor_seconds() -> float:
-    """Return the processor time of this process and of all its children that have ended."""
-    used = os.times()
-    return used.user + used.system + used.children_user + used.children_system
 
 
 def _write(report: StudyReport, file: str | None) -> None:

@@ -64,7 +64,7 @@ class StudyReport(Struct, frozen=True, kw_only=True):
     study: str
     tables: tuple[StudyTable, ...]
     findings: tuple[StudyFinding, ...]
-    cpu_seconds: float = 0.0
+    cpu_seconds: float | None = None  # None: unknown, because other processes ran the cases
 
     @property
     def holds(self) -> bool:

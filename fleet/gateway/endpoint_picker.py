@@ -5,8 +5,8 @@ The messages are those of the Gateway API Inference Extension.
 Rules:
 
 1. The picker reads a request completely, then places it and reserves capacity for it in one step, as the service
-   `fleet.v1.Selection` does. Then it returns the headers with the endpoint, and the unchanged body, to the gateway. It
-   picks only endpoints that the gateway allows.
+   `fleet.v1.Selection` does. Then it returns the headers with the endpoint (`fleet.gateway.ext_proc.picked`), and the unchanged body, to
+   the gateway. It picks only endpoints that the gateway allows.
 2. The picker itself answers a request that cannot be placed: with status 503 if no worker is ready, with 429 and a
    retry hint if all workers are busy, and with an error in the form of its API if the request is invalid.
 3. A reservation ends when the answer ends, when the gateway ends the call, when one of the request's workers is lost, or

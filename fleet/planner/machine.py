@@ -46,8 +46,8 @@ Rules, in the order in which `PlannerMachine.decide` applies them:
 10. **Goals out of reach.** If no pool can reach a goal, the planner sizes pools for nearly the best latency that can be
     reached, and reports a condition. The planner then does not shrink pools unless the load ends.
 
-`fleet.planner.loop` carries the decisions out. On Kubernetes, `operators.controller.reconcile` (rule 5) chooses which
-pods end.
+`fleet.planner.loop` carries the decisions out. Which replicas end is decided elsewhere: on Kubernetes by
+`operators.controller.reconcile` (rule 5), under `fleet up` by `fleet.local.pools` (rule 2).
 """
 
 from collections import deque

@@ -528,7 +528,11 @@ def replay_endpoint(scratch: Path) -> str:
 
 
 def _transfer_config(settings: WorkerSettings, revision: str, scratch: Path) -> dict[str, Any]:
-    """Return vLLM's settings for KV transfer: Fleet's connector, and for direct transfers NIXL's connector before it."""
+    """Return vLLM's settings for KV transfer: Fleet's connector, and for direct transfers NIXL's connector before it.
+
+    vLLM computes blocks that could not be loaded (`workers.engines.vllm.store_planner`, rule 3, and
+    `workers.engines.vllm.blocks.handoff_checksums`, rule 2).
+    """
     role = KV_ROLES[settings.role]
     ours = {
         "kv_connector": "FleetConnector",

@@ -206,7 +206,7 @@ class PlannerLoop:
         missing until the prediction of a rehearsal was compared with a measured latency."""
 
         self.rule_failures = 0
-        """Number of rounds in which the scaling rule raised an error."""
+        """Number of rounds in which the scaling rule, or the recording of its decision, raised an error."""
 
         self.ended: dict[PlanState, int] = dict.fromkeys(PlanState, 0)
         """Number of plans by the state in which they ended."""

@@ -75,8 +75,8 @@ async def _give_up(
 ) -> tuple[PlanOutcome, Observation]:
     """Roll back the unfinished part of a plan, and return the outcome and the last observation.
 
-    The outcome is ROLLED_BACK, or else UNSETTLED: there is nothing to roll back, or the numbers stay as they are, because another
-    program has changed them or they must not be changed any more.
+    The outcome is ROLLED_BACK if the rollback was written. It is UNSETTLED if there is nothing to roll back, or if the rollback failed:
+    another program has changed the number of a pool, or a pool is pinned, missing or refused. A part of it may be written then.
     """
     less = rollback(plan, before, seen)
     if less is None:

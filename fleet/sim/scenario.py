@@ -204,7 +204,9 @@ class Scenario(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def read_scenario(path: Path, changes: Mapping[str, Any] | None = None) -> Scenario:
-    """Read the scenario in a TOML file. `changes` maps paths of fields to values that replace those of the file (`fleet.config.load`).
+    """Read the scenario in a TOML or JSON file.
+
+    `changes` maps paths of fields to values that replace those of the file, or complement them (`fleet.config.load`).
 
     Raises:
         ConfigurationRefused: The file cannot be read, or a field is invalid; the message names the file and the invalid field.

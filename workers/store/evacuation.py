@@ -15,7 +15,7 @@ Rules:
    row.
 5. The log has one line with the result: blocks and bytes copied, blocks that were in the tier already, blocks left, and
    failures. If requests still ran, a second evacuation follows for the blocks that they added, with a second line. If
-   the node has never answered, nothing is copied, and there is no line.
+   no handshake with the node has succeeded, nothing is copied, and there is no line.
 """
 
 import asyncio
@@ -84,7 +84,7 @@ class StoreEvacuator:
 
     async def evacuate(self, prompts: Sequence[RecentPrompt], cached: Sequence[BlockHash], deadline: Nanos) -> None:
         if not self._client.joined:
-            return  # the node has never answered, so it can neither take nor give blocks
+            return  # no handshake with the node has succeeded, so it can neither take nor give blocks
         began = self._clock.now()
         names = await self._call(lambda: self._by_priority(prompts, cached))
         self.summary = EvacuationSummary(warm=len(names), left=len(names))

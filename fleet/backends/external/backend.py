@@ -12,7 +12,7 @@ Rules:
    that no server can handle could remove all servers.
 3. Exactly one event ends each request: it has finished, it was rejected, or its server left. For a cancelled request
    there is no such event. If the server closed an idle connection just before a request was sent over it, the server
-   has not seen the request. The request is then sent again over a new connection.
+   has probably not seen the request. The request is then sent again over a new connection.
 4. The router gets the progress of requests as from Fleet's own workers, but with the approximate number of tokens
    instead of the token ids.
 5. A server without KV events is assumed to cache the prompts that were sent to it (`fleet.router.kv_index`). The cache

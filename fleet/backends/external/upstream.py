@@ -161,7 +161,11 @@ class UpstreamOwner(Protocol):
         ...
 
     def stale(self, work_id: RequestId, relayed: RelayedRequest) -> None:
-        """Send the request again over a new connection, because the server had closed this one while it was idle."""
+        """Send the request again over a new connection.
+
+        Its connection had carried requests before, and was closed before any byte of the answer. So the server has probably closed it
+        while it was idle.
+        """
         ...
 
     def closed(self, upstream: "Upstream") -> None:

@@ -285,7 +285,7 @@ class _EngineRate(Protocol):
 
 
 class LatencyCorrection:
-    """Learns the ratio of the measured to the predicted value of one latency, and detects changes of this ratio."""
+    """Learns how the measured values of one latency differ from the predicted ones, and detects changes of this difference."""
 
     def __init__(self) -> None:
         self._correction = Correction()

@@ -91,7 +91,8 @@ def propose_pools(
 ) -> PoolProposal:
     """Return the cheapest pools that serve `rate` requests per second within the goals.
 
-    If the budget does not allow this rate, the pools serve as much of it as the budget allows.
+    If the budget does not allow this rate, the pools serve as much of it as the budget allows. If no pools are possible, return none,
+    with the reason in the conditions.
     """
     tokens = ceil(load.shape.prompt_tokens + load.shape.answer_tokens)
     if sized.context and tokens > sized.context:

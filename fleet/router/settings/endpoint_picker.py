@@ -106,7 +106,8 @@ class EndpointPickerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_f
     """The longest time from a request's headers to the end of its body; a request that takes longer is rejected."""
 
     lease_seconds: Seconds = 600.0
-    """A request loses its reservation if the gateway reports nothing about it for this time. The default is longer than any prefill."""
+    """A request loses its reservation if the gateway reports nothing about it for this time. The default is longer than
+    most prefills. For an answer that is not streamed, it must also cover the generation."""
 
     max_body_bytes: Annotated[int, Meta(ge=KIB, le=1024 * MIB)] = 8 * MIB
     """The largest request body, in bytes; requests with larger bodies are rejected. The default has room for a prompt of a million token ids

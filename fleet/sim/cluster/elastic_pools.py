@@ -95,7 +95,7 @@ class ElasticPools:
         return tuple(self._pools)
 
     def resize(self, name: str, replicas: int) -> None:
-        """Set the wanted number of replicas of a pool, and start or drain workers until the pool has this number."""
+        """Set the wanted number of replicas of a pool. Surplus workers stop or drain now; missing ones start as soon as GPUs are free."""
         assert replicas >= 0, replicas
         self._pools[name].wanted = replicas
         self._work()

@@ -293,7 +293,8 @@ class FleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
     def _join_ranks(self, client: StoreClient, seat: RankPosition) -> LeaderRank | FollowerRank | None:
         """Return this rank's end of the channels between the ranks; None if there is only one rank.
 
-        This call waits for the other ranks, on which vLLM calls `register_kv_caches` at the same time.
+        vLLM calls `register_kv_caches` on all ranks at the same time. On the first rank, this call waits until all other ranks have
+        joined; on another rank, only until the first rank listens.
         """
         if seat.ranks == 1:
             return None

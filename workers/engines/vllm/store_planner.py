@@ -335,7 +335,7 @@ class StorePlanner:
             tracked.pulling = []
 
     def counts(self, request_ids: Iterable[str]) -> Iterator[tuple[EngineRequest, PromptBlockCounts]]:
-        """Yield the requests of `request_ids` that have not ended, each with its counts until now."""
+        """Yield those requests of `request_ids` that this planner has seen and that have not ended, each with its counts until now."""
         for request_id in request_ids:
             if (tracked := self._tracked.get(request_id)) is not None:
                 yield tracked.request, tracked.counts

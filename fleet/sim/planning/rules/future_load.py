@@ -30,7 +30,7 @@ def mean_shape(requests: Sequence[TraceRequest], cached_share: float) -> Traffic
 def needs(context: RuleContext, name: PoolName, shape: TrafficShape, span_seconds: float) -> list[float]:
     """Return the number of replicas that the load keeps busy: one value for each bin of `BIN_SECONDS` seconds.
 
-    Each value is the mean over `span_seconds` seconds around its bin.
+    Each value is the mean over its bin and the bins of about `span_seconds / 2` seconds before and after it, as far as there are any.
     """
     role, requests = context.pool(name).role, context.future
     bins = [0.0] * (int(requests[-1].arrival / SECOND / BIN_SECONDS) + 1)

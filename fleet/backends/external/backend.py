@@ -11,8 +11,8 @@ Rules:
    Failed requests alone never remove the only server of a model, or more than half of its servers. Otherwise a request
    that no server can handle could remove all servers.
 3. Exactly one event ends each request: it has finished, it was rejected, or its server left. For a cancelled request
-   there is no such event. If the server closed an idle connection just before a request was sent over it, the server
-   has probably not seen the request. The request is then sent again over a new connection.
+   there is no such event. A connection that has carried requests before may be closed before any byte of an answer. Then
+   the server has probably closed it while it was idle, and the request is sent again over a new connection.
 4. The router gets the progress of requests as from Fleet's own workers, but with the approximate number of tokens
    instead of the token ids.
 5. A server without KV events is assumed to cache the prompts that were sent to it (`fleet.router.kv_index`). The cache

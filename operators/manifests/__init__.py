@@ -13,7 +13,7 @@ Rules:
    pods. The worker registers with each router under the name and the address of its own pod. Settings are in a file
    from a ConfigMap; `--set` arguments add the settings that only the pod knows, such as its address.
 4. The user's `podTemplate` overrides the pod template of the operator. Containers, environment variables, volumes and pull
-   secrets are merged by name, ports by number, and mounts by path. Other lists and values are replaced.
+   secrets are merged by name, ports by number and protocol, and mounts by path. Other lists and values are replaced.
 5. Pods run as a user other than root, without privileges, with a read-only root file system. They write only to volumes:
    an emptyDir, or, for fetched models, the claim in `cacheClaim`. A user's `podTemplate` may change this.
 

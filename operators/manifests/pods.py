@@ -78,14 +78,18 @@ fetch and load hundreds of gigabytes. A worker that fails to load its model ends
 PRODUCT_LABELS = {GpuVendor.NVIDIA: "nvidia.com/gpu.product", GpuVendor.AMD: "amd.com/gpu.product-name"}
 
 KEYS = {
-    "containers": "name",
-    "initContainers": "name",
-    "env": "name",
-    "volumes": "name",
-    "volumeMounts": "mountPath",
-    "ports": "containerPort",
-    "imagePullSecrets": "name",
+    "containers": ("name",),
+    "initContainers": ("name",),
+    "env": ("name",),
+    "volumes": ("name",),
+    "volumeMounts": ("mountPath",),
+    "ports": ("containerPort", "protocol"),
+    "imagePullSecrets": ("name",),
 }
+"""Fields that identify an item of a list of the pod template. Two items with equal values of these fields are merged."""
+
+DEFAULTS = {"protocol": "TCP"}
+"""Values that the API server gives to fields in `KEYS` that an item leaves out."""
 
 
 class Images(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -325,15 +329,22 @@ def merged(ours: Any, theirs: Any, key: str = "") -> Any:
     if isinstance(ours, Sequence) and not isinstance(ours, str) and (by := KEYS.get(key)):
         if not isinstance(theirs, Sequence) or isinstance(theirs, str):
             return theirs
-        named, faulty, seen = {item[by]: item for item in ours}, [], set()
+        named, faulty, seen = {_item_key(item, by): item for item in ours}, [], set()
         for item in theirs:
-            name = item.get(by) if isinstance(item, Mapping) else None
-            if isinstance(name, str | int) and name not in seen:
-                named[name] = merged(named.get(name), item)
-                seen.add(name)
+            key_values = _item_key(item, by)
+            if key_values is not None and key_values not in seen:
+                named[key_values] = merged(named.get(key_values), item)
+                seen.add(key_values)
             else:
-                # An item without a name, or with a repeated name, is kept as it is, and the API server judges it. It
-                # accepts some of these items, such as a TCP port and a UDP port with the same number.
+                # An item without a key, or with a repeated key, is kept as it is, and the API server judges it.
                 faulty.append(item)
         return [*named.values(), *faulty]
     return theirs
+
+
+def _item_key(item: Any, fields: Sequence[str]) -> tuple[Any, ...] | None:
+    """Return the values of the fields that identify an item of a list. Return None if the item has no such values."""
+    if not isinstance(item, Mapping):
+        return None
+    values = tuple(item.get(field) or DEFAULTS.get(field) for field in fields)
+    return values if all(isinstance(each, str | int) for each in values) else None

@@ -534,6 +534,15 @@ def test_pod_template_overrides_and_named_lists_merge():
     }
 
 
+def test_udp_port_keeps_the_tcp_port_of_the_same_number():
+    ours = {"ports": [{"name": "worker", "containerPort": 9000}]}
+    quic = {"name": "quic", "containerPort": 9000, "protocol": "UDP"}
+    renamed = {"name": "mine", "containerPort": 9000, "protocol": "TCP"}
+
+    assert merged(ours, {"ports": [quic]}) == {"ports": [*ours["ports"], quic]}
+    assert merged(ours, {"ports": [renamed]}) == {"ports": [renamed]}
+
+
 def test_user_cannot_change_selecting_labels():
     roles = [
         {"name": "all", "type": "aggregated", "podTemplate": {"metadata": {"labels": {ROLE: "mine", "team": "a"}}}}

@@ -329,17 +329,27 @@ def merged(ours: Any, theirs: Any, key: str = "") -> Any:
     if isinstance(ours, Sequence) and not isinstance(ours, str) and (by := KEYS.get(key)):
         if not isinstance(theirs, Sequence) or isinstance(theirs, str):
             return theirs
-        named, faulty, seen = {_item_key(item, by): item for item in ours}, [], set()
-        for item in theirs:
-            key_values = _item_key(item, by)
-            if key_values is not None and key_values not in seen:
-                named[key_values] = merged(named.get(key_values), item)
-                seen.add(key_values)
-            else:
-                # An item without a key, or with a repeated key, is kept as it is, and the API server judges it.
-                faulty.append(item)
-        return [*named.values(), *faulty]
+        (named, faulty), (their_named, their_faulty) = _by_key(ours, by), _by_key(theirs, by)
+        for key_values, item in their_named.items():
+            named[key_values] = merged(named.get(key_values), item)
+        return [*named.values(), *faulty, *their_faulty]
     return theirs
+
+
+def _by_key(items: Sequence[Any], fields: Sequence[str]) -> tuple[dict[tuple[Any, ...], Any], list[Any]]:
+    """Return the items by the values of the fields that identify them, and a list of the faulty items.
+
+    An item without a key, or with a repeated key, is faulty. It is kept as it is, and the API server judges it.
+    """
+    named: dict[tuple[Any, ...], Any] = {}
+    faulty = []
+    for item in items:
+        key_values = _item_key(item, fields)
+        if key_values is None or key_values in named:
+            faulty.append(item)
+        else:
+            named[key_values] = item
+    return named, faulty
 
 
 def _item_key(item: Any, fields: Sequence[str]) -> tuple[Any, ...] | None:

@@ -543,6 +543,19 @@ def test_udp_port_keeps_the_tcp_port_of_the_same_number():
     assert merged(ours, {"ports": [renamed]}) == {"ports": [renamed]}
 
 
+def test_faulty_items_of_several_nodes_reach_the_api_server():
+    """Merge twice, because the operator merges the variables of its groups over a template that was merged already."""
+    nameless, repeated = [{"image": "a"}, {"image": "b"}], {"name": "side", "image": "c"}
+    theirs = {"containers": [{"name": "side"}, repeated, *nameless]}
+
+    once = merged({"containers": [{"name": "main"}]}, theirs)
+
+    assert once == {"containers": [{"name": "main"}, {"name": "side"}, repeated, *nameless]}
+    assert merged(once, {"containers": [{"name": "main", "env": []}]}) == {
+        "containers": [{"name": "main", "env": []}, {"name": "side"}, repeated, *nameless]
+    }
+
+
 def test_user_cannot_change_selecting_labels():
     roles = [
         {"name": "all", "type": "aggregated", "podTemplate": {"metadata": {"labels": {ROLE: "mine", "team": "a"}}}}

@@ -230,7 +230,8 @@ class KvTransfer(Resource, frozen=True):
         Meta(min_length=1, max_length=2, extra_json_schema={"x-kubernetes-list-type": "set"}),
     ] = (KvPath.DIRECT,)
     """The KV paths to a worker. `direct`: from engine to engine, between prefill and decode. `store`: a worker also keeps
-    blocks in its pod's memory, for prompts with the same beginning."""
+    blocks in its pod's memory, for prompts with the same beginning. The order counts: a handoff that can use both paths takes the
+    first one."""
 
     store_memory: Quantity = "8Gi"
     """Memory in each worker's pod for the blocks of the KV path `store`."""

@@ -14,7 +14,7 @@ from math import cos, pi
 from random import Random
 from typing import Annotated, Literal
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, structs
 
 from fleet.core.clock import SECOND, Nanos
 from fleet.recording.agentic_traces import TraceSession, TraceTurn
@@ -124,6 +124,11 @@ def _phased(workload: DrawnWorkload, prompts: "_Prompts", random: Random) -> Ite
 
 
 def drawn_sessions(workload: DrawnWorkload, block_tokens: int, random: Random) -> Iterator[TraceSession]:
+    if workload.phases:  # they have no conversations of several turns
+        for number, request in enumerate(drawn_requests(workload, block_tokens, random), 1):
+            turn = TraceTurn(structs.replace(request, arrival=Nanos(0), session=number))
+            yield TraceSession((turn,), request.arrival)
+        return
     prompts = _Prompts(workload, block_tokens, random)
     now, left, number = 0.0, workload.requests, 0
     while left:

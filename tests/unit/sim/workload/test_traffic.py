@@ -176,6 +176,20 @@ def test_phases_have_stated_rates_and_lengths():
     assert request_count(workload, DATA, seed=1) is None
 
 
+def test_sessions_arrive_at_the_rates_of_phases():
+    phases = ({"seconds": 100, "rate": 0}, {"seconds": 1000, "rate": 2.0, "prompt_tokens": 100})
+    told = {"kind": "drawn", "arrivals": "phases", "phases": phases, "rate": 1000.0}
+    workload = msgspec.convert(told, DrawnWorkload)
+
+    sessions = list(sessions_of(workload, DATA, block_tokens=16, seed=1))
+
+    (turns,) = {len(session.turns) for session in sessions}
+    assert turns == 1
+    of = requests(workload, block_tokens=16)
+    assert [session.begins for session in sessions] == [each.arrival for each in of]
+    assert [session.turns[0].request.chain for session in sessions] == [each.chain for each in of]
+
+
 def test_turn_continues_previous_prompt():
     workload = DrawnWorkload(
         requests=200, turns=8, rate=4.0, prompt_tokens=300, prefixes=2, prefix_tokens=64, think_seconds=5.0

@@ -99,14 +99,6 @@ async def decide_in_thread(rule: ScalingRule, now: Nanos, demand: DemandWindow, 
     return await asyncio.to_thread(rule.decide, now, demand, seen)
 
 
-async def decide_in_place(rule: ScalingRule, now: Nanos, demand: DemandWindow, seen: Observation) -> PlanDecision:
-    """Ask a rule for a decision in the event loop.
-
-    The simulator needs this, because threads do not run in virtual time.
-    """
-    return rule.decide(now, demand, seen)
-
-
 class _PlanInFlight(Struct):
     """Holds the plan that is carried out now, or only rehearsed (in shadow mode), with its record and its task."""
 

@@ -14,7 +14,7 @@ from fleet.core.roles import Role
 from fleet.planner.control.metrics import PlannerMetrics
 from fleet.planner.decisions import DecisionReason, PlanConditionType, PlanDecision, PlanGoals, PlannedPool
 from fleet.planner.demand import DemandWindow
-from fleet.planner.loop import OBSERVE_SECONDS, STARTING_SECONDS, PlannerLoop, decide_in_place, decide_in_thread
+from fleet.planner.loop import OBSERVE_SECONDS, STARTING_SECONDS, PlannerLoop, decide_in_thread
 from fleet.planner.messages import Observation, PlanId, PoolName, PoolObservation
 from fleet.planner.ports import (
     ConnectorUnreachable,
@@ -30,6 +30,7 @@ from fleet.sim.kernel import Kernel
 from fleet.sim.virtual_loop import VirtualLoop
 from operators.chart.metric_catalogue import PLANNER
 from tests.support.metric_pages import differences
+from tests.support.planner.rule_runner import decide_in_place
 from tests.support.waiting import pace, until
 
 DECODE, PREFILL = PoolName("decode"), PoolName("prefill")

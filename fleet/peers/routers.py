@@ -49,6 +49,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Never, Protocol
 
 from google.protobuf.message import DecodeError
@@ -213,7 +214,9 @@ class PeerRouters:
         # Number of times that something was taken from a tenant's limits since the usage was last sent.
         self._usage_changes = 0
         self._sent_bookings: Mapping[WorkerId, ReservationTotals] = {}
-        self._caught_up_with: set[str] = set()
+        # the router ids of the processes that share the ports of this one, by address
+        self._ids_beside: dict[str, str] = {}
+        self._caught_up_with: set[str] = set()  # the router ids of the peers that have sent their whole state
         self._caught_up = asyncio.Event()
         self._reached = asyncio.Event()  # is set when the next peer router connects to this one
         self._settling: asyncio.Event | None = None
@@ -289,8 +292,19 @@ class PeerRouters:
         """Note that a peer router has sent its whole state, so that `caught_up` need not wait for it."""
         if not self._caught_up.is_set():
             self._caught_up_with.add(router_id)
-            if len(self._caught_up_with) >= sum(map(_is_beside, self._settings.replicas)):
-                self._caught_up.set()
+            self._check_caught_up()
+
+    def _note_answered_hello(self, address: str, router_id: str) -> None:
+        """Note the router id of the peer at an address that this router has dialled."""
+        if _is_beside(address):
+            self._ids_beside[address] = router_id
+            self._check_caught_up()
+
+    def _check_caught_up(self) -> None:
+        """Note whether each process that shares the ports of this process has sent its whole state."""
+        beside = set(filter(_is_beside, self._settings.replicas))
+        if self._ids_beside.keys() == beside and self._caught_up_with.issuperset(self._ids_beside.values()):
+            self._caught_up.set()
 
     async def caught_up(self) -> None:
         """Wait until all processes that share the ports of this process have sent their whole state.
@@ -464,7 +478,12 @@ class PeerRouters:
         refused = False  # True if the last connection ended because there was no common protocol version
         while True:
             link = _PeerConnection(
-                address, self.router_id, self._count_others, self.incompatible, refused_before=refused
+                address,
+                self.router_id,
+                self._count_others,
+                partial(self._note_answered_hello, address),
+                self.incompatible,
+                refused_before=refused,
             )
             try:
                 async with asyncio.timeout(DIAL_SECONDS if self._calling.is_open else PROVE_SECONDS):
@@ -578,6 +597,7 @@ class _PeerConnection:
         address: str,
         router_id: str,
         answers_again: Callable[[], None],
+        note_answered_hello: Callable[[str], None],
         incompatible: IncompatiblePeers,
         *,
         refused_before: bool,
@@ -595,6 +615,7 @@ class _PeerConnection:
         # True if the peer did not answer a query about limits in time, and has answered none since then (rule 11).
         self.deaf = False
         self._answers_again = answers_again
+        self._note_answered_hello = note_answered_hello
         self._questions = 0
         # the queries without an answer, by their numbers; callers of `ask` limit the time that they wait
         self._asked: dict[int, asyncio.Future[pb.ReplicaAnswer]] = {}
@@ -652,6 +673,7 @@ class _PeerConnection:
             _remember_refusal(self._incompatible, name, error)
             raise ConnectionError(str(error)) from error
         self._incompatible.accepted(Link.PEER, name)
+        self._note_answered_hello(answer.router_id)
         if self._refused_before:
             self._refused_before = False
             log.info("peer router reached", extra={"address": self.address})

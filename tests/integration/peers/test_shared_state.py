@@ -17,13 +17,16 @@ from fleet.membership.messages import MemberJoined, Register
 from fleet.membership.server import RegistryServer
 from fleet.membership.settings import MembershipSettings
 from fleet.peers import routers as replicas
+from fleet.peers.messages import encode_bookings
 from fleet.peers.routers import PeerLimits, PeerRouters
 from fleet.router.machine import RouterMachine
+from fleet.router.messages import ReservationTotals
 from fleet.router.server import RouterServer
 from fleet.router.settings.router import RouterSettings
 from fleet.router.tenants import Tenants, TenantSettings, admit_with_peers
+from fleet.v1 import replica_pb2
 from fleet.v1 import selection_pb2 as pb
-from kvstore.net.frames import open_server
+from kvstore.net.frames import connect, open_server
 from tests.support.builders import a_prompt
 from tests.support.kvstore.builders import ManualClock
 from tests.support.router.peer_routers import (
@@ -147,6 +150,23 @@ async def test_later_router_learns_registrations_before_catch_up(tmp_path):
 
             assert b.members.members == {worker.worker_id: worker}
             assert b.members.registrations() == [], "a router forwards no registration of a peer"
+
+
+async def test_state_of_another_router_does_not_end_catch_up(tmp_path):
+    """Check that only the process at the Unix socket counts, and not a router that is no process of this command."""
+    async with PeerRouterSetup(tmp_path, 1, 2).running() as b:
+        await until((tmp_path / "1").exists)
+        other = await connect(f"unix:{tmp_path}/1", lambda _: SilentRouter())
+        hello = replica_pb2.ReplicaMessage(hello=replica_pb2.ReplicaHello(router_id="other"))
+        held = {WorkerId("w0"): ReservationTotals(prefill_tokens=0, blocks=1.0, requests=1)}
+        for message in (hello, encode_bookings(held)):
+            other.send(message.SerializeToString())
+        await until(lambda: b.booked_elsewhere() == 1)
+        waiting = asyncio.create_task(b.replicas.caught_up())
+        await stays(lambda: not waiting.done(), 0.05, "the state of the other router has arrived already")
+
+        async with PeerRouterSetup(tmp_path, 0, 2).running(), asyncio.timeout(60):
+            await waiting
 
 
 async def test_routers_send_a_known_prompt_to_the_same_worker(tmp_path):

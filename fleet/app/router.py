@@ -560,8 +560,12 @@ def _shared_limits(settings: RouterSettings, shared: _Shared) -> "RedisRateLimit
     if not settings.tenants_redis:
         if settings.counts_limits_without_redis:
             log.warning(
-                "tenant limits hold for this router and those in replicas together; each other router counts for itself",
-                extra={"replicas": ",".join(settings.replicas) or "none", "to_share_with_others": "set tenants_redis"},
+                "tenant limits hold for this router and its peers together; each other router counts for itself",
+                extra={
+                    "replicas": ",".join(settings.replicas) or "none",
+                    "replicas_name": settings.replicas_name or "none",
+                    "to_share_with_others": "set tenants_redis",
+                },
             )
         return None
     try:

@@ -118,6 +118,19 @@ def test_router_without_c_modules_warns_once(tmp_path, absent, warnings):
     assert process.returncode == 0
 
 
+def test_warning_of_limits_names_peers_behind_a_name(tmp_path):
+    """Check the warning that names the routers which count the limits of tenants together."""
+    listen = f"127.0.0.1:{a_free_port()}"
+    peers = {"replicas_listen": listen, "replicas_name": listen, "replicas_credentials": {"insecure": True}}
+    process = start_router_without((), tmp_path, **peers, tenants={"acme": {"requests_per_minute": 1}})
+
+    assert process.stdout.readline()  # it serves
+    process.send_signal(signal.SIGTERM)
+
+    log = process.communicate(timeout=50)[1]
+    assert [f"replicas_name={listen}" in line for line in log.splitlines() if "tenant limits hold" in line] == [True]
+
+
 def test_fallback_of_grpc_serves_without_ngh2(tmp_path, model_dir):
     settings = {"grpc": {"library": "grpcio"}, "kserve_listen": "127.0.0.1:0", "models": {"tiny": str(model_dir)}}
     process = start_router_without(("ngh2",), tmp_path, **settings)

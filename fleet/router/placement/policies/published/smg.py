@@ -5,7 +5,8 @@
     else:                                                                     the worker with the smallest tree
 
 The *tree* of a worker is what the router itself has sent to it. Here the size of a tree is the number of blocks that
-were sent to the worker while the worker did not hold them. Copies of the rule in SGLang and vllm-router have other
+were sent to the worker while the worker did not hold them. As in SMG, a worker that is no candidate for some requests,
+for example because it is full, keeps its tree. Copies of the rule in SGLang and vllm-router have other
 defaults: a threshold of 0.3, 64 requests and a factor of 1.5.
 """
 
@@ -18,6 +19,7 @@ from fleet.router.placement.policies.pipeline import Pipeline, lowest
 from fleet.router.policy import Candidates, Floats, PlacementRequest, RandomSource
 
 MAX_TREE_BLOCKS = 10_000  # SMG limits the size of a tree; trees that would be larger count with this number of blocks
+MAX_TREES = 10_000  # the size of the tree that was not changed for the longest time is forgotten if there are more
 
 
 class CacheAware:
@@ -34,10 +36,10 @@ class CacheAware:
         prompt = float(np.ceil(request.prompt_tokens / candidates.block_tokens[place]))
         worker_id = candidates.worker_ids[place]
         new = prompt - float(candidates.engine_blocks[place])
-        if len(self._trees) > 2 * len(candidates) + 64:  # seldom: forget all that are no candidates here
-            known = set(candidates.worker_ids)
-            self._trees = {name: size for name, size in self._trees.items() if name in known}
-        self._trees[worker_id] = min(MAX_TREE_BLOCKS, self._trees.get(worker_id, 0.0) + max(0.0, new))
+        # The tree that was changed last is moved to the end.
+        self._trees[worker_id] = min(MAX_TREE_BLOCKS, self._trees.pop(worker_id, 0.0) + max(0.0, new))
+        if len(self._trees) > MAX_TREES:
+            del self._trees[next(iter(self._trees))]
         return place
 
     def _choice(self, request: PlacementRequest, candidates: Candidates, rng: RandomSource) -> int:

@@ -84,6 +84,15 @@ def test_smg_takes_long_match_or_the_smallest_tree():
     assert router.pick(a_candidate("half", prompt_tokens=320), a_candidate("most", prompt_tokens=320), cold) == "cold"
 
 
+def test_smg_keeps_trees_of_workers_that_are_no_candidates():
+    router = Router("smg")
+    workers = [a_candidate(f"w{number}", prompt_tokens=320) for number in range(100)]
+    for worker in workers:
+        router.pick(worker)  # all others are full
+
+    assert router.pick(*workers, a_candidate("cold", prompt_tokens=320)) == "cold"
+
+
 # Infera.
 
 

@@ -5,7 +5,7 @@ Rules:
 1. A router without `control_listen` listens on a Unix socket that only its own user can reach. The path of the socket
    follows from the router's gRPC address, so another process of the same user finds it. Its folder is in TMPDIR if that
    path is short enough, else in /tmp. A caller searches both folders, and so finds every router that has the same
-   TMPDIR or no TMPDIR.
+   TMPDIR or no TMPDIR. A router that listens at all addresses is found only for an address of this machine.
 2. The folder belongs to the user alone. It is made with mode 0700; a link, another user's folder, or one that is open
    to others is refused. Another user can thus prevent a router from starting, but cannot intercept its callers.
 3. A socket on which a process listens is never replaced. A socket that a killed process left behind is replaced. The
@@ -64,7 +64,9 @@ def find_control_socket(grpc_address: str) -> str | None:
     for folder in dict.fromkeys((control_folder(), _folder_in(DEFAULT_PARENT))):
         for each in asked:
             path = folder / _socket_name(each)
-            if _is_private(folder) and _is_own_socket(path):
+            if not (_is_private(folder) and _is_own_socket(path)):
+                continue
+            if each == grpc_address or host in THIS_HOST or _is_of_this_machine(host):
                 return f"unix:{path}"
     return None
 
@@ -155,6 +157,19 @@ def _is_dead(path: Path) -> bool:
     with socket.socket(socket.AF_UNIX) as probe:
         probe.setblocking(False)
         return probe.connect_ex(str(path)) == errno.ECONNREFUSED
+
+
+def _is_of_this_machine(host: str) -> bool:
+    """Return whether a host is this machine: a socket can be bound only to an address of this machine."""
+    try:
+        found = socket.getaddrinfo(host.removeprefix("[").removesuffix("]"), 0, type=socket.SOCK_DGRAM)
+    except (OSError, UnicodeError):  # UnicodeError: this is no valid host name
+        return False
+    for family, kind, _, _, address in found:
+        with suppress(OSError), socket.socket(family, kind) as probe:
+            probe.bind(address)
+            return True
+    return False
 
 
 def _is_own_socket(path: Path) -> bool:

@@ -4,8 +4,10 @@ import hashlib
 import json
 import os
 import signal
+import socket
 import stat
 import subprocess
+import tempfile
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from fleet.cli.console.exits import CONFIGURATION_REFUSED, REPLACED
 from fleet.cli.main import run
 from fleet.client import AsyncClient, Client, FleetError, Unauthenticated, Unavailable
 from fleet.net.control.access import load_control_access
-from fleet.net.control.address import control_folder, control_socket
+from fleet.net.control.address import control_folder, control_socket, find_control_socket, private_folder
 from fleet.v1 import control_pb2 as control
 from fleet.v1 import control_pb2_grpc, selection_pb2_grpc, worker_pb2, worker_pb2_grpc
 from fleet.v1 import selection_pb2 as selection
@@ -413,6 +415,18 @@ def test_default_control_socket_is_private_and_discoverable(tmp_path, model_dir)
         assert stat.S_IMODE(Path(unix_path(endpoints["control"])).stat().st_mode) == 0o600
         for address in (endpoints["grpc"], endpoints["grpc"].replace("127.0.0.1", "localhost")):
             assert run_fleet("status", "--address", address).returncode == 0
+
+
+@pytest.mark.parametrize(("host", "is_this_machine"), [("127.0.0.1", True), ("127.0.0.2", True), ("192.0.2.1", False)])
+def test_control_socket_is_found_only_for_this_machine(short_folder, monkeypatch, host, is_this_machine):
+    """Ask for a router that listens at all addresses. 192.0.2.1 belongs to no machine (RFC 5737)."""
+    monkeypatch.setattr(tempfile, "tempdir", str(short_folder))
+    private_folder()
+    address = control_socket("0.0.0.0:50051")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(unix_path(address))
+
+        assert find_control_socket(f"{host}:50051") == (address if is_this_machine else None)
 
 
 def test_dead_control_sockets_are_removed_at_the_next_start(tmp_path, model_dir):

@@ -15,9 +15,9 @@ from workers.engines.vllm.store_planner import BlockLoad
 if TYPE_CHECKING:
     import torch
 
-# Maximum number of bytes that are gathered on the device at a time, unless one block is larger. The temporary copies take
-# more memory at their peak: a load has this number of bytes, and a save has twice as many, first in pieces and then
-# stacked. The stacks of earlier gathers of a save also remain until they are copied to the host.
+# Maximum number of bytes of one gather on the device, unless one block is larger. The temporary copies take more memory
+# at their peak: a load has this number of bytes, and a save has twice as many, first in pieces and then stacked. The
+# stacks of earlier gathers of a save also remain until they are copied to the host (rule 3 of `DeviceBlocks`).
 GATHER_BYTES = 32 << 20
 
 Source: TypeAlias = Callable[[int], ByteArray | list[ByteArray]]
@@ -148,7 +148,11 @@ class DeviceBlocks:
     2. Loads have a stream of their own. On the engine's stream, each copy of a load would wait for the steps that the
        engine has launched. The fence of a load (`fence`) makes the load wait only for the work that may still use the
        blocks that the load fills.
-    3. At most `GATHER_BYTES`, or one block, are gathered at a time, because the engine has taken nearly all memory of the device.
+    3. A gather has at most `GATHER_BYTES`, or one block, because the engine has taken nearly all memory of the device. Loads
+       wait for the end of each gather before they begin the next one. Saves do not wait between their gathers, because
+       they begin in the engine's thread. While the device is busy, the bytes of several gathers of a save therefore remain
+       in its memory. They are at most as many as the rows that the save copies to: for deferred saves, those of the
+       staging area (`workers.engines.vllm.blocks.saves.STAGING_BYTES`).
     """
 
     def __init__(self, layers: "Sequence[torch.Tensor]"):

@@ -11,10 +11,14 @@ Rules:
 3. A mix keeps the bounds of the pools, the budgets and the ratio. Budgets also count replicas that end, because these keep
    their GPUs until they have drained. So new replicas may use only GPUs that are free already. If the present replicas
    exceed a budget, no replica is added before enough of them have drained.
-4. An integer program needs a fixed rate for each replica, but this rate grows with the number of replicas in the pool.
-   So the solver is called again with the rates for the numbers of replicas that it has found. This is repeated until the
-   replicas really serve the rate that the solver computed, but the solver is called at most `ROUNDS` times. The rates per
-   replica only fall from one call to the next one.
+4. The rate of a replica grows with the number of replicas in its pool, but an integer program needs fixed rates. So the
+   numbers of replicas of a pool are divided into ranges, and all numbers of a range have the rate per replica of its
+   largest number (`Range`). This is never less than their real rate, so no mix is better than the one that the solver finds.
+5. At first, each pool has one range. If the replicas of a pool serve less than the solver assumed, the ranges of this pool
+   are divided further, so that its number of replicas is the largest of a range, and the solver is called again. If the
+   replicas serve what the solver assumed, the mix is the best one.
+6. After `ROUNDS` calls, the solver is called a last time, for the pools with divided ranges only, and with the rate per
+   replica of the smallest number of each range. This is never more than the real rate. The best one of all mixes is returned.
 """
 
 from collections.abc import Sequence
@@ -24,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import highspy
 import numpy as np
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from fleet.core.roles import Role
 from fleet.planner.decisions import PlanBudget, PlannedPool
@@ -35,7 +39,13 @@ if TYPE_CHECKING:
 HORIZON_SECONDS = 1800.0
 """Seconds for which a chosen mix probably stays. The cost of starting a replica is spread over this time."""
 
-ROUNDS = 8
+ROUNDS = 12
+"""Number of times that the ranges of pools are divided further, at most (rule 6)."""
+
+RANGE_GROWTH = 1.25
+"""When the ranges of a pool are divided for the first time, the largest number of a range is this many times that of the range
+before it, or one more."""
+
 SERVED_FIRST = 100.0
 """Weight of the served rate in the objective of the program, relative to prices. One more served request per second
 weighs this many times as much as its price in the pool where it is most expensive, counted once for each phase."""
@@ -104,6 +114,19 @@ class Mix(Struct, frozen=True, kw_only=True):
     """Dollars per hour of all replicas."""
 
 
+class Range(Struct, frozen=True):
+    """A range of numbers of replicas of one pool, for which the solver assumes one rate per replica."""
+
+    least: int
+    most: int
+    rate: float
+    """Assumed requests per second of one replica."""
+
+
+Ranges = tuple[Range, ...]
+"""The ranges of one pool in ascending order, from 1 replica to the maximum of the pool; empty: the maximum is 0."""
+
+
 def solve(candidates: Sequence[Candidate], rate: float, rates: Rates, budget: PlanBudget) -> Mix | None:
     """Return the cheapest mix that serves the rate, or None if the limits contradict each other.
 
@@ -115,22 +138,82 @@ def solve(candidates: Sequence[Candidate], rate: float, rates: Rates, budget: Pl
     simple = _one_pool_each(candidates, rate, rates, budget)
     if simple is not None:
         return simple
-    per_replica = [_alone(each, rate, rates) for each in candidates]
-    found: list[int] | None = None
+    ranges = [_one_range(each, rate, rates) for each in candidates]
+    mixes: list[Mix] = []
     for _ in range(ROUNDS):
-        found = _solve(candidates, rate, per_replica, budget)
+        found = _solve(candidates, rate, ranges, budget)
         if found is None:
             return None
-        lower = [
-            min(each, rates(one.pool, count) / count) if count else each
-            for one, count, each in zip(candidates, found, per_replica, strict=True)
-        ]
-        promised = _served(candidates, [each * count for each, count in zip(per_replica, found, strict=True)], rate)
-        if served(candidates, found, rate, rates) >= promised * (1.0 - 1e-6):
+        mixes.append(_mix(candidates, _trimmed(candidates, found, rate, rates, budget), rate, rates))
+        assumed = [_assumed(each, count) for each, count in zip(ranges, found, strict=True)]
+        if mixes[-1].served >= _served(candidates, assumed, rate) * ENOUGH:
             break
-        per_replica = lower
-    assert found is not None
-    return _mix(candidates, _trimmed(candidates, found, rate, rates, budget), rate, rates)
+        ranges = [
+            _divided(one, each, count, rate, rates) if count and rates(one.pool, count) < total * ENOUGH else each
+            for one, each, count, total in zip(candidates, ranges, found, assumed, strict=True)
+        ]
+    else:
+        divided = [
+            one if len(each) > 1 else structs.replace(one, most=one.least)
+            for one, each in zip(candidates, ranges, strict=True)
+        ]
+        least = [_least_rates(one, each, rates) for one, each in zip(divided, ranges, strict=True)]
+        if (found := _solve(divided, rate, least, budget)) is not None:
+            mixes.append(_mix(candidates, _trimmed(candidates, found, rate, rates, budget), rate, rates))
+    most = max(each.served for each in mixes)
+    return min((each for each in mixes if each.served >= most * ENOUGH), key=lambda mix: _cost(candidates, mix))
+
+
+def _cost(candidates: Sequence[Candidate], mix: Mix) -> float:
+    """Return what the solver minimises: the price of all replicas, and that of starting those that do not exist yet."""
+    return sum(
+        _price(each) * count + _start_price(each) * max(0, count - each.now)
+        for each, count in zip(candidates, mix.replicas, strict=True)
+    )
+
+
+def _price(candidate: Candidate) -> float:
+    """Return the price of a replica or, if it has none, its number of GPUs."""
+    return candidate.dollars or float(candidate.pool.replica_gpus or 1)
+
+
+def _start_price(candidate: Candidate) -> float:
+    """Return the price of starting a replica (rule 2)."""
+    return _price(candidate) * (0.01 + candidate.pool.start_seconds / HORIZON_SECONDS)
+
+
+def _assumed(ranges: Ranges, replicas: int) -> float:
+    """Return the requests per second of all replicas of a pool that the solver assumes."""
+    return next((each.rate * replicas for each in ranges if each.least <= replicas <= each.most), 0.0)
+
+
+def _divided(candidate: Candidate, ranges: Ranges, replicas: int, rate: float, rates: Rates) -> Ranges:
+    """Return ranges of which `replicas` is the largest number of one (rule 5).
+
+    A pool with one range gets ranges whose largest numbers grow by `RANGE_GROWTH`, up to the number that serves the rate alone.
+    """
+    ends = {each.most for each in ranges} | {replicas}
+    if len(ranges) == 1:
+        end = 1
+        while end < ranges[0].most and end * ranges[0].rate < rate:
+            ends.add(end)
+            end = max(end + 1, int(end * RANGE_GROWTH))
+    last = max(ends)
+    divided, least = [], 1
+    for end in sorted(ends):
+        assumed = ranges[-1].rate if end == last else rates(candidate.pool, end) / end
+        divided.append(Range(least, end, assumed))
+        least = end + 1
+    return tuple(divided)
+
+
+def _least_rates(candidate: Candidate, ranges: Ranges, rates: Rates) -> Ranges:
+    """Return the same ranges with the rates of their smallest numbers (rule 6)."""
+    return tuple(
+        structs.replace(each, rate=rates(candidate.pool, each.least) / each.least)
+        for each in ranges
+        if each.least <= candidate.most
+    )
 
 
 def served(candidates: Sequence[Candidate], replicas: Sequence[int], rate: float, rates: Rates) -> float:
@@ -233,19 +316,19 @@ def fewest(candidate: Candidate, rate: float, rates: Rates) -> int:
     return low
 
 
-def _alone(candidate: Candidate, rate: float, rates: Rates) -> float:
-    """Return the rate per replica if the pool has enough replicas to serve the whole rate alone.
+def _one_range(candidate: Candidate, rate: float, rates: Rates) -> Ranges:
+    """Return one range of all numbers of replicas of a pool.
 
-    This number of replicas is limited to the maximum of the pool, but is at least 1, the pool's minimum, and the present
-    number of the pool. Return 0 if the maximum is 0.
+    It has the rate per replica with which the pool serves the whole rate alone. This number of replicas is limited to the maximum of
+    the pool, but is at least 1, the pool's minimum, and the present number of the pool.
     """
     if candidate.most == 0:
-        return 0.0
+        return ()
     one = rates(candidate.pool, 1)
     count = max(
         1, candidate.least, candidate.now, min(candidate.most, ceil(rate / one) if one > 0.0 else candidate.most)
     )
-    return rates(candidate.pool, count) / count
+    return (Range(1, candidate.most, rates(candidate.pool, count) / count),)
 
 
 @cache
@@ -260,7 +343,7 @@ def _highs() -> Any:
 
 
 def _solve(
-    candidates: Sequence[Candidate], rate: float, per_replica: Sequence[float], budget: PlanBudget
+    candidates: Sequence[Candidate], rate: float, ranges: Sequence[Ranges], budget: PlanBudget
 ) -> list[int] | None:
     """Return the cheapest numbers that serve the largest possible rate, or None if the limits contradict each other.
 
@@ -268,7 +351,7 @@ def _solve(
     less than the price of the replica that would serve it. In this case, a program without prices first computes the
     highest rate, which becomes a bound of another program.
     """
-    program = (tuple(candidates), rate, tuple(per_replica), budget)
+    program = (tuple(candidates), rate, tuple(ranges), budget)
     found = _minimise(*program)
     if found is None or found[1] >= rate * ENOUGH:
         return list(found[0]) if found is not None else None
@@ -283,7 +366,7 @@ def _solve(
 def _minimise(
     candidates: tuple[Candidate, ...],
     rate: float,
-    per_replica: tuple[float, ...],
+    ranges: tuple[Ranges, ...],
     budget: PlanBudget,
     *,
     by_price: bool = True,
@@ -292,33 +375,48 @@ def _minimise(
     """Solve one integer program; return the number of replicas of each candidate and the served rate.
 
     The variables are the served rate r and, for each candidate, n (replicas), s (started replicas) and h (replicas that
-    hold GPUs). Minimise the cost of n and s (only if `by_price`) minus r times its weight. The cost of a replica is its price or, if
-    the price is 0, its number of GPUs. The constraints are:
-    n - s <= now, h - n >= 0, h >= held, both phases serve r, r >= least_served, budgets and ratio. Return None if there
-    is no solution.
+    hold GPUs). A candidate with several ranges has two more variables for each range: b is 1 if its number of replicas is in
+    the range, and m is this number then, and otherwise 0. Minimise the cost of n and s (only if `by_price`) minus r times
+    its weight. The constraints are: n - s <= now, h - n >= 0, h >= held, both phases serve r, r >= least_served, budgets
+    and ratio; with several ranges also n = the sum of all m, the sum of all b <= 1, and b * least <= m <= b * most. Return
+    None if there is no solution.
     """
     count = len(candidates)
-    cost = [each.dollars or float(each.pool.replica_gpus or 1) for each in candidates]
-    start = [
-        price * (0.01 + each.pool.start_seconds / HORIZON_SECONDS) for price, each in zip(cost, candidates, strict=True)
-    ]
-    best = [one for one in per_replica if one > 0.0]
+    divided = [(index, each) for index, ranges_ in enumerate(ranges) if len(ranges_) > 1 for each in ranges_]
+    numbers, chosen = 3 * count + 1, 3 * count + 1 + len(divided)
+    columns = chosen + len(divided)
+    cost = [_price(each) for each in candidates]
+    start = [_start_price(each) for each in candidates]
+    highest = [max((each.rate for each in ranges_), default=0.0) for ranges_ in ranges]
     weight = (
-        SERVED_FIRST
-        * 2.0
-        * max(
-            [(price + more) / one for price, more, one in zip(cost, start, per_replica, strict=True) if one > 0.0],
-            default=1.0,
-        )
-        if best
+        2.0
+        * SERVED_FIRST
+        * max((price + more) / one for price, more, one in zip(cost, start, highest, strict=True) if one > 0.0)
+        if any(highest)
         else 1.0
     )
-    rows = _Rows(3 * count + 1)
+    rows = _Rows(columns)
     for index, each in enumerate(candidates):
         rows.add({index: 1.0, count + index: -1.0}, -inf, float(each.now))
         rows.add({2 * count + index: 1.0, index: -1.0}, 0.0, inf)
-    for other in (Role.DECODE, Role.PREFILL):
-        phase = {index: per_replica[index] for index, each in enumerate(candidates) if each.pool.role is not other}
+    totals: list[dict[int, float]] = [
+        {index: each[0].rate} if len(each) == 1 else {} for index, each in enumerate(ranges)
+    ]
+    for place, (index, one_range) in enumerate(divided):
+        totals[index][numbers + place] = one_range.rate
+        rows.add({numbers + place: 1.0, chosen + place: -float(one_range.least)}, 0.0, inf)
+        rows.add({numbers + place: 1.0, chosen + place: -float(one_range.most)}, -inf, 0.0)
+    for index in dict(divided):
+        places = [place for place, (other, _) in enumerate(divided) if other == index]
+        rows.add({index: 1.0} | {numbers + place: -1.0 for place in places}, 0.0, 0.0)
+        rows.add({chosen + place: 1.0 for place in places}, 0.0, 1.0)
+    for other_role in (Role.DECODE, Role.PREFILL):
+        phase = {
+            column: one
+            for each, total in zip(candidates, totals, strict=True)
+            if each.pool.role is not other_role
+            for column, one in total.items()
+        }
         rows.add({**phase, 3 * count: -1.0}, 0.0, inf)
     for limit, prices in (
         (budget.gpus, [float(each.pool.replica_gpus) for each in candidates]),
@@ -343,24 +441,32 @@ def _minimise(
                 inf,
             )
     program = highspy.HighsLp()
-    program.num_col_, program.num_row_ = 3 * count + 1, rows.count
+    program.num_col_, program.num_row_ = columns, rows.count
     objective = [*cost, *start] if by_price else [0.0] * (2 * count)
-    program.col_cost_ = np.array([*objective, *([0.0] * count), -weight])
+    program.col_cost_ = np.array([*objective, *([0.0] * count), -weight, *([0.0] * (2 * len(divided)))])
     program.col_lower_ = np.array(
         [
             *(float(each.least) for each in candidates),
             *([0.0] * count),
             *(float(each.held) for each in candidates),
             least_served,
+            *([0.0] * (2 * len(divided))),
         ]
     )
-    program.col_upper_ = np.array([*(float(each.most) for each in candidates), *([inf] * (2 * count)), max(0.0, rate)])
+    program.col_upper_ = np.array(
+        [
+            *(float(each.most) for each in candidates),
+            *([inf] * (2 * count)),
+            max(0.0, rate),
+            *(float(each.most) for _, each in divided),
+            *([1.0] * len(divided)),
+        ]
+    )
     program.row_lower_, program.row_upper_ = np.array(rows.lower), np.array(rows.upper)
     program.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
     program.a_matrix_.start_, program.a_matrix_.index_, program.a_matrix_.value_ = rows.matrix()
-    program.integrality_ = [highspy.HighsVarType.kInteger] * count + [highspy.HighsVarType.kContinuous] * (
-        2 * count + 1
-    )
+    whole, real = highspy.HighsVarType.kInteger, highspy.HighsVarType.kContinuous
+    program.integrality_ = [whole] * count + [real] * (2 * count + 1 + len(divided)) + [whole] * len(divided)
     solver = _highs()
     solver.clearModel()
     solver.passModel(program)

@@ -32,6 +32,14 @@ def test_more_gpu_types_never_cost_more(capsys):
     assert size(capsys, "--gpus", "h100,b200,mi300x")["dollars_per_hour"] <= min(alone)
 
 
+def test_looser_goals_never_cost_more(capsys):
+    """A goal near the best possible one needs pools of many replicas, whose first ones serve hardly anything alone."""
+    load = [*LOAD[:2], "--rate", "5", *LOAD[4:]]
+    goals = [["--ttft", ttft, "--tpot", "0.05"] for ttft in ("0.2", "0.3", "0.5", "0.6", "1")]
+    dollars = [size(capsys, load=load, goals=each)["dollars_per_hour"] for each in goals]
+    assert dollars == sorted(dollars, reverse=True)
+
+
 def test_bursty_load_needs_more(capsys):
     tight = ["--ttft", "0.4", "--tpot", "0.03"]
     steady = size(capsys, "--gpus", "h100", goals=tight)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from fleet.core.roles import Role
 from fleet.planner.decisions import PlanBudget, PlannedPool
 from fleet.planner.sizing import solver
-from fleet.planner.sizing.solver import Candidate, SolverTimeout, served, solve, within_budget
+from fleet.planner.sizing.solver import Candidate, Rates, SolverTimeout, served, solve, within_budget
 from tests.unit.planner.world import pool
 
 RATES = {"prefill-a": 5.0, "prefill-b": 12.0, "decode-a": 3.0, "decode-b": 7.0, "both": 2.0}
@@ -27,7 +27,9 @@ def rates(pool: PlannedPool, replicas: int) -> float:
     return RATES[pool.name] * replicas
 
 
-def best(candidates: list[Candidate], rate: float, budget: PlanBudget) -> tuple[float, float] | None:
+def best(
+    candidates: list[Candidate], rate: float, budget: PlanBudget, rates: Rates = rates
+) -> tuple[float, float] | None:
     """Try all sizes; return minus the highest served rate, and the lowest price for it; None if no size is within the budget."""
     found = None
     for replicas in product(*(range(each.least, each.most + 1) for each in candidates)):
@@ -63,6 +65,42 @@ def test_solution_is_the_best_of_all(rate, most, least, gpus, dollars, ratio) ->
         assert within_budget(candidates, found.replicas, budget)
         assert found.served == pytest.approx(-wanted[0], abs=1e-4)
         assert found.dollars <= wanted[1] * 1.02 + 1e-6  # the solver counts a new replica 1 % dearer
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rate=st.floats(0.5, 30),
+    losses=st.lists(st.floats(0, 1), min_size=5, max_size=5),
+    gpus=st.none() | st.integers(4, 16),
+)
+@example(rate=8.0, losses=[1.0, 1.0, 1.0, 1.0, 0.9], gpus=None)
+def test_solution_is_the_best_if_replicas_gain_by_sharing(rate, losses, gpus) -> None:
+    """A lone replica of a pool may serve nothing, and each further replica makes all of them better."""
+    lost = dict(zip(RATES, losses, strict=True))
+
+    def shared(pool: PlannedPool, replicas: int) -> float:
+        return RATES[pool.name] * replicas * (1.0 - lost[pool.name] / replicas)
+
+    candidates = [Candidate(pool=each, least=0, most=5) for each in POOLS]
+    budget = PlanBudget(gpus=gpus)
+    found, wanted = solve(candidates, rate, shared, budget), best(candidates, rate, budget, shared)
+    assert found is not None
+    assert wanted is not None
+    assert within_budget(candidates, found.replicas, budget)
+    assert found.served == pytest.approx(-wanted[0], abs=1e-4)
+    assert found.dollars <= wanted[1] * 1.02 + 1e-6  # the solver counts a new replica 1 % dearer
+
+
+def test_solution_without_agreement_serves_the_rate(monkeypatch) -> None:
+    """Allow a single call of the solver, after which only the program with the least rates is left."""
+    monkeypatch.setattr(solver, "ROUNDS", 1)
+
+    def shared(pool: PlannedPool, replicas: int) -> float:
+        return max(0.0, RATES[pool.name] * (replicas - 2))
+
+    found = solve([Candidate(pool=each, least=0, most=60) for each in POOLS], 40.0, shared, PlanBudget())
+    assert found is not None
+    assert found.served == pytest.approx(40.0)
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.5, 17.0, 90.0])

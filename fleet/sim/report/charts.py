@@ -47,8 +47,8 @@ class LimitMark(Struct, frozen=True, kw_only=True):
 class _Scale:
     """Converts values of one axis to pixels, on a linear or logarithmic scale."""
 
-    def __init__(self, low: float, high: float, start: float, end: float, *, logarithmic: bool):
-        self._log = logarithmic
+    def __init__(self, low: float, high: float, start: float, end: float, *, logarithmic: bool, least: float = 0.0):
+        self._log, self._least = logarithmic, least
         if logarithmic:
             low, high = log10(low), log10(high)
         if high <= low:
@@ -63,7 +63,7 @@ class _Scale:
 
     def ticks(self) -> list[float]:
         if not self._log:
-            step = _round_up((self._high - self._low) / TICKS)
+            step = _step(self._high - self._low, self._least)
             first = ceil(self._low / step - 1e-9)
             return [number * step for number in range(first, floor(self._high / step + 1e-9) + 1)]
         powers = range(floor(self._low), ceil(self._high) + 1)
@@ -81,13 +81,15 @@ def chart(
     log_x: bool = False,
     log_y: bool = False,
     shares: bool = False,
+    whole: bool = False,
     marks: Sequence[LimitMark] = (),
 ) -> Markup:
     """Return a chart as HTML, with its table and, if it has several lines, a legend.
 
     Empty lines are left out; at most `LINES` others are allowed. If an axis is logarithmic, points with a value of 0 or less on it are left
     out.
-    If `shares` is true, y runs from 0 to 1 and is written in percent.
+    If `shares` is true, y runs from 0 to 1 and is written in percent. If `whole` is true, the values of y are whole numbers, and so are the
+    labels of its axis.
     """
     drawn = [
         ChartLine(name=line.name, points=points)
@@ -97,11 +99,13 @@ def chart(
     assert len(drawn) <= LINES, [line.name for line in drawn]
     if not drawn:
         return Markup('<figure class="chart"><figcaption>{}</figcaption><p>nothing to draw</p></figure>').format(title)
-    across, up = _scales(drawn, marks, log_x=log_x, log_y=log_y, shares=shares)
+    across, up = _scales(drawn, marks, log_x=log_x, log_y=log_y, shares=shares, least=1.0 if whole else 0.0)
     text_of = _percent if shares else number
     parts = [_upright_grid(across), _level_grid(up, text_of), _axis_names(x, y)]
-    parts += [_mark(mark, place, across, up) for place, mark in enumerate(marks)]
+    limits = [_mark(mark, place, across, up) for place, mark in enumerate(marks)]
+    parts += [line for line, _ in limits]
     parts += [_line(index, line, across, up, text_of) for index, line in enumerate(drawn)]
+    parts += [name for _, name in limits]  # after the lines, which would strike the names through
     return Markup(
         '<figure class="chart"><figcaption>{title}{legend}</figcaption>'
         '<svg viewBox="0 0 {width} {height}" role="img" aria-label="{label}">{parts}</svg>{table}</figure>'
@@ -140,28 +144,33 @@ def _percent(share: float) -> str:
 
 
 def _scales(
-    lines: Sequence[ChartLine], marks: Sequence[LimitMark], *, log_x: bool, log_y: bool, shares: bool
+    lines: Sequence[ChartLine], marks: Sequence[LimitMark], *, log_x: bool, log_y: bool, shares: bool, least: float
 ) -> tuple[_Scale, _Scale]:
     xs = [point[0] for line in lines for point in line.points] + [mark.at for mark in marks if mark.upright]
     ys = [point[1] for line in lines for point in line.points] + [mark.at for mark in marks if not mark.upright]
     low, high = min(xs), max(xs)
     if log_x:
         low, high = _round_down(low), _round_up(high)
-    bottom, top = min(0.0, *ys), 1.0 if shares else _full(max(ys))
+    bottom, top = min(0.0, *ys), 1.0 if shares else _full(max(ys), least)
     if log_y:
         bottom, top = _round_down(min(ys)), _round_up(max(ys))
     return (
         _Scale(low, high, LEFT, WIDTH - RIGHT, logarithmic=log_x),
-        _Scale(bottom, top, HEIGHT - BOTTOM, TOP, logarithmic=log_y),
+        _Scale(bottom, top, HEIGHT - BOTTOM, TOP, logarithmic=log_y, least=least),
     )
 
 
-def _full(value: float) -> float:
+def _full(value: float, least: float) -> float:
     """Return the value at the end of an axis: the given value, rounded up so that a grid line is at the end."""
     if value <= 0:
         return 1.0
-    step = _round_up(value / TICKS)
+    step = _step(value, least)
     return ceil(value / step - 1e-9) * step
+
+
+def _step(length: float, least: float) -> float:
+    """Return the distance between the grid lines of an axis of this length. It is at least `least`."""
+    return max(_round_up(length / TICKS), least)
 
 
 def _upright_grid(across: _Scale) -> Markup:
@@ -199,8 +208,8 @@ def _axis_names(x: str, y: str) -> Markup:
     return _text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 8, x, "middle") + turned.format(at=_pixels(middle), name=y)
 
 
-def _mark(mark: LimitMark, place: int, across: _Scale, up: _Scale) -> Markup:
-    """Draw the line of a limit with its name.
+def _mark(mark: LimitMark, place: int, across: _Scale, up: _Scale) -> tuple[Markup, Markup]:
+    """Draw the line of a limit, and its name.
 
     The name of a vertical line is on its right or, if it does not fit there, on the side that has more space. The names of several vertical
     lines are placed one above the other.
@@ -209,14 +218,14 @@ def _mark(mark: LimitMark, place: int, across: _Scale, up: _Scale) -> Markup:
     if not mark.upright:
         at = up.pixel(mark.at)
         drawn = line.format(LEFT, WIDTH - RIGHT, _pixels(at), _pixels(at))
-        return drawn + _text(WIDTH - RIGHT - 2, at - 4, mark.name, "end halo")
+        return drawn, _text(WIDTH - RIGHT - 2, at - 4, mark.name, "end halo")
     at, height = across.pixel(mark.at), HEIGHT - BOTTOM - 8 - 14 * place
     drawn = line.format(_pixels(at), _pixels(at), TOP, HEIGHT - BOTTOM)
     # numbers of characters that fit into the chart to the left and to the right of the line
     left, right = (int(room / CHARACTER) for room in (at - LEFT, WIDTH - RIGHT - at))
     if len(mark.name) > right and left > right:
-        return drawn + _text(at - 4, height, _shortened(mark.name, left), "end halo")
-    return drawn + _text(at + 4, height, _shortened(mark.name, right), "halo")
+        return drawn, _text(at - 4, height, _shortened(mark.name, left), "end halo")
+    return drawn, _text(at + 4, height, _shortened(mark.name, right), "halo")
 
 
 def _line(index: int, line: ChartLine, across: _Scale, up: _Scale, text_of: Callable[[float], str]) -> Markup:

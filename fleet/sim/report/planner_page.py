@@ -20,6 +20,9 @@ MOST_DECISIONS = 200
 POINTS = 400
 """Maximum number of points of a line in a chart. If a scaling rule has made more decisions, only some of them get a point."""
 
+KINDS = ("wanted", "ready")
+"""The numbers of replicas of a pool that get a line: fields of `ReplayStep`."""
+
 
 def write_planner_report(
     file: TextIO, name: str, scenario: ReplayScenario, results: Sequence[ReplayResult], prices: dict[str, float]
@@ -27,10 +30,11 @@ def write_planner_report(
     """Write the page about the replays of one or more rules. `prices` maps each pool to the dollars per hour of one replica."""
     assert results, "a page is about one rule at least"
     first = results[0].outcome
+    sizers = "one rule sizes" if len(results) == 1 else f"{len(results)} rules size"
     file.write(
         report_template().render(
             name=name,
-            what=f"{first.requests:,} requests to {scenario.model} on pools that {len(results)} rules size.",
+            what=f"{first.requests:,} requests to {scenario.model} on pools that {sizers}.",
             when=(
                 f"Figures are taken from {number(results[0].span[0])} s to {number(results[0].span[1])} s. A request is good if its "
                 f"first token comes within {number(scenario.slo.ttft_ms)} ms and the others within {number(scenario.slo.tpot_ms)} ms each."
@@ -82,26 +86,35 @@ def _course(result: ReplayResult, scenario: ReplayScenario, prices: dict[str, fl
     x = f"simulated {unit_name}"
     steps = thinned(result.steps)
     names = [pool_name(pool) for pool in scenario.pools]
+    empty = [name for name in names if not any(step.wanted[name] or step.held[name] for step in result.steps)]
 
     def line(name: str, points: Sequence[tuple[float, float]]) -> ChartLine:
         return ChartLine(name=name, points=[(at / unit, value) for at, value in points])
 
-    replicas = [
-        line(f"{name} {kind}", [(step.at, float(getattr(step, kind)[name])) for step in steps])
-        for name in names
-        for kind in ("wanted", "ready")
-    ]
+    def replicas(names: Sequence[str]) -> list[ChartLine]:
+        return [
+            line(f"{name} {kind}", [(step.at, float(getattr(step, kind)[name])) for step in steps])
+            for name in names
+            for kind in KINDS
+        ]
+
+    sized, most = [name for name in names if name not in empty], LINES // len(KINDS)
+    groups = [sized[first : first + most] for first in range(0, len(sized), most)]
     goal = LimitMark(at=scenario.planner.attainment, name=f"{scenario.planner.attainment:.0%}", upright=False)
     good = [(window.middle, window.good / window.arrived) for window in result.windows if window.arrived]
     cost = [(step.at, sum(count * prices[name] for name, count in step.held.items())) for step in steps]
     charts: list[Markup] = [
         chart("Demand", x, "requests a second", [line("arrivals", [(w.middle, w.rate) for w in result.windows])]),
-        chart("Replicas", x, "replicas", replicas[:LINES]),
+        *(
+            chart(_replicas_title(place, len(groups)), x, "replicas", replicas(group), whole=True)
+            for place, group in enumerate(groups, start=1)
+        ),
         chart("Goals kept", x, "good requests", [line("good", good)], shares=True, marks=[goal]),
         chart("Cost", x, "dollars an hour", [line("cost", cost)]),
     ]
     return ReportSection(
         title=f"Course of {result.outcome.rule}",
+        said=f"These pools never had a replica: {', '.join(empty)}." if empty else "",
         charts=charts,
         tables=(
             ReportTable(
@@ -112,6 +125,10 @@ def _course(result: ReplayResult, scenario: ReplayScenario, prices: dict[str, fl
             ),
         ),
     )
+
+
+def _replicas_title(place: int, charts: int) -> str:
+    return "Replicas" if charts == 1 else f"Replicas ({place} of {charts})"
 
 
 def thinned(steps: Sequence[ReplayStep]) -> Sequence[ReplayStep]:

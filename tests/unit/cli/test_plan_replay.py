@@ -5,7 +5,7 @@ import json
 import pytest
 
 from fleet.cli.main import run
-from tests.support.sim.replays import write_replay
+from tests.support.sim.replays import REPLAY, write_replay
 
 KEYS = {
     "rule",
@@ -44,6 +44,21 @@ def test_report_shows_replicas_and_decisions_with_reasons(tmp_path, capsys):
     for wanted in ("Demand", "both wanted", "both ready", "Goals kept", "Cost", "load_up", "both is used to"):
         assert wanted in text, wanted
     assert "<script" not in text
+    assert "on pools that one rule sizes." in text
+
+
+def test_report_shows_all_pools_that_had_replicas(tmp_path):
+    names = ["both", "b", "c", "d"]
+    more = "".join(f'[[pools]]\nname = "{name}"\nrole = "both"\ngpu = "l40s"\ngpus = 2\n' for name in names[1:])
+    unused = "".join(f"[planner.pools.{name}]\nleast = 0\n" for name in names[1:])
+    file, page = write_replay(tmp_path, REPLAY + more + unused), tmp_path / "page.html"
+
+    assert run(["plan", "replay", str(file), "--report", str(page)]) == 0
+
+    text = page.read_text()
+    assert "Replicas (1 of 2)" in text
+    for name in names:
+        assert f"{name} wanted" in text, name
 
 
 @pytest.mark.parametrize(

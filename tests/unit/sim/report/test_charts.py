@@ -101,3 +101,16 @@ def test_thinning_keeps_ends_of_distribution():
 )
 def test_numbers_have_three_digits(value, said):
     assert number(value) == said
+
+
+def test_whole_numbers_have_no_labels_between_them():
+    svg = drawn((0, 0), (1, 2), whole=True)
+
+    labels = re.findall(r'<text x="56.0" y="[\d.]+" class="end">([^<]+)<', svg)
+    assert labels == ["0", "1", "2"]
+
+
+def test_name_of_limit_is_drawn_above_the_lines():
+    svg = drawn((0, 1.0), (1, 0.97), shares=True, marks=[LimitMark(at=0.97, name="goal", upright=False)])
+
+    assert svg.index("<polyline") < svg.index(">goal<")

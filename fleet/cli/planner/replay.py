@@ -10,7 +10,11 @@ from fleet.cli.simulator.outputs import SimulationOutputs, say
 from fleet.core.errors import ConfigurationRefused
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from fleet.sim.planning.replay import ReplayResult
+    from fleet.sim.planning.scenario import ReplayScenario
+    from fleet.sim.results.outcomes import Slo
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -57,8 +61,25 @@ def run(arguments: argparse.Namespace) -> int:
             with outputs.report.open("w", encoding="utf-8", errors="replace") as file:
                 write_planner_report(file, arguments.scenario.name, scenario, results, replay.replica_prices)
         outputs.write_json(outcomes)
-    say(arguments, outcomes, [_line(each) for each in results])
+    say(arguments, outcomes, [_goals(scenario), *(line for each in results for line in _lines(each, scenario.slo))])
     return DONE
+
+
+def _goals(scenario: "ReplayScenario") -> str:
+    slo = scenario.slo
+    whole = "" if slo.e2e_ms is None else f", and the whole answer within {slo.e2e_ms:g} ms"
+    return (
+        f"goals ([slo]): the first token within {slo.ttft_ms:g} ms, further ones within {slo.tpot_ms:g} ms each{whole}"
+    )
+
+
+def _lines(result: "ReplayResult", slo: "Slo") -> "Iterator[str]":
+    """Yield the line of a rule, and a line for each goal that no request has reached."""
+    yield _line(result)
+    for field, lowest in (("ttft_ms", result.outcome.lowest_ttft_ms), ("tpot_ms", result.outcome.lowest_tpot_ms)):
+        goal: float = getattr(slo, field)
+        if lowest is not None and lowest > goal:
+            yield f"{'':15} slo.{field}: no request reached {goal:g} ms; the lowest was {lowest:.4g} ms"
 
 
 def _line(result: "ReplayResult") -> str:

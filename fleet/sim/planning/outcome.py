@@ -33,3 +33,10 @@ class ReplayOutcome(Struct, frozen=True, kw_only=True):
 
     cached_share: float
     """Share of the prompt tokens of answered requests that came from a cache."""
+
+    lowest_ttft_ms: float | None = None
+    """Lowest TTFT of an answered request in milliseconds; None if no request was answered. If it is above the goal, no pool has reached
+    the goal."""
+
+    lowest_tpot_ms: float | None = None
+    """Lowest mean time per further token of an answer of several tokens in milliseconds; None if there was no such answer."""

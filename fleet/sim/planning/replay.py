@@ -97,7 +97,8 @@ class Replay:
         """Read and check the profiles, policy and workload that the scenario names.
 
         Raises:
-            ConfigurationRefused: A GPU, a model, a policy or a trace cannot be used.
+            ConfigurationRefused: A GPU, a model, a policy or a trace cannot be used, or the last request arrives before the
+            warm-up ends.
         """
         self.scenario = scenario
         self._plan = plan(scenario, folder)
@@ -110,6 +111,11 @@ class Replay:
             Nanos(round(scenario.planner.warm_up_seconds * SECOND)),
             Nanos(self._requests[-1].arrival),
         )
+        if self._span[0] and self._span[0] >= self._span[1]:
+            raise ConfigurationRefused(
+                f"planner.warm_up_seconds: {scenario.planner.warm_up_seconds:.9g} must be less than {self._span[1] / SECOND:.6g}, the"
+                " second of the last arrival, because results leave the warm-up out"
+            )
 
     @property
     def replica_prices(self) -> dict[str, float]:
@@ -307,6 +313,8 @@ class _Run:
             refused=self._score.refused,
             plans=sum(step.changed for step in self._steps),
             cached_share=round(self._score.cached_share, 5),
+            lowest_ttft_ms=self._score.lowest_ttft_ms,
+            lowest_tpot_ms=self._score.lowest_tpot_ms,
         )
 
     def _wanted(self, history: Sequence[PoolState]) -> Iterable[int]:
@@ -339,6 +347,8 @@ class _Score:
         self.history = History(slo)
         self.requests = self.refused = self._good = 0
         self._prompt_tokens = self._cached_tokens = 0
+        self.lowest_ttft_ms: float | None = None
+        self.lowest_tpot_ms: float | None = None
         # maps the index of each span of time (its length is `WORST_OF`) to two counts: all requests, and good requests
         self._spans: dict[int, list[int]] = {}
         self._arrivals: list[Nanos] = []
@@ -359,6 +369,9 @@ class _Score:
         if answered:
             self._prompt_tokens += ended.prompt_tokens
             self._cached_tokens += ended.cached_tokens
+            self.lowest_ttft_ms = _lower(self.lowest_ttft_ms, ended.ttft_ms)
+            if ended.output_tokens > 1:
+                self.lowest_tpot_ms = _lower(self.lowest_tpot_ms, ended.tpot_ms)
         self._arrivals.append(ended.arrival)
 
     def decided(self, decision: PlanDecision) -> None:
@@ -395,6 +408,10 @@ class _Score:
             distance += abs(forecast - rate)
             came += rate
         return round(distance / came, 5) if came else None
+
+
+def _lower(before: float | None, value: float) -> float:
+    return round(value if before is None else min(before, value), 3)
 
 
 def direction_changes(numbers: Iterable[int]) -> int:

@@ -5,13 +5,17 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-from fleet.config import load
+from fleet.config import load, read_file
+from fleet.core.errors import ConfigurationRefused
 from fleet.planner.decisions import PlanBudget
 from fleet.planner.messages import Replicas
 from fleet.sim.scenario import Scenario, Seconds, pool_name
 from fleet.sim.workload.clients import OpenClients
 
 Number = float | int | str
+
+PLANNER = "planner"
+"""Name of the section that makes a scenario a replay scenario."""
 
 
 class ReplayPoolSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -71,7 +75,8 @@ class PlannerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class ReplayScenario(Scenario, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A simulation whose pools are sized by a rule: a scenario with the section `[planner]`."""
 
-    planner: PlannerSection = PlannerSection()
+    planner: PlannerSection
+    """The section is required, but may be empty: all its keys have defaults."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -98,5 +103,10 @@ def read_replay(path: Path, changes: dict[str, Any] | None = None) -> ReplayScen
 
     Raises:
         ConfigurationRefused: The file cannot be read, or a field is invalid; the message names the file and the invalid field.
+            Or neither the file nor `changes` has the section `[planner]`.
     """
+    if PLANNER not in read_file(path) and not any(where.split(".")[0] == PLANNER for where in changes or {}):
+        raise ConfigurationRefused(
+            f"{path}: planner: a replay needs this section, which says how large a rule may make the pools; see docs/simulator.md"
+        )
     return load(path, ReplayScenario, changes)

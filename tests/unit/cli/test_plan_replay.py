@@ -72,6 +72,7 @@ def test_report_shows_all_pools_that_had_replicas(tmp_path):
         (["--set", "clients.kind=closed"], 'clients must be "open"'),
         (["--set", "planner.parameters.hpa={goal=1}"], "planner.parameters.hpa"),
         (["--set", "planner.percentile=nan"], "planner.percentile"),
+        (["--set", "planner.warm_up_seconds=1200000"], "planner.warm_up_seconds: 1200000 must be less than"),
     ],
 )
 def test_invalid_input_is_refused_with_its_field(tmp_path, capsys, options, message):
@@ -86,3 +87,25 @@ def test_invalid_input_is_refused_with_its_field(tmp_path, capsys, options, mess
 def test_plain_simulation_refuses_a_planner_section(tmp_path, capsys):
     assert run(["sim", "run", str(write_replay(tmp_path))]) == 3
     assert "planner" in capsys.readouterr().err
+
+
+def test_scenario_without_planner_section_is_refused(tmp_path, capsys):
+    file = write_replay(tmp_path, REPLAY.partition("[planner]")[0])
+
+    assert run(["plan", "replay", str(file)]) == 3
+    assert f"{file}: planner: a replay needs this section" in capsys.readouterr().err
+
+    assert run(["plan", "replay", str(file), "--set", "planner.rule=hpa", "--set", "workload.requests=50"]) == 0
+
+
+def test_table_begins_with_goals_and_names_unreached_ones(tmp_path, capsys):
+    file = write_replay(tmp_path)
+    few = ["--set", "workload.requests=50", "--set", "planner.warm_up_seconds=0"]
+
+    assert run(["plan", "replay", str(file), *few, "--set", "slo.ttft_ms=3"]) == 0
+    goals, _, unreached = capsys.readouterr().out.splitlines()
+    assert goals == "goals ([slo]): the first token within 3 ms, further ones within 150 ms each"
+    assert unreached.strip().startswith("slo.ttft_ms: no request reached 3 ms; the lowest was ")
+
+    assert run(["plan", "replay", str(file), *few]) == 0
+    assert "reached" not in capsys.readouterr().out

@@ -28,7 +28,7 @@ from msgspec import Meta, Struct
 from fleet.core.clock import MILLISECOND, Nanos
 from fleet.recording.access_records import SCHEMA
 from fleet.recording.agentic_traces import BLOCK_TOKENS, TraceSession, agentic_requests, agentic_sessions
-from fleet.recording.azure_traces import TIME, azure_requests, is_header
+from fleet.recording.azure_traces import ANSWER, PROMPT, TIME, azure_requests, is_header
 from fleet.recording.trace_rows import (
     Count,
     RowSelection,
@@ -143,6 +143,11 @@ def open_trace(
             read=lambda rows: azure_requests(path, first, rows, _UnsharedNames(block_tokens), ordered=not sort),
             sort=sort,
             from_first=sort or cut.begin > 0,
+        )
+    if not first[1].lstrip().startswith((b"{", b"[")):
+        raise TraceError(
+            f"{path}:{first[0]}: is not a JSON object, and not the header of a CSV trace, which names the columns"
+            f" {TIME}, {PROMPT} and {ANSWER}"
         )
     keys = decode_object(path, *first)
     if "hash_ids" in keys and "arrival" not in keys:

@@ -187,6 +187,10 @@ def test_azure_times_may_have_a_time_zone(tmp_path):
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
+        (
+            "time,prompt,answer\n1,2,3\n",
+            "trace.csv:1: is not a JSON object, and not the header of a CSV trace, which names the columns TIMESTAMP, Context",
+        ),
         ("TIMESTAMP,ContextTokens\n2023-11-16 18:15:46,374\n", "trace.csv:1: GeneratedTokens: there is no such column"),
         (
             AZURE + "2023-11-16 18:15:52,ten,5\n",

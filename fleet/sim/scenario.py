@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, structs
 
-from fleet.config import load
+from fleet.config import load, read_file
+from fleet.core.errors import ConfigurationRefused
 from fleet.core.roles import Role
 from fleet.hardware.sharding import MEMORY_SHARE
 from fleet.router.settings.router import RouterSettings
@@ -210,7 +211,12 @@ def read_scenario(path: Path, changes: Mapping[str, Any] | None = None) -> Scena
 
     Raises:
         ConfigurationRefused: The file cannot be read, or a field is invalid; the message names the file and the invalid field.
+            Or the file is the scenario of a replay, with the section `[planner]`.
     """
+    if "planner" in read_file(path):
+        raise ConfigurationRefused(
+            f"{path}: planner: only `fleet plan replay` changes the pools during a run; use it, or remove the section"
+        )
     return load(path, Scenario, changes)
 
 

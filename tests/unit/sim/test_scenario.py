@@ -104,3 +104,12 @@ def test_scenario_with_store_and_faults_runs(tmp_path):
     outcome = run_scenario(read_scenario(file), tmp_path).outcome
     assert outcome.requests == 200
     assert not outcome.refused
+
+
+def test_scenario_of_a_replay_is_refused_by_its_section(tmp_path):
+    file = scenario(tmp_path, "[planner]\nrule = 'hpa'")
+
+    with pytest.raises(
+        ConfigurationRefused, match=r"scenario.toml: planner: only `fleet plan replay` changes the pools"
+    ):
+        read_scenario(file)

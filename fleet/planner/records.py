@@ -9,9 +9,11 @@ Rules:
    with the same id; the last line with an id is the valid one.
 2. The file is rotated at `MOST_BYTES`; one older file remains, with the suffix `.1`. If the file cannot be written, a warning is logged
    once for each cause, and plans are still carried out.
-3. Several planners may append to one file, each record by one write.
+3. Several planners may append to one file, each record by one write. The file is locked while it is renamed, so that only one of them
+   rotates it.
 """
 
+import fcntl
 import logging
 import os
 from collections import OrderedDict
@@ -163,9 +165,7 @@ class PlanHistory:
         if self._path is None:
             return
         try:
-            with suppress(FileNotFoundError):
-                if self._path.stat().st_size > self._most_bytes:
-                    self._path.replace(_older(self._path))
+            self._rotate(self._path)
             descriptor = os.open(self._path, APPENDING, 0o600)
             try:
                 os.write(descriptor, msgspec.json.encode(record) + b"\n")
@@ -176,6 +176,27 @@ class PlanHistory:
             if str(error) != self._trouble:
                 self._trouble = str(error)
                 log.warning("plan record not written", extra={"file": str(self._path), "cause": error.strerror})
+
+    def _rotate(self, path: Path) -> None:
+        """Rename the file if it is full, unless another planner that has the same file is doing it.
+
+        The file is locked (flock) while it is renamed. Otherwise two planners could both see a full file, and the second one would
+        replace the full file with a new one.
+        """
+        try:
+            if path.stat().st_size <= self._most_bytes:
+                return
+            descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(path.stat(), os.fstat(descriptor)):
+                path.replace(_older(path))
+        except (BlockingIOError, FileNotFoundError):  # another planner renames the file, or has renamed it
+            pass
+        finally:
+            os.close(descriptor)
 
     def latest(self, count: int) -> tuple[PlanRecord, ...]:
         """Return at most `count` of the last records, the newest first."""

@@ -7,10 +7,13 @@ Rules:
 2. The size of a recording is limited. When the limit is reached, later decisions are lost. The first ones are kept, because a rule
    remembers earlier inputs, so it can repeat its decisions only from the start. An existing file is renamed to `.1`, and replaces an
    earlier `.1`.
-3. If a line cannot be written, the recording ends, this is logged, and the planner continues.
+3. A recorder locks its file (flock). If another recorder holds the lock, this one leaves the file as it is, records nothing, and logs a
+   warning. So a second planner with the same settings does not take the file away from the first one.
+4. If a line cannot be written, the recording ends, this is logged, and the planner continues.
 """
 
 import errno
+import fcntl
 import logging
 import os
 from collections.abc import Iterator
@@ -61,7 +64,7 @@ class PlannerRecorder:
     """Writes the recording of a planner. The planner's loop uses it as its `fleet.planner.loop.DecisionRecorder`."""
 
     def __init__(self, path: Path, most_bytes: int, settings: PlannerSettings) -> None:
-        """Open the recording and write its first line.
+        """Open the recording and write its first line; record nothing if another recorder has the file (rule 3).
 
         Raises:
             ConfigurationRefused: The path is not a regular file, or cannot be written.
@@ -69,13 +72,11 @@ class PlannerRecorder:
         self._path = path
         self._left = most_bytes
         try:
-            if path.exists() and not path.is_file():
-                raise ConfigurationRefused(f"record: {path}: is not a regular file; name another")
-            if path.exists():
-                path.replace(path.with_name(f"{path.name}.1"))
-            self._file: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            self._file: int | None = _new_file(path)
         except OSError as error:
             raise ConfigurationRefused(f"record: {path}: {error.strerror}") from error
+        if self._file is None:
+            log.warning("planner records nothing", extra={"file": str(path), "cause": "another planner records there"})
         self._write(PlannerRecordingHead(format=FORMAT, settings=settings))
 
     def decided(self, now: Nanos, demand: DemandWindow, seen: Observation, decision: PlanDecision) -> None:
@@ -104,6 +105,35 @@ class PlannerRecorder:
         except OSError as error:
             log.warning("planner recording ended", extra={"file": str(self._path), "cause": error.strerror})
             self.close()
+
+
+def _new_file(path: Path) -> int | None:
+    """Open and lock an empty file at the path, and return its descriptor. A file with content that is there is renamed to `.1`.
+
+    Return None if another process has locked the file.
+
+    Raises:
+        ConfigurationRefused: The path is not a regular file.
+        OSError: A file cannot be opened, locked or renamed.
+    """
+    while True:
+        if path.exists() and not path.is_file():
+            raise ConfigurationRefused(f"record: {path}: is not a regular file; name another")
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            here = path.exists() and os.path.samestat(path.stat(), os.fstat(file))
+            if here and not os.fstat(file).st_size:
+                return file
+            if here:
+                path.replace(path.with_name(f"{path.name}.1"))
+        except BlockingIOError:
+            os.close(file)
+            return None
+        except OSError:
+            os.close(file)
+            raise
+        os.close(file)  # it was renamed, by this process or by another one: open the file that is at the path now
 
 
 class DecidedAgain(Struct, frozen=True, kw_only=True):

@@ -1,5 +1,6 @@
 """Tests of the records of plans: the last state of a plan counts, files are rotated, and a damaged line costs only itself."""
 
+import fcntl
 import os
 
 import pytest
@@ -54,6 +55,21 @@ def test_file_is_rotated_and_bounded(tmp_path):
     assert sorted(each.name for each in tmp_path.iterdir()) == ["plans.jsonl", "plans.jsonl.1"]
     assert sum(each.stat().st_size for each in tmp_path.iterdir()) < 5000
     assert history.find(PlanId("plan-199")) is not None
+
+
+def test_file_that_another_planner_rotates_is_left(tmp_path):
+    path = tmp_path / "plans.jsonl"
+    history = PlanHistory(path, most_bytes=1)
+    history.keep(a_record(1))
+
+    with path.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        history.keep(a_record(2))
+        assert [each.name for each in tmp_path.iterdir()] == ["plans.jsonl"]
+        assert len(path.read_bytes().splitlines()) == 2
+
+    history.keep(a_record(3))
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["plans.jsonl", "plans.jsonl.1"]
 
 
 def test_damaged_lines_are_left_out(tmp_path):

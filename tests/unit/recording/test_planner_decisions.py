@@ -104,6 +104,22 @@ def test_earlier_recording_is_kept_once(tmp_path):
     assert sorted(each.name for each in tmp_path.iterdir()) == ["r", "r.1"]
 
 
+def test_second_recorder_leaves_the_file_to_the_first_one(tmp_path, caplog):
+    path = tmp_path / "r"
+    first = PlannerRecorder(path, 1 << 20, SETTINGS)
+    before = path.read_bytes()
+
+    second = PlannerRecorder(path, 1 << 20, SETTINGS)
+    second.close()
+
+    assert [each.name for each in tmp_path.iterdir()] == ["r"]
+    assert path.read_bytes() == before
+    assert "planner records nothing" in caplog.text
+    first.close()
+    PlannerRecorder(path, 1 << 20, SETTINGS).close()
+    assert (tmp_path / "r.1").read_bytes() == before
+
+
 @pytest.mark.parametrize(
     ("damage", "said"),
     [

@@ -26,6 +26,7 @@ from fleet.core.errors import (
     ConfigurationRefused,
     did_you_mean,
     known_fields,
+    path_with_keys,
     split_validation_error,
     with_allowed_values,
 )
@@ -52,7 +53,7 @@ def load(path: Path, kind: type[Settings], changes: Mapping[str, Any] | None = N
             _change(raw, where, value)
         settings = msgspec.convert(raw, kind)
     except msgspec.ValidationError as error:
-        raise ConfigurationRefused(f"{path}: {_with_path(error, kind)}") from error
+        raise ConfigurationRefused(f"{path}: {_with_path(error, kind, raw)}") from error
     except ValueError as error:
         raise ConfigurationRefused(f"{path}: {_one_line(str(error))}") from error
     if (huge := _path_of(raw, _is_too_long)) is not None:
@@ -242,20 +243,22 @@ def _path_of(value: Any, is_wrong: Callable[[Any], bool]) -> str | None:
     return None
 
 
-def _with_path(error: msgspec.ValidationError, kind: Any) -> str:
-    """Return the text of a validation error with the path of the key at its beginning.
+def _with_path(error: msgspec.ValidationError, kind: Any, raw: Any) -> str:
+    """Return the text of a validation error with the path of the key at its beginning. `raw` is the value that has the error.
 
     For example, 'Object contains unknown field `x` - at `$.router`' becomes 'router.x: is not a known key'.
     """
     cause, path = split_validation_error(error)
     cause = with_allowed_values(cause, kind, path)
-    path = path.removeprefix(".")
+    path, shown = path.removeprefix("."), path_with_keys(error, raw, kind).removeprefix(".")
     if unknown := re.fullmatch(r"Object contains unknown field `(.*)`", cause):
         known = known_fields(kind, f".{path}" if path else "")
         meant = did_you_mean(unknown[1], known) or ("" if path else _in_sections(unknown[1], kind, known))
-        return f"{path}.{unknown[1]}: is not a known key{meant}" if path else f"{unknown[1]}: is not a known key{meant}"
+        return (
+            f"{shown}.{unknown[1]}: is not a known key{meant}" if path else f"{unknown[1]}: is not a known key{meant}"
+        )
     cause = cause.replace(_NO_SHA256, "must have 64 of the digits 0-9 and a-f, as sha256sum prints")
-    return _one_line(_place_in(path, cause, kind) if path else cause)
+    return _one_line(_place_in(path, shown, cause, kind) if path else cause)
 
 
 def _in_sections(key: str, kind: Any, sections: Sequence[str]) -> str:
@@ -264,12 +267,15 @@ def _in_sections(key: str, kind: Any, sections: Sequence[str]) -> str:
     return f"; did you mean {' or '.join(found)}?" if found else ""
 
 
-def _place_in(path: str, cause: str, kind: Any) -> str:
-    """Put the path of a section before a cause. If the cause begins with the section's name and a field, do not repeat the name."""
+def _place_in(path: str, shown: str, cause: str, kind: Any) -> str:
+    """Put the path of a section before a cause. If the cause begins with the section's name and a field, do not repeat the name.
+
+    `shown` is the path with the keys of tables.
+    """
     section, _, field = cause.partition(": ")[0].partition(".")
     if section == path.rpartition(".")[2] and field in known_fields(kind, f".{path}"):
-        return path.removesuffix(section) + cause
-    return f"{path}: {cause}"
+        return shown.removesuffix(section) + cause
+    return f"{shown}: {cause}"
 
 
 def _one_line(text: str) -> str:

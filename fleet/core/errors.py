@@ -21,6 +21,9 @@ repository."""
 
 INVALID_VALUE = "Invalid enum value"  # beginning of msgspec's message about a wrong enumeration value
 
+_INVALID_TAG = "Invalid value "  # beginning of msgspec's message about a wrong tag of a union
+_MISSING_FIELD = re.compile(r"Object missing required field `(.*)`")
+
 _STEP = re.compile(r"\.([^.\[]+)|\[([^\]]*)\]")
 
 
@@ -126,15 +129,68 @@ def split_validation_error(error: Exception) -> tuple[str, str]:
     return cause if of_key == where else f"its keys: {cause}", of_key.removesuffix("`").removeprefix("$")
 
 
+def path_with_keys(error: Exception, raw: Any, kind: Any) -> str:
+    """Return the path of `split_validation_error`, with the keys of tables in place of msgspec's ``[...]``.
+
+    msgspec does not say which key of a table has the wrong value. So each table is converted again with one key at a time, until the same
+    error comes. If none gives it, ``[...]`` stays.
+
+    Args:
+        error: The `msgspec.ValidationError`.
+        raw: The value that was converted, of dictionaries and lists.
+        kind: The type to which it was converted.
+    """
+    _, path = split_validation_error(error)
+    shown, here = "", list[str | int]()
+    for step in _STEP.finditer(path):
+        name, index = step.groups()
+        if name is None and index == "...":
+            found = next((each for each in _with_single_keys(raw, here) if _fails(each[1], kind, str(error))), None)
+            if found is None:
+                return shown + path[step.start() :]
+            name, raw = found
+        shown += f".{name}" if name is not None else f"[{index}]"
+        here.append(name if name is not None else int(index))
+    return shown
+
+
+def _with_single_keys(raw: Any, here: list[str | int]) -> Iterator[tuple[str, Any]]:
+    """Yield each key of the table at a place in `raw`, with a copy of `raw` whose table has only this key."""
+    if here:
+        first, *rest = here
+        for key, inner in _with_single_keys(raw[first], rest):
+            copied: Any = dict(raw) if isinstance(raw, dict) else list(raw)
+            copied[first] = inner
+            yield key, copied
+    elif isinstance(raw, dict):
+        yield from ((str(key), {key: value}) for key, value in raw.items())
+
+
+def _fails(raw: Any, kind: Any, message: str) -> bool:
+    import msgspec  # noqa: PLC0415 - imported here, because the help of commands must load no library
+
+    try:
+        msgspec.convert(raw, kind)
+    except msgspec.ValidationError as error:
+        return str(error) == message
+    except ValueError:
+        return False
+    return False
+
+
 def with_allowed_values(cause: str, kind: Any, path: str) -> str:
-    """Return the cause of a validation error; if an enumeration value is wrong, add the allowed values.
+    """Return the cause of a validation error; if an enumeration value or a tag is wrong or missing, add the allowed values.
+
+    A tag is the field that selects one Struct of a union, such as `kind`.
 
     Args:
         cause: The cause that `split_validation_error` returned.
         kind: The type that was decoded.
         path: The path of the wrong value in that type, such as ``.pools[0].role``.
     """
-    if not cause.startswith(INVALID_VALUE):
+    if missing := _MISSING_FIELD.fullmatch(cause):
+        path = f"{path}.{missing[1]}"
+    elif not cause.startswith((INVALID_VALUE, _INVALID_TAG)):
         return cause
     allowed = allowed_values(kind, path)
     return f"{cause}; use {_in_words(allowed)}" if allowed else cause
@@ -181,6 +237,8 @@ def _inside(place: "Type", name: str) -> "Iterator[Type]":
     from msgspec import inspect  # noqa: PLC0415 - imported here, because the help of commands must load no library
 
     match place:
+        case inspect.StructType(tag_field=tag_field, tag=tag) if name and name == tag_field:
+            yield inspect.LiteralType(values=(tag,))
         case inspect.StructType(fields=fields) if name:
             yield from (field.type for field in fields if field.encode_name == name)
         case inspect.UnionType(types=types):

@@ -61,7 +61,7 @@ def test_a_topology_says_what_differs_from_the_default(tmp_path):
             "pools[0].simulated.sed: is not a known key; did you mean 'seed'?",
         ),
         ("[[pools]]\nrole = 'decoder'", "pools[0].role: Invalid enum value 'decoder'; use prefill, decode or both"),
-        ("[[pools]]\nreplicas = 1", "pools[0]: Object missing required field `role`"),
+        ("[[pools]]\nreplicas = 1", "pools[0]: Object missing required field `role`; use prefill, decode or both"),
         ("[store]\ncapacity_mib = 0", "store.capacity_mib: Expected `int` >= 1"),
         ("[router]\nmax_queued = 'many'", "router.max_queued: Expected `int`, got `str`"),
         (f"[router]\nmax_queued = {HUGE}", "router.max_queued: Expected `int` <= 4294967295"),

@@ -22,6 +22,7 @@ from typing import TypeVar
 import msgspec
 from msgspec import Struct
 
+from fleet.core.errors import path_with_keys, split_validation_error
 from fleet.core.file_locks import hold_lock_file, is_abandoned
 from fleet.planner.connectors.virtual import Intent, PlanReport, RecordsSnapshot
 from fleet.planner.ports import ConnectorUnreachable, OrchestratorGone
@@ -113,7 +114,7 @@ class FolderRecords:
         try:
             return msgspec.json.decode(content, type=of)
         except (UnicodeDecodeError, msgspec.DecodeError, RecursionError) as error:
-            raise ConnectorUnreachable(f"{path}: {error}") from error
+            raise ConnectorUnreachable(f"{path}: {_text_with_keys(error, content, of)}") from error
 
     def _replace(self, name: str, record: Struct) -> None:
         beside = self._folder / f".{name}.{os.getpid()}"
@@ -124,6 +125,17 @@ class FolderRecords:
             with suppress(OSError):
                 beside.unlink()
             raise _unreachable(self._folder / name, error) from error
+
+
+def _text_with_keys(error: Exception, content: bytes, of: type[Struct]) -> str:
+    """Return the text of a decoding error. If a value is wrong, the text begins with its path, which names pools."""
+    if not isinstance(error, msgspec.ValidationError):
+        return str(error)
+    cause, _ = split_validation_error(error)
+    with suppress(msgspec.DecodeError, RecursionError):
+        if where := path_with_keys(error, msgspec.json.decode(content), of).removeprefix("."):
+            return f"{where}: {cause}"
+    return cause
 
 
 def _at_once(path: str, flags: int) -> int:

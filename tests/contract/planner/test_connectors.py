@@ -258,6 +258,16 @@ async def test_invalid_plan_or_report_is_ignored_and_not_overwritten(tmp_path, n
     assert (tmp_path / name).read_bytes() == content
 
 
+async def test_error_in_a_report_names_the_pool(tmp_path):
+    pool = {"asked": 1, "ready": 1}
+    (tmp_path / "report.json").write_text(json.dumps({"pools": {"decode": pool, "prefill": pool | {"ready": "one"}}}))
+    async with connector_of(FolderTarget(folder=str(tmp_path)), PlanWriter.PLANNER) as planner:
+        with pytest.raises(
+            ConnectorUnreachable, match=r"report.json: pools\.prefill\.ready: Expected `int`, got `str`"
+        ):
+            await planner.observe()
+
+
 @pytest.mark.parametrize("name", ["plan.json", "report.json"])
 async def test_special_files_do_not_block_the_connector(tmp_path, name):
     (tmp_path / "report.json").write_text('{"pools": {"decode": {"asked": 1, "ready": 1}}}')

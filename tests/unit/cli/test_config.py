@@ -94,7 +94,7 @@ def test_check_finds_the_part_by_the_keys(content, command, tmp_path, capsys):
         (
             [],
             "[router.tenants.acme]\nweigth = 1\n",
-            "router.tenants[...].weigth: is not a known key; did you mean 'weight'?",
+            "router.tenants.acme.weigth: is not a known key; did you mean 'weight'?",
         ),
         ([], "[cluster]\nqqq = 1\n", "cluster.qqq: is not a known key\n"),
         ([], "max_queued = -1\n", "max_queued: "),

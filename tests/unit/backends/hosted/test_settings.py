@@ -27,22 +27,22 @@ def test_short_section_is_enough(tmp_path):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (OVERFLOW.replace("https:", "ftp:"), "overflow[...]: url: 'ftp:"),
+        (OVERFLOW.replace("https:", "ftp:"), "overflow.tiny: url: 'ftp:"),
         (
             OVERFLOW.replace("https://", "https://me@"),
-            "overflow[...]: url: must hold no user name and no password; use api_key_file",
+            "overflow.tiny: url: must hold no user name and no password; use api_key_file",
         ),
-        (OVERFLOW.replace("https://", "https://:password@"), "overflow[...]: url: must hold no user name and no"),
-        (OVERFLOW.replace("= 5", "= 0"), "overflow[...].dollars_per_hour"),
-        (OVERFLOW.replace("= 5", "= nan"), "overflow[...].dollars_per_hour"),
-        (OVERFLOW.replace("= 5", "= inf"), "overflow[...].dollars_per_hour"),
-        (OVERFLOW.replace("= 0.5", "= -1"), "overflow[...].dollars_per_million_prompt_tokens"),
+        (OVERFLOW.replace("https://", "https://:password@"), "overflow.tiny: url: must hold no user name and no"),
+        (OVERFLOW.replace("= 5", "= 0"), "overflow.tiny.dollars_per_hour"),
+        (OVERFLOW.replace("= 5", "= nan"), "overflow.tiny.dollars_per_hour"),
+        (OVERFLOW.replace("= 5", "= inf"), "overflow.tiny.dollars_per_hour"),
+        (OVERFLOW.replace("= 0.5", "= -1"), "overflow.tiny.dollars_per_million_prompt_tokens"),
         (OVERFLOW.replace("= 0.5", "= 0").replace("= 1.5", "= 0"), "dollars_per_million_answer_tokens: one of the two"),
         (OVERFLOW.replace("dollars_per_hour = 5", ""), "dollars_per_hour"),
         (OVERFLOW + "after_seconds = 20\n", "overflow.tiny.after_seconds: 20 is above max_queue_seconds (10)"),
         (OVERFLOW + 'excluded_tenants = ["acme"]\n', "overflow.tiny.excluded_tenants: 'acme' is not in `tenants`"),
-        (OVERFLOW + 'api_key = "sk"\n', "overflow[...].api_key: is not a known key"),
-        (OVERFLOW + "max_running = 0\n", "overflow[...].max_running"),
+        (OVERFLOW + 'api_key = "sk"\n', "overflow.tiny.api_key: is not a known key"),
+        (OVERFLOW + "max_running = 0\n", "overflow.tiny.max_running"),
     ],
 )
 def test_error_names_the_key(tmp_path, content, said):

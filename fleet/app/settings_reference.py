@@ -89,6 +89,10 @@ def settings_keys(kind: type[Struct], path: str = "", outer: tuple[type[Struct],
         yield SettingsKey(
             path=key, unit=_unit(field), default=_default(field).strip("`"), meaning=texts.get(field.encode_name, "")
         )
+        for tag_field, meaning in _tags(field.type):
+            yield SettingsKey(
+                path=f"{key}{_step(field.type)}.{tag_field}", unit="", default="required", meaning=meaning
+            )
         for section in _struct_types(field.type):
             if section not in (kind, *outer):
                 yield from settings_keys(section, f"{key}{_step(field.type)}.", (*outer, kind))
@@ -139,9 +143,11 @@ def _sections(kind: type[Struct], path: str, seen: dict[type[Struct], str], comm
             seen[section] = command
             inner.append((key, section))
         yield f"| `{key}` | {_default(field)} | {texts.get(field.encode_name, '').replace('|', chr(92) + '|')} |"
+        for tag_field, meaning in _tags(field.type):
+            yield f"| `{key}.{tag_field}` | required | {meaning} |"
     for key, section in inner:
         yield ""
-        yield f"### {command}: section `{key}` ({section.__name__})"
+        yield f"### {command}: section `{key}` ({_named(section)})"
         yield ""
         yield from _sections(section, f"{key}.", seen, command)
 
@@ -151,6 +157,26 @@ def _struct_types(of: Any) -> list[type[Struct]]:
     if isinstance(of, type) and issubclass(of, Struct):
         return [of]
     return [found for each in getattr(of, "__args__", ()) for found in _struct_types(each)]
+
+
+def _tags(of: Any) -> Iterator[tuple[str, str]]:
+    """Yield the name and the meaning of each key that selects one of several Structs for a section, such as `kind`.
+
+    msgspec does not list such a key among the fields of these Structs.
+    """
+    tags: dict[str, list[str]] = {}
+    for section in _struct_types(of):
+        if (tag_field := section.__struct_config__.tag_field) is not None:
+            tags.setdefault(tag_field, []).append(f"`{section.__struct_config__.tag}`")
+    for tag_field, values in tags.items():
+        if len(values) > 1:
+            yield tag_field, f"Selects the other keys of the section: {', '.join(values[:-1])} or {values[-1]}."
+
+
+def _named(section: type[Struct]) -> str:
+    """Return the name of a Struct for a heading, with the value of its tag if it has one."""
+    config = section.__struct_config__
+    return section.__name__ if config.tag_field is None else f"{section.__name__}, {config.tag_field} {config.tag}"
 
 
 def _step(of: Any) -> str:

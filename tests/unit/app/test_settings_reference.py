@@ -22,3 +22,14 @@ def test_every_key_of_every_settings_file_has_a_meaning():
     keys = [(part, key) for part, kind in KINDS.items() for key in settings_keys(kind)]
 
     assert [f"{part}: {key.path}" for part, key in keys if not key.meaning] == []
+
+
+def test_kinds_of_sections_are_listed_with_their_values():
+    page = reference()
+
+    assert (
+        "| `source.kind` | required | Selects the other keys of the section: `routers`, `metrics` or `prometheus`. |"
+        in page
+    )
+    assert "section `source` (RouterDemandSettings, kind routers)" in page
+    assert "engines.NAME.kind" in [key.path for key in settings_keys(KINDS["planner"])]

@@ -12,7 +12,6 @@ from prometheus_client import CollectorRegistry
 from fleet.app.planner_engines import pool_engine
 from fleet.app.process import Announce, ServiceDefinition, cancelled_by_signals, stop_signal
 from fleet.app.rehearsal import rehearsal_of
-from fleet.config import load
 from fleet.core.clock import SECOND, Clock, Nanos
 from fleet.core.errors import ConfigurationRefused
 from fleet.core.system_clock import SystemClock, unix_milliseconds
@@ -29,6 +28,7 @@ from fleet.planner.load_rule import LoadRule
 from fleet.planner.loop import PlannerLoop
 from fleet.planner.machine import PlannerMachine
 from fleet.planner.messages import PlanWriter
+from fleet.planner.price_books import priced_from_file
 from fleet.planner.records import PlanHistory
 from fleet.planner.settings import (
     LoadRuleSettings,
@@ -38,7 +38,6 @@ from fleet.planner.settings import (
     RouterDemandSettings,
 )
 from fleet.planner.sizing.capacity import StepCapacity
-from fleet.planner.sizing.prices import PriceBook, priced
 from fleet.planner.sources.metrics import MetricsDemandSource
 from fleet.planner.sources.ports import DemandSource
 from fleet.planner.sources.prometheus import PrometheusDemandSource
@@ -114,14 +113,12 @@ def priced_settings(settings: PlannerSettings) -> PlannerSettings:
     """Return the settings with the GPU prices from the price book that they name.
 
     Raises:
-        ConfigurationRefused: The price book cannot be read, or it lacks the region or the price of a GPU. Or the budget is
-            too small for the minimum numbers of replicas of all pools together.
+        ConfigurationRefused: The price book cannot be read, or it lacks the region or the price of a GPU. Or there is a
+            region without a price book. Or the budget is too small for the minimum numbers of replicas of all pools together.
     """
-    if not settings.prices:
-        return settings
-    pools = priced(settings.pools, load(Path(settings.prices), PriceBook), settings.region)
+    pools = priced_from_file(settings.pools, settings.prices, settings.region)
     try:
-        return structs.replace(settings, pools=pools, prices="")
+        return structs.replace(settings, pools=pools, prices="", region="")
     except ValueError as error:
         raise ConfigurationRefused(str(error)) from error
 

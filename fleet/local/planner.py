@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from fleet.config import build_settings, load
+from fleet.config import build_settings
 from fleet.core.clock import SECOND, Nanos
 from fleet.core.errors import ConfigurationRefused
 from fleet.core.ids import ModelName
@@ -15,6 +15,7 @@ from fleet.local.runs import PLANS
 from fleet.local.settings import SIMULATED, LocalPlannerSection, PoolSection, Topology
 from fleet.planner.decisions import PlannedPool
 from fleet.planner.messages import PoolName
+from fleet.planner.price_books import priced_from_file
 from fleet.planner.settings import (
     FolderTarget,
     GpuEngineSettings,
@@ -22,7 +23,6 @@ from fleet.planner.settings import (
     PlannerSettings,
     RouterDemandSettings,
 )
-from fleet.planner.sizing.prices import PriceBook, priced
 from kvstore.net.addresses import unix_path
 from kvstore.security.credentials import Credentials
 
@@ -65,7 +65,9 @@ def planner_settings(
             mode=section.mode,
             goals=section.goals,
             budget=section.budget,
-            pools=_priced(section, tuple(_pool(topology, section, name, pool) for name, pool in pools.items())),
+            pools=priced_from_file(
+                [_pool(topology, section, name, pool) for name, pool in pools.items()], section.prices, section.region
+            ),
             engines=dict(engines),
             rule=section.rule,
             source=RouterDemandSettings(
@@ -85,12 +87,6 @@ def planner_settings(
     except ConfigurationRefused as error:
         named = re.sub(r"^pools\[([0-9]+)\]", lambda place: f"pools.{names[int(place[1])]}", str(error))
         raise ConfigurationRefused(f"planner.{named}") from error
-
-
-def _priced(section: LocalPlannerSection, pools: tuple[PlannedPool, ...]) -> tuple[PlannedPool, ...]:
-    if not section.prices:
-        return pools
-    return priced(pools, load(Path(section.prices), PriceBook), section.region)
 
 
 def _pool(topology: Topology, section: LocalPlannerSection, name: str, pool: PoolSection) -> PlannedPool:

@@ -259,7 +259,7 @@ class LocalPlannerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     A relative path starts from the current folder of `fleet up`. Empty: there is none."""
 
     region: str = ""
-    """Region of the price book; empty: the first region in the book."""
+    """Region of the price book; empty: the first region in the book. It needs `prices`."""
 
     engines: dict[PoolName, LinearEngineSettings | GpuEngineSettings] = {}
     """Engine of each pool, as the planner models it; the rule `fleet` and rehearsals need the engines of all pools. If

@@ -348,7 +348,7 @@ class PlannerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Price book: a TOML file with dollars per hour of a GPU by region and GPU type, for pools with a `gpu` whose
     `dollars_per_hour` is 0. Empty: there is none."""
     region: str = ""
-    """Region of the price book; empty: the first region in it."""
+    """Region of the price book; empty: the first region in it. It needs `prices`."""
 
     engines: dict[PoolName, LinearEngineSettings | GpuEngineSettings] = {}
     """Engine of each pool. The rule `fleet` and rehearsals need the engines of all pools."""

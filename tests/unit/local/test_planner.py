@@ -27,14 +27,14 @@ def test_bounds_of_a_pool_are_refused_by_its_name():
 BOOK = "[regions.east]\nh100 = 2.5\nb200 = 5.0\n[regions.west]\nh100 = 3.5\n"
 
 
-def priced_by(folder, region="", budget=None, **pool):
+def priced_by(folder, region="", budget=None, prices=None, **pool):
     book = folder / "prices.toml"
     book.write_text(BOOK)
     section = LocalPlannerSection(
         goals=PlanGoals(ttft_seconds=1.0, tpot_seconds=0.1),
         budget=budget or PlanBudget(),
         pools={PoolName("both"): PlannedPoolSection(**{"least": 2, "gpu": "h100", "gpus": 4, **pool})},
-        prices=str(book),
+        prices=str(book) if prices is None else prices,
         region=region,
     )
     topology = Topology(cluster=ClusterSection(engine="simulated"), pools=(PoolSection(role=Role.BOTH),))
@@ -56,8 +56,13 @@ def test_own_price_of_a_pool_goes_before_the_book(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"region": "north"}, "region: 'north' is not one of east, west"),
-        ({"region": "west", "gpu": "b200"}, "regions.west.b200: the price book has no price for this GPU"),
+        ({"region": "north"}, r"^planner\.region: 'north' is not a region of .*prices\.toml; use east, west"),
+        (
+            {"region": "west", "gpu": "b200"},
+            r"^planner\.prices: .*prices\.toml: regions\.west\.b200: the price book has no price for this GPU",
+        ),
+        ({"region": "west", "prices": ""}, r"^planner\.region: 'west' needs `prices`"),
+        ({"prices": "/nowhere/p.toml"}, r"^planner\.prices: /nowhere/p\.toml: No such file or directory"),
         (
             {"budget": PlanBudget(dollars_per_hour=19.0)},
             "planner.budget.dollars_per_hour: 19.0 is below what the floors",

@@ -1,6 +1,7 @@
 """`fleet plan size`: computes the cheapest pools for a load, and from which load on they are cheaper than a hosted endpoint."""
 
 import argparse
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from fleet.planner.sizing.proposal import PoolProposal, PricedGpu
 
 HIGHEST = 1e9
+PLAUSIBLE_TTFT, PLAUSIBLE_TPOT = 300.0, 5.0
+"""Goals in seconds above which a warning asks whether milliseconds were meant."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -45,8 +48,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="variance of the number of arrivals, divided by its mean: 1 is Poisson, more is bursty (default: 1)",
     )
     goals = parser.add_argument_group("goals and limits")
-    goals.add_argument("--ttft", type=seconds, required=True, metavar="SECONDS", help="time to the first token")
-    goals.add_argument("--tpot", type=seconds, required=True, metavar="SECONDS", help="time for each further token")
+    goals.add_argument(
+        "--ttft", type=seconds, required=True, metavar="SECONDS", help="time to the first token, in seconds"
+    )
+    goals.add_argument(
+        "--tpot", type=seconds, required=True, metavar="SECONDS", help="time for each further token, in seconds"
+    )
     goals.add_argument(
         "--percentile",
         type=float,
@@ -92,12 +99,13 @@ def run(arguments: argparse.Namespace) -> int:
     from fleet.planner.sizing.proposal import propose_pools  # noqa: PLC0415
 
     _check(arguments)
+    _warn_of_milliseconds(arguments)
     book = _book(arguments.prices)
-    region = arguments.region or next(iter(book.regions))
+    region = _region(arguments, book)
     shape = RequestShape(prompt_tokens=arguments.prompt, answer_tokens=arguments.answer, cached_tokens=arguments.cached)
     proposal = propose_pools(
         _model(arguments.model),
-        _gpus(arguments.gpus, book, region),
+        _gpus(arguments, book, region),
         OfferedLoad(shape=shape, prompt_spread=arguments.spread**2, dispersion=arguments.dispersion),
         arguments.rate,
         PlanGoals(ttft_seconds=arguments.ttft, tpot_seconds=arguments.tpot, percentile=arguments.percentile),
@@ -162,9 +170,9 @@ def _break_even(arguments: argparse.Namespace, proposal: "PoolProposal") -> dict
 def _hosted(arguments: argparse.Namespace) -> "HostedPrice | None":
     from fleet.planner.sizing.prices import HostedPrice  # noqa: PLC0415
 
-    if arguments.hosted_prompt is None and arguments.hosted_answer is None:
+    if arguments.hosted_prompt is None or arguments.hosted_answer is None:
         return None
-    return HostedPrice(prompt=arguments.hosted_prompt or 0.0, answer=arguments.hosted_answer or 0.0)
+    return HostedPrice(prompt=arguments.hosted_prompt, answer=arguments.hosted_answer)
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -177,6 +185,18 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ConfigurationRefused(f"--most-gpus: {arguments.most_gpus} must be at least 1")
     if arguments.backend not in {"vllm", "sglang", "trtllm"}:
         raise ConfigurationRefused(f"--backend: {arguments.backend!r} is not one of vllm, sglang, trtllm")
+    for name, other in (("prompt", "answer"), ("answer", "prompt")):
+        if getattr(arguments, f"hosted_{name}") is None and getattr(arguments, f"hosted_{other}") is not None:
+            raise ConfigurationRefused(f"--hosted-{name}: is needed with --hosted-{other}; 0 if these tokens are free")
+
+
+def _warn_of_milliseconds(arguments: argparse.Namespace) -> None:
+    for name, plausible in (("ttft", PLAUSIBLE_TTFT), ("tpot", PLAUSIBLE_TPOT)):
+        if (goal := getattr(arguments, name)) > plausible:
+            print(
+                f"fleet: --{name}: {goal:g} is taken as seconds; for milliseconds, give {goal / 1000:g}",
+                file=sys.stderr,
+            )
 
 
 def _model(named: Path) -> "SizedModel":
@@ -193,26 +213,43 @@ def _model(named: Path) -> "SizedModel":
 
 
 def _book(file: Path | None) -> "PriceBook":
-    from fleet.config import load  # noqa: PLC0415
-    from fleet.planner.sizing.prices import PriceBook, list_prices  # noqa: PLC0415
+    from fleet.planner.price_books import read_price_book  # noqa: PLC0415
+    from fleet.planner.sizing.prices import list_prices  # noqa: PLC0415
 
-    book = list_prices() if file is None else load(file, PriceBook)
-    if not book.regions:
-        raise ConfigurationRefused(f"{file}: regions: there must be at least one")
-    return book
+    if file is None:
+        return list_prices()
+    try:
+        return read_price_book(file)
+    except ConfigurationRefused as error:
+        raise ConfigurationRefused(f"--prices: {error}") from error
 
 
-def _gpus(names: str | None, book: "PriceBook", region: str) -> "list[PricedGpu]":
+def _region(arguments: argparse.Namespace, book: "PriceBook") -> str:
+    region: str = arguments.region or next(iter(book.regions))
+    if region in book.regions:
+        return region
+    if arguments.prices is None:
+        raise ConfigurationRefused(f"--region: {region!r} needs --prices, a price book with this region")
+    raise ConfigurationRefused(
+        f"--region: {region!r} is not a region of {arguments.prices}; use {', '.join(book.regions)}"
+    )
+
+
+def _gpus(arguments: argparse.Namespace, book: "PriceBook", region: str) -> "list[PricedGpu]":
     from fleet.hardware.gpus import gpu  # noqa: PLC0415
     from fleet.planner.sizing.proposal import PricedGpu  # noqa: PLC0415
 
-    if names is None and region not in book.regions:
-        raise ConfigurationRefused(f"--region: {region!r} is not one of {', '.join(book.regions)}")
-    chosen = [name.strip() for name in names.split(",")] if names is not None else list(book.regions[region])
-    return [
-        PricedGpu(gpu=gpu(name, "--gpus"), dollars_per_hour=book.dollars(name, region))
-        for name in dict.fromkeys(chosen)
-    ]
+    names: str | None = arguments.gpus
+    chosen = list(book.regions[region]) if names is None else [name.strip() for name in names.split(",")]
+    found = {name: gpu(name, "--gpus") for name in chosen}
+    for name in found:
+        if name not in book.regions[region]:
+            raise ConfigurationRefused(
+                f"--gpus: {name} has no list price; give its price in a price book with --prices"
+                if arguments.prices is None
+                else f"--gpus: {arguments.prices}: regions.{region}.{name}: the price book has no price for this GPU"
+            )
+    return [PricedGpu(gpu=each, dollars_per_hour=book.dollars(name, region)) for name, each in found.items()]
 
 
 def _number(text: str) -> float:

@@ -34,6 +34,10 @@ LONG_PROMPT = 1000
 """Transfer times are computed for a prompt of one token and for a prompt of this number of tokens. The difference gives
 the time for each further token."""
 
+LEAST_RATE = 1e-3
+"""The smallest rate for which the solver is asked, in requests per second. Its tolerances are absolute, about 1e-6, so
+it would find that no replica is needed for much smaller rates."""
+
 
 class PricedGpu(Struct, frozen=True, kw_only=True):
     """Names a GPU type that the proposal may use, with its price."""
@@ -117,12 +121,14 @@ def propose_pools(
     if conditions := tuple(corrected.out_of_reach(load)):
         return _empty(conditions)
     candidates = [Candidate(pool=each, least=0, most=MOST_REPLICAS) for each in pools]
-    mix = solve(candidates, rate, lambda pool, count: corrected.highest_rate(pool, load, count), budget)
+    sized_for = max(rate, LEAST_RATE)
+    mix = solve(candidates, sized_for, lambda pool, count: corrected.highest_rate(pool, load, count), budget)
     if mix is None or mix.served <= 0.0:
-        return _nothing("budget", "the limits do not allow for a single replica of each role")
+        return _empty((_exhausted("the limits do not allow for a single replica of each role"),))
     used = {pool: count for pool, count in zip(pools, mix.replicas, strict=True) if count}
-    ttft, tpot = corrected.predicted(load, mix.served, used)
-    shape, per_hour = load.shape, mix.served * SECONDS_PER_HOUR / MILLION
+    served = min(mix.served, rate)
+    ttft, tpot = corrected.predicted(load, served, used)
+    shape, per_hour = load.shape, served * SECONDS_PER_HOUR / MILLION
     return PoolProposal(
         pools=tuple(_proposed(pool, count, corrected.highest_rate(pool, load, count)) for pool, count in used.items()),
         gpus=sum(pool.gpus * count for pool, count in used.items()),
@@ -131,8 +137,10 @@ def propose_pools(
         dollars_per_million_answer_tokens=mix.dollars / (per_hour * shape.answer_tokens),
         ttft_seconds=ttft,
         tpot_seconds=tpot,
-        rate=mix.served,
-        conditions=() if mix.served >= rate * (1.0 - 1e-6) else (_too_little(rate, mix.served),),
+        rate=served,
+        conditions=()
+        if served >= rate * (1.0 - 1e-6)
+        else (_exhausted(f"{rate:g} requests a second are asked for, and the limits allow for {served:.4g}"),),
     )
 
 
@@ -171,12 +179,8 @@ def _proposed(pool: PlannedPool, replicas: int, rate: float) -> ProposedPool:
     )
 
 
-def _too_little(rate: float, served: float) -> PlanCondition:
-    return PlanCondition(
-        type=PlanConditionType.BUDGET_EXHAUSTED,
-        field="budget",
-        message=f"budget: {rate:g} requests a second are asked for, and the limits allow for {served:.4g}",
-    )
+def _exhausted(message: str) -> PlanCondition:
+    return PlanCondition(type=PlanConditionType.BUDGET_EXHAUSTED, field="budget", message=f"budget: {message}")
 
 
 def _nothing(field: str, message: str) -> PoolProposal:

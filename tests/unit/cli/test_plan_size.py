@@ -80,8 +80,12 @@ def test_own_price_book_changes_the_choice(capsys, tmp_path):
     ("more", "said"),
     [
         (["--gpus", "h900"], "--gpus: 'h900' is not one of h100"),
-        (["--gpus", "gb300"], "regions.list.gb300: the price book has no price for this GPU"),
-        (["--region", "moon"], "--region: 'moon' is not one of list"),
+        (["--gpus", "gb300"], "--gpus: gb300 has no list price; give its price in a price book with --prices"),
+        (["--region", "moon"], "--region: 'moon' needs --prices, a price book with this region"),
+        (["--gpus", "h100", "--region", "moon"], "--region: 'moon' needs --prices"),
+        (["--hosted-answer", "0.8"], "--hosted-prompt: is needed with --hosted-answer; 0 if these tokens are free"),
+        (["--hosted-prompt", "0.8"], "--hosted-answer: is needed with --hosted-prompt"),
+        (["--prices", "/nowhere/prices.toml"], "--prices: /nowhere/prices.toml: No such file or directory"),
         (["--percentile", "1"], "--percentile: 1 is not between 0 and 1"),
         (["--cached", "3000"], "--cached: 3000 must be below --prompt, 3000"),
         (["--most-gpus", "0"], "--most-gpus: 0 must be at least 1"),
@@ -103,6 +107,49 @@ def test_unknown_gpu_in_price_book_is_refused_by_path(capsys, tmp_path):
     book.write_text("[regions.here]\nh900 = 0.1\n")
     assert run(["plan", "size", *LOAD, *GOALS, "--prices", str(book)]) == CONFIGURATION_REFUSED
     assert "regions.here.h900: is not one of h100" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "more", "said"),
+    [
+        (
+            "h100 = 2.0\n",
+            [],
+            "regions: is missing; a price book has a table for each region, such as [regions.us-east]",
+        ),
+        ('[regions.a]\nh100 = 1\n[regions."b.c"]\nh100 = "x"\n', [], "regions.b.c.h100: Expected `float`, got `str`"),
+        ("[regions.a]\nh100 = 1\n", ["--gpus", "l40s"], "regions.a.l40s: the price book has no price for this GPU"),
+        ("[regions.a]\nh100 = 1\n", ["--region", "b"], "--region: 'b' is not a region of "),
+    ],
+)
+def test_error_of_a_price_book_names_its_place(capsys, tmp_path, content, more, said):
+    book = tmp_path / "prices.toml"
+    book.write_text(content)
+    assert run(["plan", "size", *LOAD, *GOALS, "--prices", str(book), *more]) == CONFIGURATION_REFUSED
+    error = capsys.readouterr().err
+    assert said in error
+    assert str(book) in error
+
+
+def test_tiny_rate_gets_the_smallest_pools(capsys):
+    load = [*LOAD[:2], "--rate", "1e-6", *LOAD[4:]]
+    answer = size(capsys, load=load)
+    assert answer["pools"]
+    assert all(each["replicas"] == 1 for each in answer["pools"])
+    assert answer["rate"] == pytest.approx(1e-6)
+
+
+def test_too_few_dollars_exhaust_the_budget(capsys):
+    answer = size(capsys, "--most-dollars", "1", status=FAILED)
+    assert [each["type"] for each in answer["conditions"]] == ["BudgetExhausted"]
+
+
+def test_goals_that_look_like_milliseconds_are_warned_of(capsys):
+    assert run(["plan", "size", *LOAD, "--ttft", "2000", "--tpot", "50"]) == DONE
+    assert capsys.readouterr().err.splitlines() == [
+        "fleet: --ttft: 2000 is taken as seconds; for milliseconds, give 2",
+        "fleet: --tpot: 50 is taken as seconds; for milliseconds, give 0.05",
+    ]
 
 
 def test_model_that_no_node_holds_is_out_of_reach(capsys):

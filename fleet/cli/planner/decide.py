@@ -2,13 +2,15 @@
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fleet.cli.console.exits import DONE, FAILED
+from fleet.core.errors import ConfigurationRefused
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
+    from fleet.planner.settings import PlannerSettings
     from fleet.recording.planner_decisions import DecidedAgain
 
 
@@ -18,7 +20,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--config",
         type=Path,
         metavar="FILE",
-        help="settings of a planner whose rule, goals and pools decide instead of the recorded ones",
+        help="settings whose rule, goals and pools decide instead of the recorded ones: a file of `fleet serve planner`, or"
+        " a topology of `fleet up` with a section [planner]",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of lines for people")
 
@@ -30,19 +33,69 @@ def run(arguments: argparse.Namespace) -> int:
     """
     import msgspec  # noqa: PLC0415 - help needs none of it
 
-    from fleet.app.planner import priced_settings, scaling_rule  # noqa: PLC0415
-    from fleet.config import load  # noqa: PLC0415
-    from fleet.planner.settings import PlannerSettings  # noqa: PLC0415
+    from fleet.app.planner import scaling_rule  # noqa: PLC0415
     from fleet.recording.planner_decisions import PlannerRecordingHead, decide_again, read_recording  # noqa: PLC0415
 
     lines = read_recording(arguments.recording)
     head = next(lines)
     assert isinstance(head, PlannerRecordingHead)
     # The settings in a recording already contain the prices that were used.
-    settings = head.settings if arguments.config is None else priced_settings(load(arguments.config, PlannerSettings))
+    settings = head.settings if arguments.config is None else _other_settings(arguments.config, head.settings)
     found = decide_again(scaling_rule(settings), lines)
     print(msgspec.json.encode(found).decode() if arguments.json else "\n".join(_lines(found)))
     return FAILED if found.different and arguments.config is None else DONE
+
+
+def _other_settings(file: Path, recorded: "PlannerSettings") -> "PlannerSettings":
+    """Read the settings of a planner, with their prices: its own file, or a topology with a section about the planner.
+
+    Raises:
+        ConfigurationRefused: The file cannot be used, or it has a pool that was not recorded.
+    """
+    from fleet.app.planner import priced_settings  # noqa: PLC0415
+    from fleet.config import load, read_file  # noqa: PLC0415
+    from fleet.planner.settings import PlannerSettings  # noqa: PLC0415
+
+    raw = read_file(file)
+    is_topology = raw.get("planner") is not None
+    settings = _of_topology(file, raw, recorded) if is_topology else priced_settings(load(file, PlannerSettings))
+    names = [pool.name for pool in recorded.pools]
+    for pool in settings.pools:
+        if pool.name not in names:
+            raise ConfigurationRefused(
+                f"{file}: pools: {pool.name!r} is not a pool of the recording, which has {', '.join(names)}"
+            )
+    return settings
+
+
+def _of_topology(file: Path, raw: "Mapping[str, Any]", recorded: "PlannerSettings") -> "PlannerSettings":
+    """Return the settings that `fleet up` gives the planner of a topology.
+
+    If the file names no engine, it is the simulated one, unless the recorded planner had other engines: `fleet up` has an
+    option for it.
+    """
+    from fleet.config import load  # noqa: PLC0415
+    from fleet.local.planner import planner_settings  # noqa: PLC0415
+    from fleet.local.settings import SIMULATED, Topology  # noqa: PLC0415
+    from fleet.local.topology import pool_names  # noqa: PLC0415
+    from fleet.planner.settings import LinearEngineSettings  # noqa: PLC0415
+
+    cluster = raw.get("cluster")
+    is_named = isinstance(cluster, dict) and "engine" in cluster
+    is_simulated = all(isinstance(engine, LinearEngineSettings) for engine in recorded.engines.values())
+    topology = load(file, Topology, {"cluster.engine": SIMULATED} if is_simulated and not is_named else None)
+    assert topology.planner is not None, file
+    try:
+        return planner_settings(
+            topology,
+            topology.planner,
+            pool_names(topology),
+            folder=Path("/"),  # neither the folder nor the port is used by the rule
+            model=recorded.model,
+            control="unix:/control",
+        )
+    except ConfigurationRefused as error:
+        raise ConfigurationRefused(f"{file}: {error}") from error
 
 
 def _lines(found: "DecidedAgain") -> "Iterator[str]":

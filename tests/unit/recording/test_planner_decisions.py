@@ -77,6 +77,41 @@ def test_other_settings_get_the_prices_of_their_book(tmp_path):
         decide.run(argparse.Namespace(recording=tmp_path / "r", config=other, json=False))
 
 
+TOPOLOGY = """
+[[pools]]
+role = "prefill"
+[[pools]]
+role = "decode"
+[planner]
+goals = { ttft_seconds = 1.0, tpot_seconds = 0.03 }
+"""
+
+
+def test_topology_with_a_planner_decides_again(tmp_path, capsys):
+    recorded(tmp_path / "r", duration=60)
+    other = tmp_path / "cluster.toml"
+    other.write_text(TOPOLOGY)
+
+    assert decide.run(argparse.Namespace(recording=tmp_path / "r", config=other, json=True)) == 0
+    assert msgspec.json.decode(capsys.readouterr().out)["decisions"] > 0
+
+    other.write_text(TOPOLOGY + "[planner.pools.encode]\nmost = 2\n")
+    with pytest.raises(ConfigurationRefused, match=r"cluster\.toml: planner\.pools: 'encode' is not a pool"):
+        decide.run(argparse.Namespace(recording=tmp_path / "r", config=other, json=True))
+
+
+def test_pool_that_was_not_recorded_is_refused_by_name(tmp_path):
+    recorded(tmp_path / "r", duration=60)
+    other = tmp_path / "other.json"
+    pools = (POOLS[0], structs.replace(POOLS[1], name="b"))
+    other.write_bytes(msgspec.json.encode(structs.replace(SETTINGS, pools=pools)))
+
+    with pytest.raises(
+        ConfigurationRefused, match=r"pools: 'b' is not a pool of the recording, which has decode, prefill"
+    ):
+        decide.run(argparse.Namespace(recording=tmp_path / "r", config=other, json=False))
+
+
 def test_rule_with_other_goals_decides_otherwise(tmp_path):
     recorded(tmp_path / "r")
     lines = read_recording(tmp_path / "r")

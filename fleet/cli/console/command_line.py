@@ -36,7 +36,7 @@ SUMMARIES = {  # help texts of Fleet's own sub-commands, in the order of the hel
     "kube": "print what Fleet is on Kubernetes: custom resource definitions, and the objects of a deployment",
     "config": "list all keys of the settings files, or check a settings file",
     "completion": "print a completion script for a shell",
-    "serve": "run one process of a cluster: router, worker, kvstore or operator",
+    "serve": "run one process of a cluster: router, worker, kvstore, operator or planner",
 }
 
 IN_FOLDERS = {"logs": "local.logs", "down": "local.down", "completion": "console.completion"}

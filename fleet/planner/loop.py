@@ -294,7 +294,7 @@ class PlannerLoop:
         orchestrator may still be starting too.
         """
         if self._seen is None and self._clock.now() < self._began + round(STARTING_SECONDS * SECOND):
-            self._waiting_for = cause
+            self._waiting_for = f"waits for the orchestrator, which may still be starting ({cause})"
             return
         if self._trouble is None or self._trouble.message != cause:
             log.warning("pools not observed", extra={"cause": cause})

@@ -404,7 +404,9 @@ def test_orchestrator_that_still_starts_is_waited_for_and_named():
 
     starting, late = told
     assert (starting.conditions, starting.reason) == ((), None)
-    assert "no orchestrator" in starting.message
+    assert starting.message == (
+        "waits for the orchestrator, which may still be starting (no orchestrator has written a report there)"
+    )
     assert [each.type for each in late.conditions] == [PlanConditionType.CONNECTOR_FAILED]
     assert world.rule.asked == 0
 

@@ -22,7 +22,7 @@ from fleet.planner.aggregate import DemandAggregator
 from fleet.planner.connectors.open import connector_of
 from fleet.planner.control.metrics import PlannerMetrics
 from fleet.planner.control.service import OnlyPlanner, open_planner_port
-from fleet.planner.decisions import ScalingRule
+from fleet.planner.decisions import ScalingRule, check_gpu_limit
 from fleet.planner.election.open import open_election
 from fleet.planner.load_rule import LoadRule
 from fleet.planner.loop import PlannerLoop
@@ -114,10 +114,12 @@ def priced_settings(settings: PlannerSettings) -> PlannerSettings:
 
     Raises:
         ConfigurationRefused: The price book cannot be read, or it lacks the region or the price of a GPU. Or there is a
-            region without a price book. Or the budget is too small for the minimum numbers of replicas of all pools together.
+            region without a price book. Or the budget is too small for the minimum numbers of replicas of all pools together,
+            or limits GPUs that no pool has.
     """
     pools = priced_from_file(settings.pools, settings.prices, settings.region)
     try:
+        check_gpu_limit(pools, settings.budget)
         return structs.replace(settings, pools=pools, prices="", region="")
     except ValueError as error:
         raise ConfigurationRefused(str(error)) from error

@@ -13,7 +13,7 @@ from fleet.core.errors import ConfigurationRefused
 from fleet.core.ids import ModelName
 from fleet.local.runs import PLANS
 from fleet.local.settings import SIMULATED, LocalPlannerSection, PoolSection, Topology
-from fleet.planner.decisions import PlannedPool
+from fleet.planner.decisions import PlannedPool, check_gpu_limit
 from fleet.planner.messages import PoolName
 from fleet.planner.price_books import priced_from_file
 from fleet.planner.settings import (
@@ -48,26 +48,27 @@ def planner_settings(
         ConfigurationRefused: The section names a pool that does not exist, its values contradict each other, or its price
             book cannot be used.
     """
-    for name in (*section.pools, *section.engines):
-        if name not in names:
-            raise ConfigurationRefused(
-                f"planner.pools: {name!r} is not a pool of this cluster; there are {', '.join(names)}"
-            )
+    for field, tables in (("pools", section.pools), ("engines", section.engines)):
+        for name in tables:
+            if name not in names:
+                raise ConfigurationRefused(
+                    f"planner.{field}.{name}: is not a pool of this cluster; there are {', '.join(names)}"
+                )
     pools = dict(zip(names, topology.pools, strict=True))
     engines: Mapping[PoolName, LinearEngineSettings | GpuEngineSettings] = section.engines
     if topology.cluster.engine == SIMULATED:
         simulated = {PoolName(name): _linear(topology, pool) for name, pool in pools.items()}
         engines = simulated | section.engines
+    planned = [_pool(topology, section, name, pool) for name, pool in pools.items()]
     try:
+        check_gpu_limit(planned, section.budget)
         return build_settings(
             PlannerSettings,
             model=model,
             mode=section.mode,
             goals=section.goals,
             budget=section.budget,
-            pools=priced_from_file(
-                [_pool(topology, section, name, pool) for name, pool in pools.items()], section.prices, section.region
-            ),
+            pools=priced_from_file(planned, section.prices, section.region),
             engines=dict(engines),
             rule=section.rule,
             source=RouterDemandSettings(
@@ -84,7 +85,7 @@ def planner_settings(
             rehearsal=section.rehearsal,
             score_seconds=section.score_seconds,
         )
-    except ConfigurationRefused as error:
+    except (ConfigurationRefused, ValueError) as error:
         named = re.sub(r"^pools\[([0-9]+)\]", lambda place: f"pools.{names[int(place[1])]}", str(error))
         raise ConfigurationRefused(f"planner.{named}") from error
 

@@ -235,6 +235,18 @@ def check_limits(pools: Sequence[PlannedPool], budget: PlanBudget) -> None:
             raise ValueError(f"budget.{field}: {limit} is below what the floors of the pools take, which is {floor}")
 
 
+def check_gpu_limit(pools: Sequence[PlannedPool], budget: PlanBudget) -> None:
+    """Check that a limit on GPUs, if there is one, limits some pool.
+
+    Raises:
+        ValueError: No pool has GPUs.
+    """
+    if budget.gpus is not None and not any(each.gpu for each in pools):
+        raise ValueError(
+            "budget.gpus: would limit nothing, because no pool has a `gpu`; name the GPU type of the pools"
+        )
+
+
 def check_roles(pools: Sequence[PlannedPool]) -> None:
     """Check that some pools serve prefill and some serve decode, as a rule that sizes all pools together needs.
 

@@ -430,6 +430,12 @@ class PlannerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         for name in self.engines:
             if name not in names:
                 raise ValueError(f"engines.{name}: `pools` has no such pool")
+        for index, pool in enumerate(self.pools):
+            if not pool.gpu and isinstance(self.engines.get(pool.name), GpuEngineSettings):
+                raise ValueError(
+                    f'pools[{index}].gpu: is needed, because engines.{pool.name} is of kind "gpu"; name one of'
+                    f" {', '.join(gpus())}"
+                )
         if isinstance(self.rule, FleetRuleSettings) and (
             missing := [name for name in names if name not in self.engines]
         ):
@@ -440,6 +446,8 @@ class PlannerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 def _check_addresses(field: str, addresses: Iterable[str]) -> None:
     for address in addresses:
+        if "/" in address:
+            raise ValueError(f"{field}: {address!r} is neither unix:/path nor host:port; leave out http:// and paths")
         try:
             host_port(address)
         except ValueError as error:

@@ -142,7 +142,7 @@ async def test_planner_tells_several_pools_of_one_role_apart(tmp_path):
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("planner.pools.decode", "planner.pools.decoder", "planner.pools: 'decoder' is not a pool of this cluster"),
+        ("planner.pools.decode", "planner.pools.decoder", "planner.pools.decoder: is not a pool of this cluster"),
         ("most = 3", "most = 0", "planner.pools.decode.least: 1 is above `most`, 0"),
         ("start_seconds = 30", 'gpu = "h1000"', "planner.pools.decode.gpu: 'h1000' is not one of "),
         ("start_seconds = 30", "dollars_per_hour = -1", "planner.pools"),

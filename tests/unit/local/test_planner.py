@@ -61,6 +61,10 @@ def test_own_price_of_a_pool_goes_before_the_book(tmp_path):
             {"region": "west", "gpu": "b200"},
             r"^planner\.prices: .*prices\.toml: regions\.west\.b200: the price book has no price for this GPU",
         ),
+        (
+            {"gpu": "", "budget": PlanBudget(gpus=8)},
+            r"^planner\.budget\.gpus: would limit nothing, because no pool has",
+        ),
         ({"region": "west", "prices": ""}, r"^planner\.region: 'west' needs `prices`"),
         ({"prices": "/nowhere/p.toml"}, r"^planner\.prices: /nowhere/p\.toml: No such file or directory"),
         (

@@ -11,6 +11,7 @@ from fleet.planner.settings import (
     EtcdTarget,
     LoadRuleSettings,
     MetricsDemandSettings,
+    PlannerSettings,
     PrometheusDemandSettings,
     RouterDemandSettings,
 )
@@ -20,7 +21,9 @@ from fleet.planner.settings import (
     ("kind", "field"),
     [(RouterDemandSettings, "addresses"), (EtcdElectionSettings, "endpoints"), (EtcdTarget, "endpoints")],
 )
-@pytest.mark.parametrize("address", ["router-0", "router-0:", "router-0:99999", ":50052"])
+@pytest.mark.parametrize(
+    "address", ["router-0", "router-0:", "router-0:99999", ":50052", "http://router-0:50052", "router-0/x:50052"]
+)
 def test_malformed_address_is_refused(kind, field, address):
     with pytest.raises(ConfigurationRefused, match=f"^{field}: '{address}' is neither"):
         build_settings(kind, **{field: ("router-1:50052", address)})
@@ -82,3 +85,22 @@ def test_refusal_of_a_url_does_not_show_its_password(kind, fields, message):
 
     assert message in str(refused.value)
     assert "secret" not in str(refused.value)
+
+
+def test_gpu_engine_needs_the_gpu_of_its_pool():
+    fields = {
+        "model": "m",
+        "goals": {"ttft_seconds": 1, "tpot_seconds": 0.1},
+        "pools": [{"name": "both", "role": "both"}],
+        "engines": {"both": {"kind": "gpu", "model": "m"}},
+        "source": {"kind": "routers", "addresses": ["unix:/x"]},
+        "target": {"kind": "folder", "folder": "x"},
+    }
+
+    with pytest.raises(
+        msgspec.ValidationError, match=r'pools\[0\]\.gpu: is needed, because engines\.both is of kind "gpu"'
+    ):
+        msgspec.convert(fields, PlannerSettings)
+
+    fields["pools"][0]["gpu"] = "h100"
+    assert msgspec.convert(fields, PlannerSettings).pools[0].gpu == "h100"

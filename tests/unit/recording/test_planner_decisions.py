@@ -96,7 +96,7 @@ def test_topology_with_a_planner_decides_again(tmp_path, capsys):
     assert msgspec.json.decode(capsys.readouterr().out)["decisions"] > 0
 
     other.write_text(TOPOLOGY + "[planner.pools.encode]\nmost = 2\n")
-    with pytest.raises(ConfigurationRefused, match=r"cluster\.toml: planner\.pools: 'encode' is not a pool"):
+    with pytest.raises(ConfigurationRefused, match=r"cluster\.toml: planner\.pools\.encode: is not a pool"):
         decide.run(argparse.Namespace(recording=tmp_path / "r", config=other, json=True))
 
 

@@ -290,6 +290,14 @@ def _external_codecs(settings: RouterSettings) -> dict[ModelName, TextCodec]:
     return codecs
 
 
+def check_overflow_models(settings: RouterSettings) -> None:
+    """Raise ConfigurationRefused if `overflow` names a model that is not in `models`."""
+    for model in settings.overflow:
+        if model not in settings.models:
+            served = ", ".join(settings.models) or "none"
+            raise ConfigurationRefused(f"overflow.{model}: `models` has no such model; there are: {served}")
+
+
 @asynccontextmanager
 async def _overflow(settings: RouterSettings, shared: _Shared) -> "AsyncIterator[HostedOverflow | None]":
     """Open the hosted endpoints. The `with` block gets None if the settings name no hosted endpoint.
@@ -300,10 +308,7 @@ async def _overflow(settings: RouterSettings, shared: _Shared) -> "AsyncIterator
     if not settings.overflow:
         yield None
         return
-    for model in settings.overflow:
-        if model not in settings.models:
-            served = ", ".join(settings.models) or "none"
-            raise ConfigurationRefused(f"overflow.{model}: `models` has no such model; there are: {served}")
+    check_overflow_models(settings)
     from fleet.backends.hosted.overflow import open_overflow  # noqa: PLC0415 - few routers have hosted endpoints
     from fleet.frontend.metrics.overflow import OverflowMetrics  # noqa: PLC0415 - few routers have hosted endpoints
 

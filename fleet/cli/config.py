@@ -2,8 +2,9 @@
 
 import argparse
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from msgspec import Struct, structs
@@ -12,8 +13,12 @@ from fleet.app.settings_reference import KINDS, SettingsKey, command_of, describ
 from fleet.cli.console.exits import CONFIGURATION_REFUSED, DONE
 from fleet.config import load, read_file
 from fleet.core.errors import ConfigurationRefused
+from fleet.core.hub import parse_repository
+from fleet.core.ids import ModelName
 from fleet.local.settings import Topology
 from fleet.local.topology import check_metrics_ranges
+from fleet.planner.settings import PlannerSettings
+from fleet.router.settings.router import RouterSettings
 
 WIDTH = 110  # maximum number of characters in a line of a key's meaning
 
@@ -72,12 +77,56 @@ def _check(file: Path, part: str | None, as_json: bool) -> int:
 
 
 def _check_content(file: Path, kind: type[Struct]) -> None:
+    """Check a settings file, and the other files and names in it by which a process would fail when it starts.
+
+    Raises:
+        ConfigurationRefused: The file cannot be used; the message begins with the file.
+    """
+    from fleet.app.planner import priced_settings, scaling_rule  # noqa: PLC0415 - the list of keys needs none of these
+    from fleet.app.router import check_overflow_models  # noqa: PLC0415
+
     settings = load(file, kind)
+    try:
+        match settings:
+            case Topology():
+                check_metrics_ranges(settings)
+                _check_overflow(settings, read_file(file))
+            case PlannerSettings():
+                scaling_rule(priced_settings(settings))
+            case RouterSettings():
+                check_overflow_models(settings)
+            case _:
+                pass
+    except ConfigurationRefused as refused:
+        raise ConfigurationRefused(f"{file}: {refused}") from refused
     if isinstance(settings, Topology):
-        try:
-            check_metrics_ranges(settings)
-        except ConfigurationRefused as refused:
-            raise ConfigurationRefused(f"{file}: {refused}") from refused
+        _check_planner(file)
+
+
+def _check_overflow(topology: Topology, raw: Mapping[str, Any]) -> None:
+    """Check that the hosted endpoints are for the model of the cluster, unless only an option of `fleet up` may name it."""
+    cluster = topology.cluster
+    if not cluster.served_name and "model" not in raw.get("cluster", {}):
+        return
+    repository = parse_repository(cluster.model)
+    names = [cluster.served_name] if cluster.served_name else [Path(cluster.model).name]
+    if repository is not None and not cluster.served_name:
+        names.append(repository.name)
+    for name in topology.router.overflow:
+        if name not in names:
+            raise ConfigurationRefused(f"router.overflow.{name}: this cluster serves no such model, only {names[-1]}")
+
+
+def _check_planner(file: Path) -> None:
+    from fleet.app.planner import scaling_rule  # noqa: PLC0415 - the list of keys needs none of these
+    from fleet.cli.planner.topology_planner import topology_planner  # noqa: PLC0415
+
+    if (settings := topology_planner(file, read_file(file), ModelName("model"))) is None:
+        return
+    try:
+        scaling_rule(settings)
+    except ConfigurationRefused as refused:
+        raise ConfigurationRefused(f"{file}: planner.{refused}") from refused
 
 
 def _most_likely_part(file: Path) -> str:

@@ -2,13 +2,13 @@
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fleet.cli.console.exits import DONE, FAILED
 from fleet.core.errors import ConfigurationRefused
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
     from fleet.planner.settings import PlannerSettings
     from fleet.recording.planner_decisions import DecidedAgain
@@ -53,12 +53,16 @@ def _other_settings(file: Path, recorded: "PlannerSettings") -> "PlannerSettings
         ConfigurationRefused: The file cannot be used, or it has a pool that was not recorded.
     """
     from fleet.app.planner import priced_settings  # noqa: PLC0415
+    from fleet.cli.planner.topology_planner import topology_planner  # noqa: PLC0415
     from fleet.config import load, read_file  # noqa: PLC0415
-    from fleet.planner.settings import PlannerSettings  # noqa: PLC0415
+    from fleet.planner.settings import LinearEngineSettings, PlannerSettings  # noqa: PLC0415
 
     raw = read_file(file)
-    is_topology = raw.get("planner") is not None
-    settings = _of_topology(file, raw, recorded) if is_topology else priced_settings(load(file, PlannerSettings))
+    settings = None
+    if "planner" in raw:
+        simulated = all(isinstance(engine, LinearEngineSettings) for engine in recorded.engines.values())
+        settings = topology_planner(file, raw, recorded.model, simulated=simulated)
+    settings = settings or priced_settings(load(file, PlannerSettings))
     names = [pool.name for pool in recorded.pools]
     for pool in settings.pools:
         if pool.name not in names:
@@ -66,36 +70,6 @@ def _other_settings(file: Path, recorded: "PlannerSettings") -> "PlannerSettings
                 f"{file}: pools: {pool.name!r} is not a pool of the recording, which has {', '.join(names)}"
             )
     return settings
-
-
-def _of_topology(file: Path, raw: "Mapping[str, Any]", recorded: "PlannerSettings") -> "PlannerSettings":
-    """Return the settings that `fleet up` gives the planner of a topology.
-
-    If the file names no engine, it is the simulated one, unless the recorded planner had other engines: `fleet up` has an
-    option for it.
-    """
-    from fleet.config import load  # noqa: PLC0415
-    from fleet.local.planner import planner_settings  # noqa: PLC0415
-    from fleet.local.settings import SIMULATED, Topology  # noqa: PLC0415
-    from fleet.local.topology import pool_names  # noqa: PLC0415
-    from fleet.planner.settings import LinearEngineSettings  # noqa: PLC0415
-
-    cluster = raw.get("cluster")
-    is_named = isinstance(cluster, dict) and "engine" in cluster
-    is_simulated = all(isinstance(engine, LinearEngineSettings) for engine in recorded.engines.values())
-    topology = load(file, Topology, {"cluster.engine": SIMULATED} if is_simulated and not is_named else None)
-    assert topology.planner is not None, file
-    try:
-        return planner_settings(
-            topology,
-            topology.planner,
-            pool_names(topology),
-            folder=Path("/"),  # neither the folder nor the port is used by the rule
-            model=recorded.model,
-            control="unix:/control",
-        )
-    except ConfigurationRefused as error:
-        raise ConfigurationRefused(f"{file}: {error}") from error
 
 
 def _lines(found: "DecidedAgain") -> "Iterator[str]":

@@ -154,6 +154,79 @@ def test_check_and_process_refuse_an_address_without_a_host(argv, section, field
     assert capsys.readouterr().err == told
 
 
+PLANNER = """
+model = "m"
+goals = { ttft_seconds = 1.0, tpot_seconds = 0.05 }
+rule = { kind = "load", requests_per_replica = 4 }
+source = { kind = "routers", addresses = ["unix:/x"] }
+target = { kind = "folder", folder = "x" }
+pools = [{ name = "both", role = "both", gpu = "mi300x" }]
+"""
+HOSTED = """
+url = "https://b"
+dollars_per_hour = 1
+dollars_per_million_prompt_tokens = 1
+dollars_per_million_answer_tokens = 1
+"""
+UP = """
+[[pools]]
+role = "both"
+[planner]
+goals = { ttft_seconds = 1.0, tpot_seconds = 0.05 }
+"""
+
+
+@pytest.mark.parametrize(
+    ("part", "content", "cause"),
+    [
+        ("planner", PLANNER + "prices = 'none.toml'\n", "prices: none.toml: No such file or directory"),
+        ("planner", PLANNER + "region = 'east'\n", "region: 'east' needs `prices`"),
+        (
+            "planner",
+            PLANNER.replace(', gpu = "mi300x"', "") + "budget = { gpus = 4 }\n",
+            "budget.gpus: would limit nothing",
+        ),
+        ("planner", PLANNER + "prices = 'FOLDER/book.toml'\nregion = 'east'\n", "region: 'east' is not a region of "),
+        ("planner", PLANNER + "prices = 'FOLDER/book.toml'\n", "regions.west.mi300x: the price book has no price"),
+        ("up", UP + "prices = 'none.toml'\n", "planner.prices: none.toml: No such file or directory"),
+        ("up", UP + "[planner.pools.decode]\n", "planner.pools.decode: is not a pool of this cluster; there are both"),
+        ("up", UP + "[planner.engines.both]\nkind = 'gpu'\nmodel = 'm'\n", "planner.pools.both.gpu: is needed"),
+        (
+            "up",
+            UP + "pools = { both = { gpu = 'h100' } }\nengines = { both = { kind = 'gpu', model = 'FOLDER/none' } }\n",
+            "planner.engines.both: ",
+        ),
+        (
+            "up",
+            "[cluster]\nserved_name = 'a'\n[[pools]]\nrole = 'both'\n[router.overflow.b]\n" + HOSTED,
+            "router.overflow.b: this cluster serves no such model, only a",
+        ),
+        (
+            "router",
+            "[models]\na = '/a'\n[overflow.b]\n" + HOSTED,
+            "overflow.b: `models` has no such model; there are: a",
+        ),
+    ],
+)
+def test_check_refuses_what_fails_at_the_start(part, content, cause, tmp_path, capsys):
+    (tmp_path / "book.toml").write_text("[regions.west]\nh100 = 2\n")
+    file = tmp_path / "settings.toml"
+    file.write_text(content.replace("FOLDER", str(tmp_path)))
+
+    err = printed(capsys, part, "--check", str(file), status=3).err
+
+    assert err.startswith(f"fleet: {file}: ")
+    assert cause in err
+
+
+@pytest.mark.parametrize(("part", "content"), [("planner", PLANNER), ("up", UP)])
+def test_check_accepts_planners_that_start(part, content, tmp_path, capsys):
+    file = tmp_path / "settings.toml"
+    file.write_text(content)
+
+    assert "a valid settings file" in printed(capsys, part, "--check", str(file)).out
+
+
 def test_check_refuses_a_file_that_is_no_object(tmp_path, capsys):
     file = tmp_path / "settings.json"
     file.write_text("[1]")

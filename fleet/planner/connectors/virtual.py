@@ -14,6 +14,8 @@ Rules:
    rolled back, and the plan record keeps the requested numbers and the numbers before the plan.
 4. The report lists the pools that exist. If there is no report, no orchestrator has run, and the connector writes
    nothing.
+5. The numbers in a report have the same limits as those in a plan, because the connector copies them into the plan. A
+   plan that could not be read again would never be replaced.
 """
 
 import asyncio
@@ -39,8 +41,9 @@ from fleet.planner.ports import CALL_SECONDS, ConnectorUnreachable, PlanConflict
 
 TRIES = 4  # maximum number of attempts to write the plan record, if other writers change it between reading and writing
 
-Revision = Annotated[int, Meta(ge=0)]
-Count = Annotated[int, Meta(ge=0)]
+MOST_REVISION = (1 << 53) - 1  # highest integer that every JSON library reads exactly, because some use floating point
+
+Revision = Annotated[int, Meta(ge=0, le=MOST_REVISION)]
 
 
 class PoolIntent(Struct, frozen=True, kw_only=True):
@@ -71,11 +74,11 @@ class Intent(Struct, frozen=True, kw_only=True):
 class PoolReport(Struct, frozen=True, kw_only=True):
     """Holds the entry of the plan report for one pool: its state, as the orchestrator knows it."""
 
-    asked: Count
+    asked: Replicas
     """Number of replicas that the orchestrator keeps running or is about to start."""
 
-    ready: Count
-    draining: Count = 0
+    ready: Replicas
+    draining: Replicas = 0
     why: PoolGapReason | None = None
     """Why the number of ready replicas differs from the plan; null if the number is the planned one, or if the orchestrator
     is about to reach the planned number."""
@@ -173,8 +176,11 @@ class VirtualConnector:
                 for name in pools
                 if name in kept.intent.pools and kept.intent.pools[name].writer != PlanWriter.PLANNER
             }
-            intent = structs.replace(kept.intent, revision=kept.intent.revision + 1, pools=kept.intent.pools | released)
-            if not released or await self.records.write(intent, kept):
+            if not released:
+                return
+            revision = _after(kept.intent.revision)
+            intent = structs.replace(kept.intent, revision=revision, pools=kept.intent.pools | released)
+            if await self.records.write(intent, kept):
                 return
         raise PlanConflict(pools[0])
 
@@ -190,7 +196,7 @@ class VirtualConnector:
         assert kept.report is not None, "the observation was made on a report"
         # If the plan record was lost, its revisions begin at 0 again, but the report still has the old revision. The new
         # revision must be higher than the report's, or the orchestrator would count as having read the new plan already.
-        revision = max(kept.intent.revision, kept.report.revision) + 1
+        revision = _after(max(kept.intent.revision, kept.report.revision))
         written = {
             each.name: PoolIntent(
                 replicas=plan.replicas[each.name],
@@ -237,3 +243,16 @@ class VirtualConnector:
         if intent is None or self._writer is PlanWriter.PERSON or intent.writer == self._writer:
             return ""
         return f"pinned: {intent.writer} has set it to {intent.replicas}"
+
+
+def _after(revision: int) -> int:
+    """Return the next revision of the plan record.
+
+    Raises:
+        ConnectorUnreachable: There is none, because a record has the highest revision that is allowed.
+    """
+    if revision >= MOST_REVISION:
+        raise ConnectorUnreachable(
+            f"revision: the plan or the report has {revision}, after which there is none; set it to 0 in both"
+        )
+    return revision + 1

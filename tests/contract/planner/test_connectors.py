@@ -268,6 +268,34 @@ async def test_error_in_a_report_names_the_pool(tmp_path):
             await planner.observe()
 
 
+@pytest.mark.parametrize(
+    ("report", "field"),
+    [
+        ({"pools": {"decode": {"asked": 20_000, "ready": 1}}}, "asked"),
+        ({"pools": {"decode": {"asked": 1, "ready": 20_000}}}, "ready"),
+        ({"revision": (1 << 53) - 1, "pools": {"decode": {"asked": 1, "ready": 1}}}, "revision"),
+        ({"revision": 1 << 64, "pools": {"decode": {"asked": 1, "ready": 1}}}, "revision"),
+    ],
+)
+async def test_report_cannot_make_the_plan_unreadable(tmp_path, report, field):
+    (tmp_path / "report.json").write_text('{"pools": {"decode": {"asked": 1, "ready": 1}}}')
+    async with connector_of(FolderTarget(folder=str(tmp_path)), PlanWriter.PLANNER) as planner:
+        seen = await planner.observe()
+        (tmp_path / "report.json").write_text(json.dumps(report))
+        with pytest.raises(ConnectorUnreachable, match=field):
+            await planner.apply(a_plan("more", decode=2), seen)
+
+    assert not (tmp_path / "plan.json").exists()
+
+
+async def test_report_with_a_very_long_revision_is_unreadable(tmp_path):
+    report = '{"revision": %s, "pools": {"decode": {"asked": 1, "ready": 1}}}' % ("9" * 4300)
+    (tmp_path / "report.json").write_text(report)
+    async with connector_of(FolderTarget(folder=str(tmp_path)), PlanWriter.PLANNER) as planner:
+        with pytest.raises(ConnectorUnreachable, match="revision"):
+            await planner.observe()
+
+
 @pytest.mark.parametrize("name", ["plan.json", "report.json"])
 async def test_special_files_do_not_block_the_connector(tmp_path, name):
     (tmp_path / "report.json").write_text('{"pools": {"decode": {"asked": 1, "ready": 1}}}')

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from enum import StrEnum
 from math import inf
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 from msgspec import Meta, Struct
 
@@ -140,6 +141,7 @@ class MetricsDemandSettings(
     def __post_init__(self) -> None:
         for index, url in enumerate(self.urls):
             refuse_credentials(f"urls[{index}]", url, "key_file")
+            _check_url(f"urls[{index}]", url)
             if self.key_file and not self.insecure:
                 refuse_plain_key(f"urls[{index}]", url, "key_file", "insecure")
         if self.stale_seconds <= self.every_seconds:
@@ -188,8 +190,7 @@ class PrometheusDemandSettings(
 
     def __post_init__(self) -> None:
         refuse_credentials("url", self.url, "token_file")
-        if not self.url.startswith(("http://", "https://")):
-            raise ValueError(f"url: {self.url!r} must be http://host:port or https://host:port")
+        _check_url("url", self.url)
         if self.token_file and not self.insecure:
             refuse_plain_key("url", self.url, "token_file", "insecure")
         if self.stale_seconds <= self.every_seconds:
@@ -452,3 +453,17 @@ def _check_addresses(field: str, addresses: Iterable[str]) -> None:
             host_port(address)
         except ValueError as error:
             raise ValueError(f"{field}: {error}") from error
+
+
+def _check_url(field: str, url: str) -> None:
+    """Check that a URL has the scheme http or https, and a host and port that can be asked for."""
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        (parts.hostname or "").encode("idna")
+    except ValueError:  # the port is invalid, or a part of the host is empty or longer than 63 characters
+        usable = False
+    if not usable:
+        raise ValueError(
+            f"{field}: {url!r} must be http://host:port or https://host:port, with a valid name of the host"
+        )

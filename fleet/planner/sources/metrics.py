@@ -6,7 +6,9 @@ are metrics.
 """
 
 import asyncio
+import io
 import logging
+import re
 from pathlib import Path
 from typing import Never
 
@@ -18,7 +20,7 @@ from fleet.core.demand_reports import DemandReport
 from fleet.planner.aggregate import DemandAggregator
 from fleet.planner.demand import DemandWindow, RecentRequest
 from fleet.planner.settings import MetricsDemandSettings
-from fleet.planner.sources.samples import MetricSample, demand_reports
+from fleet.planner.sources.samples import USED, MetricSample, demand_reports
 from fleet.planner.sources.wire import BadDemandReport
 
 log = logging.getLogger(__name__)
@@ -26,7 +28,11 @@ log = logging.getLogger(__name__)
 CALL_SECONDS = 5.0
 """Time limit in seconds to read a whole page."""
 
-MOST_BYTES = 64 << 20
+MOST_BYTES = 32 << 20
+"""Maximum length of a page. A worker has about 12 series of 150 bytes, so the page of one router process with 1,000 workers has
+2 MB, and this limit allows a page of 16 such processes."""
+
+_NAME = re.compile(r"[ \t]*(\w+)")
 
 
 class BadKeyFile(Exception):
@@ -55,37 +61,54 @@ class MetricsDemandSource:
 
     async def _follow(self, url: str) -> Never:
         logged_cause = ""
+        cause: str
+        unexpected: Exception | None
         while True:
             try:
                 page = await _page(url, _key_header(self._settings.key_file))
                 now = self._clock.now()
-                for report in parse_page(page, now):
+                # in a thread, because parsing takes seconds for the longest pages, and leader election runs in this event loop
+                for report in await asyncio.to_thread(parse_page, page, now):
                     self._aggregator.hear(url, report, now)
-                logged_cause = ""
+                cause, unexpected = "", None
             except (aiohttp.ClientError, OSError, BadDemandReport, BadKeyFile) as error:
-                cause = "no answer in time" if isinstance(error, TimeoutError) else str(error)
+                cause, unexpected = str(error) or type(error).__name__, None
+                if isinstance(error, TimeoutError):
+                    cause = "no answer in time"
+            except Exception as error:  # noqa: BLE001 - supervisor: any error makes this page stale, and the planner goes on
+                cause, unexpected = f"{type(error).__name__}: {error}", error
+            if cause:
                 self._aggregator.failed(url, cause)
                 if cause != logged_cause:
-                    logged_cause = cause
-                    log.warning("demand source lost", extra={"source": url, "cause": cause})
+                    extra = {"source": url, "cause": cause}
+                    log.warning("demand source lost", extra=extra, exc_info=unexpected)
+            logged_cause = cause
             await asyncio.sleep(self._settings.every_seconds)
 
 
 def parse_page(page: str, now: Nanos) -> tuple[DemandReport, ...]:
     """Return a demand report for each router process whose metrics are on a page.
 
+    Lines of other metrics are not parsed, because they may be most of a page.
+
     Raises:
-        BadDemandReport: The page is not in the Prometheus text format, has an impossible value, or lacks a part of a router's demand.
+        BadDemandReport: A line is not in the Prometheus text format, has an impossible value, or lacks a part of a router's demand.
     """
+    used = "".join(line for line in io.StringIO(page) if _metric_name(line) in USED)
     try:
         samples = [
             MetricSample(each.name, each.labels, each.value)
-            for family in text_string_to_metric_families(page)
+            for family in text_string_to_metric_families(used)
             for each in family.samples
         ]
     except (ValueError, OverflowError) as error:
         raise BadDemandReport(f"the page cannot be read: {error}") from error
     return tuple(demand_reports(samples, now).values())
+
+
+def _metric_name(line: str) -> str:
+    """Return the name of the metric whose sample is in a line, or an empty string if the line is a comment."""
+    return found[1] if (found := _NAME.match(line)) else ""
 
 
 def _key_header(key_file: str) -> dict[str, str]:

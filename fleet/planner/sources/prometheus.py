@@ -23,7 +23,8 @@ import aiohttp
 import msgspec
 from msgspec import Meta, Struct
 
-from fleet.core.clock import Clock
+from fleet.core.clock import Clock, Nanos
+from fleet.core.demand_reports import DemandReport
 from fleet.core.errors import ConfigurationRefused
 from fleet.planner.aggregate import DemandAggregator
 from fleet.planner.demand import DemandWindow, RecentRequest
@@ -96,21 +97,27 @@ class PrometheusDemandSource:
 
     async def run(self) -> Never:
         settings, logged_cause = self._settings, ""
+        cause: str
+        unexpected: Exception | None
         timeout = aiohttp.ClientTimeout(total=None)
         async with aiohttp.ClientSession(timeout=timeout) as session:
             while True:
                 try:
                     async with asyncio.timeout(settings.deadline_seconds):
                         await self._round(session)
-                    logged_cause = ""
+                    cause, unexpected = "", None
                 except (aiohttp.ClientError, OSError, BadDemandReport, ConfigurationRefused) as error:
-                    cause = str(error)
+                    cause, unexpected = str(error) or type(error).__name__, None
                     if isinstance(error, TimeoutError):
                         cause = f"no answer within {settings.deadline_seconds:g} s"
+                except Exception as error:  # noqa: BLE001 - supervisor: any error makes this source stale, and the planner goes on
+                    cause, unexpected = f"{type(error).__name__}: {error}", error
+                if cause:
                     self._aggregator.failed(settings.url, cause)
                     if cause != logged_cause:
-                        logged_cause = cause
-                        log.warning("demand source lost", extra={"source": settings.url, "cause": cause})
+                        extra = {"source": settings.url, "cause": cause}
+                        log.warning("demand source lost", extra=extra, exc_info=unexpected)
+                logged_cause = cause
                 await asyncio.sleep(settings.every_seconds)
 
     async def _round(self, session: aiohttp.ClientSession) -> None:
@@ -127,13 +134,9 @@ class PrometheusDemandSource:
         if len(fresh) < self._settings.routers:
             raise BadDemandReport(self._too_few(ages, len(fresh)))
         answer = await self._ask(session, self._selector(SERIES))
-        samples = [
-            MetricSample(each.metric.get("__name__", ""), each.metric, _number(each))
-            for each in answer
-            if process_of(each.metric) in fresh
-        ]
         now = self._clock.now()
-        for report in demand_reports(samples, now).values():
+        # in a thread, because an answer may have hundreds of thousands of series, and leader election runs in this event loop
+        for report in await asyncio.to_thread(_reports, answer, fresh, now):
             self._aggregator.hear(self._settings.url, report, now)
 
     def _too_few(self, ages: Mapping[ProcessKey, float], fresh: int) -> str:
@@ -165,7 +168,7 @@ class PrometheusDemandSource:
             status = answer.status
         try:
             decoded = msgspec.json.decode(content, type=QueryAnswer)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise BadDemandReport(f"status {status}, and no answer of the HTTP API of Prometheus: {error}") from error
         if decoded.status != "success" or decoded.data is None:
             raise BadDemandReport(f"status {status}: {decoded.error or 'the query failed'}")
@@ -187,6 +190,16 @@ class PrometheusDemandSource:
         return {"authorization": f"Bearer {token}"}
 
 
+def _reports(answer: tuple[InstantValue, ...], fresh: set[ProcessKey], now: Nanos) -> tuple[DemandReport, ...]:
+    """Return the demand reports of those router processes that are in `fresh`; raise BadDemandReport if a value is impossible."""
+    samples = [
+        MetricSample(each.metric.get("__name__", ""), each.metric, _number(each))
+        for each in answer
+        if process_of(each.metric) in fresh
+    ]
+    return tuple(demand_reports(samples, now).values())
+
+
 def _ages(answer: tuple[InstantValue, ...]) -> dict[ProcessKey, float]:
     """Return the age in seconds of the last sample of each router process, by the clock of the Prometheus server."""
     found: dict[ProcessKey, float] = {}
@@ -200,7 +213,9 @@ def _number(each: InstantValue) -> float:
     try:
         return float(each.value[1])
     except ValueError:
-        raise BadDemandReport(f"{each.metric.get('__name__', 'a series')}: {each.value[1]!r} is no number") from None
+        raise BadDemandReport(
+            f"{each.metric.get('__name__', 'a series')}: {each.value[1][:40]!r} is no number"
+        ) from None
 
 
 def _quoted(text: str) -> str:

@@ -69,15 +69,20 @@ class RouterDemandSource:
     async def follow(self, name: str, address: str) -> Never:
         """Add the reports of one connection to the demand until cancelled; open the connection again if it fails."""
         logged_trouble = ""
+        trouble: str
+        unexpected: Exception | None
         while True:
             try:
-                trouble = await self._watch(name, address)
+                trouble, unexpected = await self._watch(name, address), None
+            except Exception as error:  # noqa: BLE001 - supervisor: any error makes this source stale, and the planner goes on
+                trouble, unexpected = f"{type(error).__name__}: {error}", error
             finally:
                 self._reached.pop(name, None)
             self._aggregator.failed(name, trouble)
             if trouble != logged_trouble:
                 logged_trouble = trouble
-                log.warning("demand source lost", extra={"source": name, "cause": trouble})
+                extra = {"source": name, "cause": trouble}
+                log.warning("demand source lost", extra=extra, exc_info=unexpected)
             await asyncio.sleep(AGAIN_SECONDS)
 
     async def _watch(self, name: str, address: str) -> str:

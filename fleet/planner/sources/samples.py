@@ -8,7 +8,7 @@ Rules:
    `instance`; a page with the metrics of several router processes has the label `router`.
 2. Each router process has the metric `fleet_demand_uptime_seconds`. If a process has any metric of a model's demand,
    all counters in `REQUIRED` must exist for this model. Otherwise, a missing series would look like missing demand.
-3. A report is refused if one of its values is negative or not a finite number.
+3. A report is refused if one of its values is negative or not a finite number, or if it is higher than any router can count.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from fleet.core.clock import SECOND, Nanos
+from fleet.core.clock import Nanos
 from fleet.core.demand_reports import DemandReport, ModelDemand, WorkerLoad
 from fleet.core.duration_counts import EDGES
 from fleet.core.ids import Incarnation, ModelName, WorkerId
 from fleet.core.roles import Role
-from fleet.planner.sources.wire import BadDemandReport
+from fleet.planner.sources.wire import BadDemandReport, duration
 
 UPTIME = "fleet_demand_uptime_seconds"
 PROCESS_LABELS = ("instance", "router")
@@ -36,12 +36,18 @@ GAUGES = ("queued", "oldest_seconds")
 FLOATS = frozenset({"prompt_squares", "answer_squares", "oldest_seconds", "overflow_dollars"})
 WORKERS = ("running", "waiting", "kv_blocks_used", "kv_blocks")
 
+MOST_COUNT = 1 << 63  # routers count with 64 bits
+
+_BUCKETS = {str(index): index for index in range(len(EDGES) + 1)}
 _FIELDS = (
     {f"fleet_demand_{name}_total": name for name in COUNTERS}
     | {f"fleet_demand_{name}": name for name in GAUGES}
     | {f"fleet_demand_{name}_seconds_total": name for name in HISTOGRAMS}
     | {f"fleet_worker_{name}": name for name in WORKERS}
 )
+
+USED = frozenset({UPTIME, *_FIELDS})
+"""Names of the metrics that a demand report consists of. All other metrics are ignored."""
 
 ProcessKey = tuple[str, ...]
 
@@ -99,16 +105,18 @@ class _ProcessSamples:
             return
         if not isfinite(value) or value < 0:
             raise BadDemandReport(f"{name}: {value} is not a number of at least 0")
+        if value >= MOST_COUNT and field is not None and field not in FLOATS:
+            raise BadDemandReport(f"{name}: {value} is more than a router can count")
         if field is None:
             self.uptime, self._router, self._incarnation = value, labels["source"], labels["incarnation"]
         elif field in WORKERS and name.startswith("fleet_worker_"):
             self._workers.setdefault((labels["worker"], labels["model"], labels["role"]), {})[field] = value
         elif field in HISTOGRAMS:
-            counts = self._models.setdefault(labels["model"], {}).setdefault(field, [0] * (len(EDGES) + 1))
+            counts = self._models.setdefault(labels["model"], {}).setdefault(field, [0] * len(_BUCKETS))
             bucket = labels["bucket"]
-            if not bucket.isdecimal() or int(bucket) >= len(counts):
-                raise BadDemandReport(f"{name}: bucket {bucket} is not known here")
-            counts[int(bucket)] = int(value)
+            if bucket not in _BUCKETS:
+                raise BadDemandReport(f"{name}: bucket {bucket[:40]!r} is not known here")
+            counts[_BUCKETS[bucket]] = int(value)
         else:
             self._models.setdefault(labels["model"], {})[field] = value if field in FLOATS else int(value)
 
@@ -122,7 +130,7 @@ class _ProcessSamples:
             router=self._router,
             incarnation=Incarnation(self._incarnation),
             at=now,
-            uptime=Nanos(round(SECOND * self.uptime)),
+            uptime=duration(self.uptime, UPTIME),
             models=tuple(
                 msgspec.convert({"model": model, **values}, ModelDemand) for model, values in self._models.items()
             ),

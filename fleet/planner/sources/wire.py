@@ -11,6 +11,9 @@ from fleet.core.roles import Role
 from fleet.v1 import control_pb2 as pb
 
 BUCKETS = len(EDGES) + 1
+MOST_SECONDS = 1e9
+"""Longest duration that a report may contain: 30 years."""
+
 _ROLES = frozenset(map(str, Role))
 
 
@@ -82,7 +85,8 @@ def decode_report(message: pb.DemandReport, now: Nanos) -> DemandReport:
     Workers with unknown roles are left out.
 
     Raises:
-        BadDemandReport: A field is missing, negative or not finite, or a histogram has an unknown number of buckets.
+        BadDemandReport: A field is missing, negative, not finite or impossibly long, or a histogram has an unknown number of
+            buckets.
     """
     if not message.router_id or not message.incarnation:
         raise BadDemandReport("router_id and incarnation: must not be empty")
@@ -90,13 +94,13 @@ def decode_report(message: pb.DemandReport, now: Nanos) -> DemandReport:
         router=message.router_id,
         incarnation=Incarnation(message.incarnation),
         at=now,
-        uptime=Nanos(round(SECOND * _number(message.uptime_seconds, "uptime_seconds"))),
+        uptime=duration(message.uptime_seconds, "uptime_seconds"),
         models=tuple(_model(each) for each in message.models),
         workers=tuple(_worker(each) for each in message.workers if each.role in _ROLES),
         recent=tuple(
             SampledRequest(
                 model=ModelName(each.model),
-                arrived=Nanos(now - round(SECOND * _number(each.age_seconds, "recent.age_seconds"))),
+                arrived=Nanos(now - duration(each.age_seconds, "recent.age_seconds")),
                 prompt_tokens=each.prompt_tokens,
                 answer_tokens=each.answer_tokens,
                 block_tokens=each.block_tokens,
@@ -105,6 +109,17 @@ def decode_report(message: pb.DemandReport, now: Nanos) -> DemandReport:
             for each in message.recent
         ),
     )
+
+
+def duration(seconds: float, field: str) -> Nanos:
+    """Return a number of seconds in nanoseconds.
+
+    Raises:
+        BadDemandReport: The number is negative, not finite or above `MOST_SECONDS`; the message names the field.
+    """
+    if not 0 <= seconds <= MOST_SECONDS:
+        raise BadDemandReport(f"{field}: {seconds} is not a number of seconds from 0 to {MOST_SECONDS:.0e}")
+    return Nanos(round(SECOND * seconds))
 
 
 def _model(message: pb.ModelDemand) -> ModelDemand:

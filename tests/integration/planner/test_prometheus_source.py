@@ -175,6 +175,12 @@ def vector(value, name="fleet_demand_uptime_seconds", **labels):
         ([vector("999"), vector("NaN", source="r", incarnation="i")], "fleet_demand_uptime_seconds: nan"),
         ([vector("999"), vector("-1", source="r", incarnation="i")], "fleet_demand_uptime_seconds: -1.0"),
         ([vector("999"), vector("5", source="r")], "has no label 'incarnation'"),
+        ([answer("[" * 100_000)], "no answer of the HTTP API"),
+        ([vector("999"), vector("1e300", source="r", incarnation="i")], "fleet_demand_uptime_seconds: 1e+300 is not"),
+        (
+            [vector("999"), vector("1", "fleet_demand_ttft_seconds_total", model="m", bucket="1" * 5000)],
+            "fleet_demand_ttft_seconds_total: bucket",
+        ),
         ([None], "no answer within 0.5 s"),
     ],
 )

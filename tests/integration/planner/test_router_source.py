@@ -18,6 +18,7 @@ from fleet.planner.settings import RouterDemandSettings
 from fleet.planner.sources.routers import RouterDemandSource, source_names
 from tests.support.fleet_processes import routers_of, start_service
 from tests.support.kvstore.builders import a_short_folder
+from tests.support.planner.demand_routers import MODEL, DemandRouter, serve_demand
 from tests.support.servers.processes import a_free_port
 from tests.support.waiting import eventually, until
 
@@ -83,6 +84,23 @@ async def test_refusals_without_workers_are_demand_of_all_processes(routers):
         await until(counted, 30.0)
     assert sum(each.arrivals for each in windows) == sum(each.refused for each in windows) == 24
     assert {stale for each in windows for stale in each.stale} == set()
+
+
+async def test_unexpected_error_makes_only_the_source_stale(tmp_path, monkeypatch):
+    router, clock, address = DemandRouter(), SystemClock(), f"unix:{tmp_path}/r"
+    aggregator = DemandAggregator(MODEL, [address], {}, clock.now())
+
+    def fail(*_):
+        raise RuntimeError("a bug")
+
+    async with serve_demand(router, address), asyncio.TaskGroup() as tasks:
+        with monkeypatch.context() as patch:
+            patch.setattr(aggregator, "hear", fail)
+            settings = RouterDemandSettings(addresses=(address,))
+            running = tasks.create_task(RouterDemandSource(settings, OPEN_ACCESS, aggregator, clock).run())
+            await until(lambda: any("RuntimeError: a bug" in each for each in aggregator.stale(clock.now())))
+        await until(lambda: not aggregator.stale(clock.now()))
+        running.cancel()
 
 
 async def test_killed_process_is_stale_until_its_successor_reports(routers):

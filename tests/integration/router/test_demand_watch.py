@@ -106,6 +106,16 @@ def test_other_page_is_refused():
         parse_page("# HELP x y\n# TYPE x gauge\nx 1.0\n", Nanos(0))
 
 
+@pytest.mark.parametrize("seconds", [1e300, float("inf"), float("nan"), -1.0])
+def test_impossible_durations_are_refused_by_field(seconds):
+    old = pb.DemandReport(router_id="r", incarnation="i", uptime_seconds=seconds)
+    early = pb.DemandReport(router_id="r", incarnation="i", recent=[pb.SampledRequest(age_seconds=seconds)])
+
+    for message, field in ((old, "uptime_seconds: "), (early, "recent.age_seconds: ")):
+        with pytest.raises(BadDemandReport, match=field):
+            decode_report(message, Nanos(0))
+
+
 def test_surplus_watcher_is_refused(cluster):
     opened = [watch(cluster) for _ in range(17)]
     try:

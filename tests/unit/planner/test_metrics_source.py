@@ -1,6 +1,7 @@
 """Tests of the demand source that reads metrics: if a router's page is invalid, cut off or endless, only its demand is missing."""
 
 import asyncio
+import threading
 from contextlib import asynccontextmanager
 
 import pytest
@@ -13,6 +14,7 @@ from fleet.frontend.metrics.merged import merge_metrics
 from fleet.planner.aggregate import DemandAggregator
 from fleet.planner.messages import PoolName
 from fleet.planner.settings import MetricsDemandSettings
+from fleet.planner.sources import metrics
 from fleet.planner.sources.metrics import MetricsDemandSource, parse_page
 from fleet.planner.sources.samples import REQUIRED
 from fleet.planner.sources.wire import BadDemandReport
@@ -77,11 +79,63 @@ async def test_broken_page_is_told_and_read_again(broken, cause):
         ('fleet_demand_arrivals_total{model="m"} 3.0\n', "fleet_demand_waited_total: is missing for the model m"),
         ('fleet_demand_arrivals_total{kind="m"} 1.0\n', "has no label 'model'"),
         ("fleet_demand_arrivals_total{ 1.0\n", "cannot be read"),
+        ('fleet_demand_arrivals_total{model="m"} 1e308\n', "fleet_demand_arrivals_total: 1e.308 is more than"),
+        (
+            'fleet_demand_ttft_seconds_total{model="m",bucket="%s"} 1\n' % ("1" * 5000),
+            "fleet_demand_ttft_seconds_total: bucket",
+        ),
+        (UPTIME.replace("5.0", "1e300"), "fleet_demand_uptime_seconds: 1e.300 is not a number of seconds"),
     ],
 )
 def test_page_with_an_impossible_metric_is_refused(line, cause):
     with pytest.raises(BadDemandReport, match=cause):
         parse_page(UPTIME + TYPE + line, Nanos(0))
+
+
+def test_lines_of_other_metrics_are_not_parsed():
+    other = 'other{a="' * 2 + "\n# HELP fleet_demand_arrivals\n" + 'fleet_worker_booked_blocks{worker="w"} x\n'
+
+    assert parse_page(other + PAGE + other, Nanos(0)) == parse_page(PAGE, Nanos(0))
+
+
+async def test_planner_goes_on_while_a_page_is_parsed(monkeypatch):
+    clock, begun, go_on = SystemClock(), threading.Event(), threading.Event()
+
+    def parse_slowly(page, now):
+        begun.set()
+        assert go_on.wait(10)
+        return parse_page(page, now)
+
+    monkeypatch.setattr(metrics, "parse_page", parse_slowly)
+    async with a_page(answer(PAGE)) as url, asyncio.TaskGroup() as tasks:
+        aggregator = DemandAggregator(ModelName("m"), [url], {}, clock.now())
+        source = MetricsDemandSource(MetricsDemandSettings(urls=(url,)), aggregator, clock)
+        running = tasks.create_task(source.run())
+        await until(begun.is_set)
+        assert aggregator.stale(clock.now())
+        go_on.set()
+        await until(lambda: not aggregator.stale(clock.now()))
+        running.cancel()
+
+
+async def test_unexpected_error_makes_only_the_source_stale(monkeypatch, caplog):
+    clock, broken = SystemClock(), [RuntimeError("a bug")]
+
+    def parse_or_fail(page, now):
+        if broken:
+            raise broken.pop()
+        return parse_page(page, now)
+
+    monkeypatch.setattr(metrics, "parse_page", parse_or_fail)
+    async with a_page(answer(PAGE)) as url, asyncio.TaskGroup() as tasks:
+        aggregator = DemandAggregator(ModelName("m"), [url], {}, clock.now())
+        settings = MetricsDemandSettings(urls=(url,), every_seconds=0.2)
+        running = tasks.create_task(MetricsDemandSource(settings, aggregator, clock).run())
+        await until(lambda: not aggregator.stale(clock.now()))
+        running.cancel()
+
+    (record,) = caplog.records
+    assert (record.source, record.cause, record.exc_info[0]) == (url, "RuntimeError: a bug", RuntimeError)
 
 
 def test_page_of_several_processes_gives_each_its_report():

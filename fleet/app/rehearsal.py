@@ -9,15 +9,17 @@ Rules:
    last for `HORIZON` seconds, they are repeated with other block names, so that no cache has the repeated prompts.
 2. If two recent prompts shared blocks, they also share them in the simulation. The caches of the simulated workers are
    empty at the beginning, so the predicted TTFT is too high rather than too low.
-3. The process runs with a lower priority than the planner. When the planner does not wait for the result any more, the
-   process is killed.
+3. The process runs with a lower priority than the planner, and with at most `MOST_BYTES` of memory where the system has
+   such a limit. When the planner does not wait for the result any more, the process is killed.
 """
 
 import asyncio
 import os
+import resource
 import sys
 from asyncio.subprocess import PIPE
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import pairwise
 
 import msgspec
@@ -48,6 +50,10 @@ MOST_REQUESTS = 3000
 HORIZON = 60.0
 BLOCK_TOKENS = 32
 NICE = 10
+MOST_BYTES = 2 << 30
+"""Maximum memory of the rehearsal process (rule 3). It needs 1.3 GB for `MOST_REQUESTS` prompts of 50,000 tokens that share no
+block; with longer ones it needs more than the usual 10 s, too."""
+
 LINK = 10e9
 """Assumed bytes per second between two workers. Any value gives the same results: `_profile` computes the bytes of a token
 from it, so that a transfer takes the time that the settings of the engine state."""
@@ -231,13 +237,24 @@ def _profile(each: RehearsedPool, workers: int) -> PoolProfile:
     )
 
 
+def _limit_memory() -> None:
+    _, most = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = MOST_BYTES if most == resource.RLIM_INFINITY else min(MOST_BYTES, most)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, most))
+
+
 def _main() -> int:
     os.nice(NICE)
+    with suppress(OSError, ValueError):  # the system has no such limit
+        _limit_memory()
     try:
         task = msgspec.json.decode(sys.stdin.buffer.read(), type=RehearsalTask)
         found = rehearsed(task)
     except (msgspec.DecodeError, ConfigurationRefused) as error:
         sys.stderr.write(f"{error}\n")
+        return 1
+    except MemoryError:
+        sys.stderr.write(f"it needs more than {MOST_BYTES >> 20} MiB of memory\n")
         return 1
     sys.stdout.buffer.write(msgspec.json.encode(found))
     return 0

@@ -14,6 +14,10 @@ BUCKETS = len(EDGES) + 1
 MOST_SECONDS = 1e9
 """Longest duration that a report may contain: 30 years."""
 
+MOST_TOKENS = 1 << 24
+"""Highest number of tokens of a prompt or an answer in the sample of requests. No model has a longer context, and a rehearsal
+needs memory in proportion to the prompts."""
+
 _ROLES = frozenset(map(str, Role))
 
 
@@ -85,7 +89,7 @@ def decode_report(message: pb.DemandReport, now: Nanos) -> DemandReport:
     Workers with unknown roles are left out.
 
     Raises:
-        BadDemandReport: A field is missing, negative, not finite or impossibly long, or a histogram has an unknown number of
+        BadDemandReport: A field is missing, negative, not finite or impossibly high, or a histogram has an unknown number of
             buckets.
     """
     if not message.router_id or not message.incarnation:
@@ -101,9 +105,9 @@ def decode_report(message: pb.DemandReport, now: Nanos) -> DemandReport:
             SampledRequest(
                 model=ModelName(each.model),
                 arrived=Nanos(now - duration(each.age_seconds, "recent.age_seconds")),
-                prompt_tokens=each.prompt_tokens,
-                answer_tokens=each.answer_tokens,
-                block_tokens=each.block_tokens,
+                prompt_tokens=_tokens(each.prompt_tokens, "recent.prompt_tokens"),
+                answer_tokens=_tokens(each.answer_tokens, "recent.answer_tokens"),
+                block_tokens=_tokens(each.block_tokens, "recent.block_tokens"),
                 block_keys=tuple(each.block_keys),
             )
             for each in message.recent
@@ -165,6 +169,12 @@ def _counts(counts: Sequence[int], field: str) -> Counts:
     if len(counts) not in (0, BUCKETS):
         raise BadDemandReport(f"{field}: has {len(counts)} buckets, and this version knows {BUCKETS}")
     return tuple(counts)
+
+
+def _tokens(count: int, field: str) -> int:
+    if count > MOST_TOKENS:
+        raise BadDemandReport(f"{field}: {count} is above {MOST_TOKENS}, and no context is that long")
+    return count
 
 
 def _number(value: float, field: str) -> float:

@@ -116,6 +116,15 @@ def test_impossible_durations_are_refused_by_field(seconds):
             decode_report(message, Nanos(0))
 
 
+@pytest.mark.parametrize("field", ["prompt_tokens", "answer_tokens", "block_tokens"])
+def test_sampled_request_longer_than_any_context_is_refused(field):
+    endless = pb.SampledRequest(**{field: 1 << 31})
+    message = pb.DemandReport(router_id="r", incarnation="i", recent=[endless])
+
+    with pytest.raises(BadDemandReport, match=f"recent.{field}: 2147483648 is above"):
+        decode_report(message, Nanos(0))
+
+
 def test_surplus_watcher_is_refused(cluster):
     opened = [watch(cluster) for _ in range(17)]
     try:

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import uvloop
+from msgspec import structs
 
 from fleet.app.rehearsal import RehearsalTask, RehearsedPool, SimulatedRehearsal, rehearsed
 from fleet.core.clock import SECOND, Nanos
@@ -132,6 +133,13 @@ async def test_failed_simulator_says_why():
         await SimulatedRehearsal((broken, broken), GOALS).rehearse(
             a_sample(), 10.0, {PoolName(""): -1}, {PoolName(""): -1}
         )
+
+
+async def test_rehearsal_that_needs_too_much_memory_is_skipped():
+    endless = tuple(structs.replace(each, prompt_tokens=1 << 34) for each in a_sample())
+
+    with pytest.raises(RehearsalSkipped, match="the simulator failed: it needs more than 2048 MiB of memory"):
+        await SimulatedRehearsal((a_pool(),), GOALS).rehearse(endless, 10.0, {BOTH: 1}, {BOTH: 2})
 
 
 def test_simulator_that_dies_at_once_skips_the_rehearsal(monkeypatch):

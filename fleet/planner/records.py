@@ -225,7 +225,7 @@ class PlanHistory:
                 with path.open("rb") as file:
                     for line in file:
                         # skip a line that is incomplete or was written by another program
-                        with suppress(msgspec.DecodeError, UnicodeDecodeError):
+                        with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                             yield msgspec.json.decode(line, type=PlanRecord)
             except OSError:
                 continue

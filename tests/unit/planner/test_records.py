@@ -77,6 +77,7 @@ def test_damaged_lines_are_left_out(tmp_path):
     PlanHistory(path).keep(a_record())
     with path.open("ab") as file:
         file.write(b'{"id": "plan-2", "at_ms"\n\xff\xfe\n[]\n{"id": "\xff"}\n')
+        file.write(b'{"id": "plan-2", "x": ' + b"[" * 100_000 + b"\n")
     PlanHistory(path).keep(a_record(3))
 
     assert [each.id for each in PlanHistory(path).latest(5)] == ["plan-3", "plan-1"]

@@ -10,9 +10,10 @@ Rules:
 2. The file is rotated at `MOST_BYTES`; one older file remains, with the suffix `.1`. If the file cannot be written, a warning is logged
    once for each cause, and plans are still carried out.
 3. Several planners may append to one file, each record by one write. The file is locked while it is renamed, so that only one of them
-   rotates it.
+   rotates it. If the disk is full in the middle of a record, the next record begins on a new line.
 """
 
+import errno
 import fcntl
 import logging
 import os
@@ -168,7 +169,9 @@ class PlanHistory:
             self._rotate(self._path)
             descriptor = os.open(self._path, APPENDING, 0o600)
             try:
-                os.write(descriptor, msgspec.json.encode(record) + b"\n")
+                content = _line_break(self._path) + msgspec.json.encode(record) + b"\n"
+                if os.write(descriptor, content) < len(content):  # the disk is full
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             finally:
                 os.close(descriptor)
             self._trouble = ""
@@ -233,3 +236,13 @@ class PlanHistory:
 
 def _older(path: Path) -> Path:
     return path.with_name(f"{path.name}.1")
+
+
+def _line_break(path: Path) -> bytes:
+    """Return a line break if a file ends within a line, and nothing otherwise. A pipe or a device is not read."""
+    with suppress(OSError):  # the file is not readable, or another planner has just renamed it
+        if path.is_file() and path.stat().st_size:
+            with path.open("rb") as file:
+                file.seek(-1, os.SEEK_END)
+                return b"" if file.read(1) == b"\n" else b"\n"
+    return b""

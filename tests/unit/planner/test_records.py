@@ -83,6 +83,21 @@ def test_damaged_lines_are_left_out(tmp_path):
     assert [each.id for each in PlanHistory(path).latest(5)] == ["plan-3", "plan-1"]
 
 
+def test_record_after_a_full_disk_is_whole(tmp_path, caplog, monkeypatch):
+    history = PlanHistory(tmp_path / "plans.jsonl")
+    history.keep(a_record(1))
+    write = os.write
+    with monkeypatch.context() as full:
+        full.setattr(os, "write", lambda descriptor, content: write(descriptor, content[:20]))
+        history.keep(a_record(2))
+        history.keep(a_record(3))
+    history.keep(a_record(4))
+
+    assert [each.id for each in PlanHistory(tmp_path / "plans.jsonl").latest(5)] == ["plan-4", "plan-1"]
+    (record,) = caplog.records
+    assert record.cause == "No space left on device"
+
+
 def test_unwritable_file_costs_no_plan(tmp_path):
     history = PlanHistory(tmp_path / "missing" / "plans.jsonl")
     history.keep(a_record())

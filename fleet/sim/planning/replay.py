@@ -146,11 +146,20 @@ class Replay:
         return self.run(name, settings.open(self.context()))
 
     def run(self, name: str, rule: ScalingRule, on_end: Callable[[EndedRequest], None] | None = None) -> ReplayResult:
-        """Replay all requests with a rule, until the last request has ended. `on_end` is called with each ended request."""
+        """Replay all requests with a rule, until the last request has ended. `on_end` is called with each ended request.
+
+        Raises:
+            ConfigurationRefused: The first replicas have more GPUs than the budget allows.
+        """
         profiles = self._profiles()
         if isinstance(rule, ScheduledReplicas):
             begin = rule.begin
             profiles = [structs.replace(each, workers=begin[PoolName(each.name)]) for each in profiles]
+        most, first = self.scenario.planner.budget.gpus, sum(each.workers * each.gpus for each in profiles)
+        if most is not None and first > most:
+            raise ConfigurationRefused(
+                f"planner.budget.gpus: {most} is below the {first} GPUs of the replicas at the beginning"
+            )
         was_on = gc.isenabled()
         # Python's cyclic garbage collector is off: it would take a third of the run's time, and a run makes few cycles.
         gc.disable()

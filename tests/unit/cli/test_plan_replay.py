@@ -73,6 +73,13 @@ def test_report_shows_all_pools_that_had_replicas(tmp_path):
         (["--set", "planner.parameters.hpa={goal=1}"], "planner.parameters.hpa"),
         (["--set", "planner.percentile=nan"], "planner.percentile"),
         (["--set", "planner.warm_up_seconds=1200000"], "planner.warm_up_seconds: 1200000 must be less than"),
+        (
+            ["--rules", "fleet", "--set", "planner.budget.dollars_per_hour=0.5"],
+            "planner.budget.dollars_per_hour: 0.5 is below what the floors",
+        ),
+        (["--rules", "fleet", "--set", "planner.budget.gpus=0"], "planner.budget.gpus: 0 is below what the floors"),
+        (["--set", "planner.budget.gpus=1"], "planner.budget.gpus: 1 is below the 2 GPUs of the replicas at the"),
+        (["--rules", "fleet", "--set", "pools.0.role=decode"], "pools: there must be pools for prefill and for decode"),
     ],
 )
 def test_invalid_input_is_refused_with_its_field(tmp_path, capsys, options, message):

@@ -1,6 +1,7 @@
 """Fleet: runs Fleet's production planner as a scaling rule; the planner knows the simulated engines' step times."""
 
 from fleet.core.clock import SECOND
+from fleet.core.errors import ConfigurationRefused
 from fleet.hardware.latency.closed_loop import BenchmarkClient
 from fleet.hardware.latency.open_loop import EngineReplica
 from fleet.hardware.latency.step_model import StepModel
@@ -15,8 +16,19 @@ class FleetRule(PlannerRuleSettings, frozen=True, kw_only=True, forbid_unknown_f
     """Parameters of the rule of Fleet's production planner (`fleet.planner.machine`)."""
 
     def open(self, context: RuleContext) -> PlannerMachine:
+        """Create the planner's machine.
+
+        Raises:
+            ConfigurationRefused: The pools serve only one phase, or their minimum sizes exceed the budget.
+        """
         engines = {name: pool_engine(profile) for name, profile in context.profiles.items()}
-        return PlannerMachine(self, context.pools, context.goals, StepCapacity(engines), context.budget)
+        try:
+            return PlannerMachine(self, context.pools, context.goals, StepCapacity(engines), context.budget)
+        except (
+            ValueError
+        ) as error:  # it names a field of the planner: in a scenario, only the roles are outside of [planner]
+            section = "" if str(error).startswith("pools: ") else "planner."
+            raise ConfigurationRefused(f"{section}{error}") from error
 
 
 def pool_engine(profile: PoolProfile) -> PoolEngine:

@@ -24,11 +24,15 @@ from fleet.planner.messages import MOST_REPLICAS, Observation, PoolName, Replica
 
 Seconds = Annotated[float, Meta(ge=0, le=1e6)]
 
+MOST_NUMBER = 1e30
+"""Highest number that a demand window may contain. No router counts so far, and rules can compute with smaller numbers without an
+overflow."""
+
 COUNTED = (
     *("arrivals", "refused", "abandoned", "prompt_tokens", "cached_tokens", "prompt_squares", "finished"),
     *("answer_tokens", "answer_squares", "queued", "oldest_seconds", "overflowed", "overflow_dollars"),
 )
-"""Names of the fields of a demand window that are single numbers; each must be finite and at least 0."""
+"""Names of the fields of a demand window that are single numbers; each must be between 0 and `MOST_NUMBER`."""
 
 
 class PlanGoals(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -184,8 +188,10 @@ def demand_doubts(demand: DemandWindow) -> Iterator[PlanCondition]:
     for source in demand.stale:
         yield no_signal(source.partition(": ")[0], f"no demand from {source}")
     for field, value in _numbers(demand):
-        if not isfinite(value) or value < 0:
-            yield no_signal(f"demand.{field}", f"demand.{field}: {value} is not a number of at least 0")
+        if not 0 <= value <= MOST_NUMBER:
+            yield no_signal(
+                f"demand.{field}", f"demand.{field}: {str(value)[:40]} is not a number from 0 to {MOST_NUMBER:.0e}"
+            )
     if demand.ended < demand.began:
         yield no_signal("demand.ended", "demand.ended: the window ends before it begins")
 

@@ -33,6 +33,8 @@ from fleet.planner.settings import PlannerSettings
 log = logging.getLogger(__name__)
 
 FORMAT = 1
+MOST_LINE = 16 << 20
+"""Maximum length of a line. A decision with 10,000 workers has 2 MB."""
 
 
 class PlannerRecordingHead(Struct, frozen=True, kw_only=True, tag_field="type", tag="head"):
@@ -162,14 +164,11 @@ def read_recording(path: Path) -> Iterator[PlannerLine]:
     Raises:
         ConfigurationRefused: The file cannot be read, or is no recording of a planner of this version.
     """
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise ConfigurationRefused(f"{path}: {error.strerror}") from error
-    for number, line in enumerate(lines[:-1], start=1):
+    number = 0
+    for number, line in enumerate(_whole_lines(path), start=1):
         try:
             decoded: PlannerLine = msgspec.json.decode(line, type=PlannerLine)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ConfigurationRefused(f"{path}: line {number}: {error}") from error
         is_head = isinstance(decoded, PlannerRecordingHead)
         if is_head != (number == 1) or (isinstance(decoded, PlannerRecordingHead) and decoded.format != FORMAT):
@@ -177,12 +176,35 @@ def read_recording(path: Path) -> Iterator[PlannerLine]:
                 f"{path}: line {number}: is not that of a recording of a planner, format {FORMAT}"
             )
         yield decoded
-    if len(lines) < 2:
+    if not number:
         raise ConfigurationRefused(f"{path}: is empty")
 
 
+def _whole_lines(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a file, without a last line that is cut off.
+
+    Raises:
+        ConfigurationRefused: The file cannot be read, or a line is longer than `MOST_LINE`.
+    """
+    try:
+        with path.open("rb") as file:
+            while line := file.readline(MOST_LINE):
+                if line.endswith(b"\n"):
+                    yield line
+                elif len(line) == MOST_LINE:
+                    raise ConfigurationRefused(
+                        f"{path}: is no recording of a planner: it has a line of more than {MOST_LINE >> 20} MiB"
+                    )
+    except OSError as error:
+        raise ConfigurationRefused(f"{path}: {error.strerror}") from error
+
+
 def decide_again(rule: ScalingRule, lines: Iterator[PlannerLine]) -> DecidedAgain:
-    """Let a scaling rule decide again on the recorded inputs of each decision. `lines` are all lines after the first one."""
+    """Let a scaling rule decide again on the recorded inputs of each decision. `lines` are all lines after the first one.
+
+    Raises:
+        ConfigurationRefused: The inputs have numbers with which the rule cannot compute.
+    """
     decisions = different = plans = 0
     first: tuple[int, PlanDecision, PlanDecision] | None = None
     for line in lines:
@@ -190,7 +212,10 @@ def decide_again(rule: ScalingRule, lines: Iterator[PlannerLine]) -> DecidedAgai
             plans += 1
         elif isinstance(line, RecordedDecision):
             decisions += 1
-            decided = rule.decide(line.now, line.demand, line.seen)
+            try:
+                decided = rule.decide(line.now, line.demand, line.seen)
+            except (ArithmeticError, ValueError) as error:
+                raise ConfigurationRefused(f"decision {decisions}: cannot be repeated: {error}") from error
             if (decided.replicas, decided.reason) != (line.decision.replicas, line.decision.reason):
                 different += 1
                 first = first or (decisions, line.decision, decided)

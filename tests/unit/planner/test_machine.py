@@ -205,6 +205,7 @@ def test_unreachable_goal_is_named_and_growth_goes_on() -> None:
         ({"oldest_seconds": math.nan}, "demand.oldest_seconds"),
         ({"answer_tokens": -5}, "demand.answer_tokens"),
         ({"prompt_squares": math.inf}, "demand.prompt_squares"),
+        ({"prompt_tokens": 10**400}, "demand.prompt_tokens"),
         ({"ttft": (1, -1)}, "demand.ttft"),
     ],
 )

@@ -15,7 +15,7 @@ from fleet.planner.machine import PlannerMachine
 from fleet.planner.rule_settings import PlannerRuleSettings
 from fleet.planner.settings import FolderTarget, LoadRuleSettings, PlannerSettings, RouterDemandSettings
 from fleet.planner.sizing.capacity import StepCapacity
-from fleet.recording.planner_decisions import PlannerRecorder, decide_again, read_recording
+from fleet.recording.planner_decisions import MOST_LINE, PlannerRecorder, decide_again, read_recording
 from tests.unit.planner.engines import engine
 from tests.unit.planner.world import World, pool
 
@@ -162,6 +162,8 @@ def test_second_recorder_leaves_the_file_to_the_first_one(tmp_path, caplog):
         (lambda lines: [lines[0], b"{}", *lines[1:]], "line 2: "),
         (lambda lines: [lines[0].replace(b'"format":1', b'"format":7'), *lines[1:]], "line 1: is not that"),
         (lambda lines: [b""], "is empty"),
+        (lambda lines: [lines[0], b'{"x":' + b"[" * 100_000, *lines[1:]], "line 2: "),
+        (lambda lines: [lines[0], b" " * MOST_LINE], "has a line of more than 16 MiB"),
     ],
 )
 def test_damaged_recording_is_refused_by_its_line(tmp_path, damage, said):
@@ -171,6 +173,21 @@ def test_damaged_recording_is_refused_by_its_line(tmp_path, damage, said):
 
     with pytest.raises(ConfigurationRefused, match=said):
         list(read_recording(path))
+
+
+def test_endless_device_is_no_recording():
+    with pytest.raises(ConfigurationRefused, match="/dev/zero: is no recording"):
+        next(read_recording(Path("/dev/zero")))
+
+
+def test_numbers_too_large_to_compute_with_are_refused(tmp_path):
+    recorded(tmp_path / "r", duration=60)
+    lines = read_recording(tmp_path / "r")
+    next(lines)
+    endless = (structs.replace(each, now=10**400) for each in lines)
+
+    with pytest.raises(ConfigurationRefused, match="decision 1: cannot be repeated"):
+        decide_again(a_rule(), endless)
 
 
 @pytest.mark.parametrize("name", ["", "none/file"])

@@ -33,6 +33,9 @@ from fleet.core.errors import (
 
 Settings = TypeVar("Settings", bound=Struct)
 
+MOST_BYTES = 64 << 20
+"""Maximum length of a settings file. A device such as /dev/zero has no end."""
+
 _NO_SHA256 = "Expected `str` matching regex '^[0-9a-f]{64}$'"
 
 
@@ -75,7 +78,7 @@ def read_file(path: Path) -> dict[str, Any]:
 
 def _read(path: Path) -> Any:
     try:
-        content = path.read_bytes().decode()
+        content = _content(path).decode()
         return tomllib.loads(content) if path.suffix == ".toml" else msgspec.json.decode(content)
     except OSError as error:
         raise ConfigurationRefused(f"{path}: {error.strerror}") from error
@@ -84,6 +87,14 @@ def _read(path: Path) -> Any:
         raise ConfigurationRefused(f"{path}: is not a text in UTF-8, and so no {kind} file") from error
     except (ValueError, msgspec.DecodeError, RecursionError) as error:  # RecursionError: nested too deeply
         raise ConfigurationRefused(f"{path}: {_one_line(str(error))}") from error
+
+
+def _content(path: Path) -> bytes:
+    with path.open("rb") as file:
+        content = file.read(MOST_BYTES + 1)
+    if len(content) > MOST_BYTES:
+        raise ConfigurationRefused(f"{path}: has more than {MOST_BYTES >> 20} MiB; name a smaller file")
+    return content
 
 
 def parse_changes(assignments: Iterable[str], option: str = "--set") -> dict[str, Any]:
@@ -130,7 +141,7 @@ def read_file_changes(assignments: Iterable[str]) -> dict[str, Any]:
         if not equals or not all(path.split(".")):
             raise ConfigurationRefused(f"--set-file: {assignment!r} is not PATH=FILE, as in tenant_secret=/run/secret")
         try:
-            content = Path(name).read_bytes()
+            content = _content(Path(name))
             changes[path] = (
                 msgspec.json.decode(content) if name.endswith(".json") else content.decode().removesuffix("\n")
             )

@@ -10,6 +10,9 @@ from fleet.core.errors import ConfigurationRefused
 from fleet.hardware.models import ModelSizes, read_model
 
 CONFIG = "config.json"
+MOST_BYTES = 16 << 20
+"""Maximum length of a config file; those of models have less than 1 MiB. A device such as /dev/zero has no end."""
+
 QUANTIZATION = "hf_quant_config.json"
 """Name of the file that NVIDIA's checkpoints have instead of the field `quantization_config`."""
 
@@ -36,7 +39,11 @@ def read_model_config(path: Path) -> ModelSizes:
 
 def _object(file: Path) -> Mapping[str, Any]:
     try:
-        content = msgspec.json.decode(file.read_bytes())
+        with file.open("rb") as opened:
+            text = opened.read(MOST_BYTES + 1)
+        if len(text) > MOST_BYTES:
+            raise ConfigurationRefused(f"{file}: has more than {MOST_BYTES >> 20} MiB, and so is no config of a model")
+        content = msgspec.json.decode(text)
     except OSError as error:
         raise ConfigurationRefused(f"{file}: {error.strerror}") from error
     except (msgspec.DecodeError, RecursionError) as error:  # RecursionError: the file nests thousands of brackets

@@ -1,5 +1,7 @@
 """Settings files: what loading and saving them guarantees."""
 
+from pathlib import Path
+
 import pytest
 from msgspec import Struct
 
@@ -168,6 +170,11 @@ def test_bytes_that_are_no_text_are_refused(tmp_path):
         load(path, Topology)
 
 
+def test_device_without_an_end_is_no_settings_file():
+    with pytest.raises(ConfigurationRefused, match="/dev/zero: has more than 64 MiB"):
+        load(Path("/dev/zero"), Topology)
+
+
 def test_a_missing_file_is_refused(tmp_path):
     with pytest.raises(ConfigurationRefused, match=r"nowhere\.toml: No such file"):
         load(tmp_path / "nowhere.toml", Topology)
@@ -254,6 +261,7 @@ def test_setting_can_come_from_a_file_as_text_or_json(tmp_path):
         ("tenant_secret=nowhere", "nowhere: No such file or directory"),
         ("tenants=broken.json", "broken.json: is not JSON"),
         ("tenant_secret=bytes", "bytes: is not UTF-8"),
+        ("tenant_secret=/dev/zero", "/dev/zero: has more than 64 MiB"),
     ],
 )
 def test_unreadable_setting_file_is_refused_without_its_content(tmp_path, monkeypatch, assignment, cause):

@@ -1,9 +1,12 @@
 """Sizes of well-known models, and configs that are refused."""
 
+from pathlib import Path
+
 import pytest
 
 from fleet.core.errors import ConfigurationRefused
 from fleet.hardware.gpus import Number
+from fleet.hardware.model_configs import read_model_config
 from fleet.hardware.models import Precision, read_model
 from tests.support.sim.model_configs import DEEPSEEK_V3, GPT_OSS, LLAMA_70B, MIXTRAL, a_model
 
@@ -108,3 +111,8 @@ def test_error_names_the_invalid_field(changes, said):
         a_model(**changes)
 
     assert said in str(refused.value)
+
+
+def test_device_without_an_end_is_no_config():
+    with pytest.raises(ConfigurationRefused, match="/dev/zero: has more than 16 MiB"):
+        read_model_config(Path("/dev/zero"))

@@ -10,7 +10,7 @@ from fleet.core.hub import HubSettings
 from fleet.core.ids import ModelName, WorkerId
 from fleet.core.requests import MAX_VECTOR_NUMBERS
 from fleet.core.roles import KvPath, Role
-from fleet.hardware.latency.linear import EngineLatency
+from fleet.hardware.latency.linear import EngineLatency, Speedup
 from kvstore.net.addresses import check_listen_address, host_port, unix_path
 from kvstore.security.credentials import Credentials
 from kvstore.security.metrics_access import MetricsAccess, MetricsTls
@@ -61,7 +61,7 @@ class SimulatedSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     latency: EngineLatency = EngineLatency()
     """The durations of prefills, decode steps and transfers."""
 
-    speedup: Annotated[float, Meta(gt=0)] = 1.0
+    speedup: Speedup = 1.0
     """Factor by which every latency is divided; large values make tests fast."""
 
     kv_blocks: Positive = 4096

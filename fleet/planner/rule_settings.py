@@ -38,7 +38,7 @@ class PlannerRuleSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Time after which the load repeats itself, such as a day, for the forecast method `seasonal`; 0: the load has no
     seasons."""
 
-    step_seconds: PositiveSeconds = 15.0
+    step_seconds: Annotated[float, Meta(ge=0.1, le=1e6)] = 15.0
     """Time between two samples of the rate from which the forecast is computed."""
 
     threshold: Annotated[float, Meta(ge=1, le=10)] = 4.0

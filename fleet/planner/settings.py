@@ -10,7 +10,7 @@ from msgspec import Meta, Struct
 
 from fleet.core.ids import ModelName
 from fleet.hardware.gpus import gpus
-from fleet.hardware.latency.linear import EngineLatency
+from fleet.hardware.latency.linear import EngineLatency, Speedup
 from fleet.planner.decisions import PlanBudget, PlanGoals, PlannedPool, check_limits, check_roles
 from fleet.planner.messages import PoolName
 from fleet.planner.rule_settings import IntervalSeconds, PlannerRuleSettings
@@ -253,7 +253,7 @@ class LinearEngineSettings(
     latency: EngineLatency = EngineLatency()
     """Coefficients of the engine's step times."""
 
-    speedup: Annotated[float, Meta(gt=0)] = 1.0
+    speedup: Speedup = 1.0
     """Factor by which the engine is faster than `latency` states: every time in `latency` is divided by this factor."""
 
     max_running: Positive = 16

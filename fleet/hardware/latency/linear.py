@@ -11,7 +11,9 @@ from msgspec import Meta, Struct
 
 from fleet.core.clock import MILLISECOND, SECOND
 
-Milliseconds = Annotated[float, Meta(ge=0)]
+Milliseconds = Annotated[float, Meta(ge=0, le=1e9)]
+Speedup = Annotated[float, Meta(ge=1e-6, le=1e6)]
+"""Factor by which an engine is faster than its coefficients state. With the limits of both, no duration overflows."""
 
 
 class EngineLatency(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -9,6 +9,7 @@ from fleet.planner.rule_settings import PlannerRuleSettings
 from fleet.planner.settings import (
     EtcdElectionSettings,
     EtcdTarget,
+    LinearEngineSettings,
     LoadRuleSettings,
     MetricsDemandSettings,
     PlannerSettings,
@@ -47,6 +48,9 @@ def test_router_may_be_reached_over_a_unix_socket():
         (MetricsDemandSettings, {"urls": ["http://r:99999/metrics"]}, "urls"),
         (MetricsDemandSettings, {"urls": ["router:8000"]}, "must be http://host:port"),
         (PrometheusDemandSettings, {"url": "http://p..svc:9090"}, "url"),
+        (PlannerRuleSettings, {"step_seconds": 1e-310}, "step_seconds"),
+        (LinearEngineSettings, {"speedup": 1e300}, "speedup"),
+        (LinearEngineSettings, {"latency": {"prefill_ms_per_token": 1e300}}, "prefill_ms_per_token"),
     ],
 )
 def test_period_that_cannot_work_is_refused_by_field(kind, fields, field):

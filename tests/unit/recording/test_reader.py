@@ -179,6 +179,7 @@ def test_every_setting_is_recorded_or_without_effect():
         "store",
         "tenant_secret",
         "prompt_secret",
+        "model_defaults",
         "access_log",
         "access_records",
         "record",

@@ -13,6 +13,9 @@ Rules:
    window. So if more such requests are reported than have arrived in this window, the excess is subtracted from later
    windows. The arrivals of a window are never below zero, and their sum over all windows is exact.
 4. Several sources may report the same router process. Only the latest report counts, and each request is counted once.
+5. A router serves the model if it reports a worker of the model, or a request for the model that waits, runs or was
+   answered. If routers report, and none of them serves the model, the window says which models they serve (`DemandWindow.unserved`):
+   the counts of zero may then be those of a model whose name is wrong.
 """
 
 from collections import deque
@@ -56,6 +59,13 @@ class _Process(Struct):
     base: ModelDemand  # values of the counters at the beginning of the present window (rules 1 and 2)
     latest: ModelDemand
     workers: tuple[WorkerLoad, ...]
+    other_models: frozenset[ModelName]
+    """Names of the other models that this router serves."""
+
+    @property
+    def serves(self) -> bool:
+        """True if this router serves the model of the planner (rule 5)."""
+        return bool(self.workers) or _has_requests(self.latest)
 
 
 class DemandAggregator:
@@ -122,7 +132,10 @@ class DemandAggregator:
             silent = known.source == source and now - known.reported_at > self._stale_after
             base = demand if silent else known.base
         workers = tuple(each for each in report.workers if each.model == self._model)
-        self._processes[report.incarnation] = _Process(source, now, base, demand, workers)
+        others = {each.model for each in report.workers} | {each.model for each in report.models if _has_requests(each)}
+        self._processes[report.incarnation] = _Process(
+            source, now, base, demand, workers, frozenset(others - {self._model})
+        )
         self._sample.extend(
             RecentRequest(
                 arrived=each.arrived,
@@ -177,6 +190,7 @@ class DemandAggregator:
         sums: dict[str, Any] = dict.fromkeys(_COUNTERS, 0)
         histograms: dict[str, Counts] = dict.fromkeys(_HISTOGRAMS, ())
         queued, oldest, workers = 0, 0.0, dict[WorkerId, WorkerLoad]()
+        present = list[_Process]()
         for incarnation, process in sorted(self._processes.items(), key=lambda item: item[1].reported_at):
             for name in _COUNTERS:
                 sums[name] += getattr(process.latest, name) - getattr(process.base, name)
@@ -190,6 +204,7 @@ class DemandAggregator:
                 continue
             if now - process.reported_at > self._stale_after:
                 continue
+            present.append(process)
             queued += process.latest.queued
             oldest = max(oldest, process.latest.oldest_seconds)
             workers |= {each.worker_id: each for each in process.workers}
@@ -218,6 +233,7 @@ class DemandAggregator:
             overflow_dollars=sums["overflow_dollars"],
             workers=tuple(self._worker(workers[each]) for each in sorted(workers)),
             stale=(*self.stale(now), *self._gaps.values()),
+            unserved=self._unserved(present),
         )
         self._began, self._gaps = now, {}
         return window
@@ -226,6 +242,14 @@ class DemandAggregator:
         """Return whether a process counts as ended: its source was removed, or has reported another process later."""
         last_report_time = self._report_times.get(process.source)
         return last_report_time is None or last_report_time > process.reported_at
+
+    def _unserved(self, present: Collection[_Process]) -> str:
+        """Return the text of `DemandWindow.unserved` for the router processes that report at present."""
+        if not present or any(each.serves for each in present):
+            return ""
+        others = sorted(frozenset[ModelName]().union(*(each.other_models for each in present)))
+        known = f"they serve {', '.join(others)}" if others else "they have no workers"
+        return f"no router serves {self._model}; {known}"
 
     def _worker(self, load: WorkerLoad) -> WorkerDemand:
         return WorkerDemand(
@@ -255,6 +279,11 @@ class DemandAggregator:
 def subtract_owed(counted: int, owed: int) -> tuple[int, int]:
     """Return `counted` less `owed`, but at least 0, and the part of `owed` that is left for later windows."""
     return max(0, counted - owed), max(0, owed - counted)
+
+
+def _has_requests(demand: ModelDemand) -> bool:
+    """Return whether a request for the model waits, runs, or was answered, according to the counters of a router."""
+    return demand.queued > 0 or demand.arrivals > demand.refused + demand.invalid + demand.abandoned
 
 
 def _went_back(before: ModelDemand, after: ModelDemand) -> bool:

@@ -217,6 +217,18 @@ def pool_doubts(names: Iterable[PoolName], seen: Observation) -> Iterator[PlanCo
             )
 
 
+def model_doubts(demand: DemandWindow, seen: Observation) -> Iterator[PlanCondition]:
+    """Yield a condition if no router serves the model although pools have ready replicas.
+
+    The name of the model in the settings is then wrong, or the source names the routers of another cluster, or the
+    replicas have not registered at a router yet. In each case, no demand does not mean that no replicas are needed.
+    Without ready replicas, no router can serve the model, so this is no doubt.
+    """
+    ready = [f"{each.name} {each.ready}" for each in seen.pools if each.ready > 0]
+    if demand.unserved and ready:
+        yield no_signal("model", f"model: {demand.unserved}, although replicas are ready: {', '.join(ready)}")
+
+
 def check_limits(pools: Sequence[PlannedPool], budget: PlanBudget) -> None:
     """Check that each pool has its own name and valid numbers, and that the bounds and the budget are compatible.
 

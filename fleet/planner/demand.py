@@ -103,6 +103,10 @@ class DemandWindow(Struct, frozen=True, kw_only=True):
     stale: tuple[str, ...] = ()
     """A text for each source that did not report in time, with the name of the source and the reason."""
 
+    unserved: str = ""
+    """A text that names the model, and the models that routers serve, if no router serves the model of this window. Empty
+    if a router serves it."""
+
     @property
     def seconds(self) -> float:
         return (self.ended - self.began) / SECOND

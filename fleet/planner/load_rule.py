@@ -13,8 +13,8 @@ Rules:
    be too small for all needs. Then each pool that is not pinned gets its minimum, and further replicas are given to the
    pools in the order of their names. Replicas that drain or are still to end use up the budget, too. So if one pool
    shrinks in favour of another pool, the other pool grows only when these replicas have drained.
-4. All numbers stay as they are if demand is stale, a number is impossible, the clock went back, or a pool is not
-   reported.
+4. All numbers stay as they are if demand is stale, no router serves the model although replicas are ready, a number is
+   impossible, the clock went back, or a pool is not reported.
 """
 
 from collections import deque
@@ -31,6 +31,7 @@ from fleet.planner.decisions import (
     PlanDecision,
     PlannedPool,
     demand_doubts,
+    model_doubts,
     no_signal,
     pool_doubts,
 )
@@ -57,7 +58,11 @@ class LoadRule:
     def decide(self, now: Nanos, demand: DemandWindow, seen: Observation) -> PlanDecision:
         observed = {pool.name: found for pool in self._pools if (found := seen.pool(pool.name)) is not None}
         wanted = {name: found.wanted for name, found in observed.items()}
-        doubts = [*demand_doubts(demand), *pool_doubts((pool.name for pool in self._pools), seen)]
+        doubts = [
+            *demand_doubts(demand),
+            *model_doubts(demand, seen),
+            *pool_doubts((pool.name for pool in self._pools), seen),
+        ]
         if self._now is not None and now < self._now:
             doubts.append(no_signal("now", "now: the clock went back"))
         self._now = now

@@ -5,8 +5,8 @@ Pure: it does no I/O, and gets the present instant as an argument. If the settin
 
 Rules, in the order in which `PlannerMachine.decide` applies them:
 
-1. **Doubts.** The planner does not trust its input in these cases: demand is stale, a number is impossible, the clock
-   goes back, or a pool is not reported. Then the requested numbers stay as they are, and a condition names the field or
+1. **Doubts.** The planner does not trust its input in these cases: demand is stale, no router serves the model although
+   replicas are ready, a number is impossible, the clock goes back, or a pool is not reported. Then the requested numbers stay as they are, and a condition names the field or
    the source. The demand window of this round is not added to the history.
 2. **Demand.** The arrival rate and the mean lengths of prompts and answers are levels
    (`fleet.planner.forecasting.level`): each is a mean over the windows since the last detected change of this mean, up to
@@ -69,6 +69,7 @@ from fleet.planner.decisions import (
     check_limits,
     check_roles,
     demand_doubts,
+    model_doubts,
     no_signal,
     pool_doubts,
 )
@@ -192,6 +193,7 @@ class PlannerMachine:
 
     def _doubts(self, now: Nanos, demand: DemandWindow, seen: Observation) -> Iterator[PlanCondition]:
         yield from demand_doubts(demand)
+        yield from model_doubts(demand, seen)
         if demand.ended > now + self.interval:
             yield no_signal("demand.ended", "demand.ended: the window ends in the future")
         if self._demand.ended is not None and demand.began < self._demand.ended:

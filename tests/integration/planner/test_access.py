@@ -46,12 +46,11 @@ def cluster(model_dir):
             "models": {"tiny": str(model_dir)},
         }
         control = held.enter_context(a_service(folder, "router", router))["control"]
-        pool = {"name": "decode", "asked": 1, "ready": 1}
-        (folder / "plans" / "report.json").write_text(json.dumps({"pools": {"decode": {"asked": 1, "ready": 1}}}))
+        (folder / "plans" / "report.json").write_text(json.dumps({"pools": {"decode": {"asked": 1, "ready": 0}}}))
         planner = {
             "model": "tiny",
             "goals": {"ttft_seconds": 1.0, "tpot_seconds": 0.1},
-            "pools": [{"name": pool["name"], "role": "decode", "least": 1, "most": 2}],
+            "pools": [{"name": "decode", "role": "decode", "least": 1, "most": 2}],
             "rule": {"kind": "load", "requests_per_replica": 4, "interval_seconds": 0.2},
             "source": {"kind": "routers", "addresses": [control], "credentials": credentials},
             "target": {"kind": "folder", "folder": f"{folder}/plans"},

@@ -413,7 +413,7 @@ async def test_recorded_decisions_are_decided_again(folder):
             router.running = {"decode-0": 10, "prefill-0": 5}
             process = start(record=str(recording))
             await until(lambda: orchestrator.ready() == {"decode": 3, "prefill": 2})
-            router.running = {}
+            router.running = {"decode-0": 0, "prefill-0": 0}
             await until(lambda: orchestrator.ready() == {"decode": 1, "prefill": 1})
             process.kill()
             process.wait(30)

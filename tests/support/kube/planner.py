@@ -46,6 +46,7 @@ async def a_demand_router(asked: AskedRouters, nodes: Any, deployment: str = "dd
     secret = derived_secret(MASTER, asked.namespace, deployment)
     access = ControlAccess(LoadedCredentials(secret=secret, purpose=Purpose.ROUTER_CONTROL))
     router, nodes.router_address = DemandRouter(), a_loopback_address()
+    router.running = {"both-0": 0}
     async with serve_demand(router, f"{nodes.router_address}:{CONTROL}", access=access):
         yield router
 

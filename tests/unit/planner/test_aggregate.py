@@ -1,5 +1,6 @@
 """Tests of the aggregation of demand: sums over routers, restarts, gaps, and requests that do not count as demand."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
@@ -34,6 +35,12 @@ def a_report(incarnation="1", *, uptime=1000.0, workers=(), recent=(), model=MOD
         models=(ModelDemand(model=model, **counters),),
         workers=workers,
         recent=recent,
+    )
+
+
+def a_worker(name, model):
+    return WorkerLoad(
+        worker_id=WorkerId(name), model=ModelName(model), role=Role.DECODE, running=0, waiting=0, kv_used=0.0
     )
 
 
@@ -114,6 +121,35 @@ def test_other_models_are_not_counted():
     aggregator.hear("a", a_report(model=ModelName("other"), arrivals=100), at(1))
 
     assert aggregator.window(at(1)).arrivals == 0
+
+
+def test_window_names_the_models_that_routers_serve_instead():
+    aggregator = an_aggregator("a", "b")
+    aggregator.hear("a", a_report("1", model=ModelName("big"), arrivals=1), at(0))
+    aggregator.hear("b", a_report("2", model=ModelName("tiny"), workers=(a_worker("decode-0", "tiny"),)), at(0))
+
+    assert aggregator.window(at(1)).unserved == "no router serves m; they serve big, tiny"
+
+
+def test_router_without_the_model_does_not_count_beside_another():
+    aggregator = an_aggregator("a", "b")
+    aggregator.hear("a", a_report("1", model=ModelName("big"), arrivals=1), at(0))
+    aggregator.hear("b", a_report("2", workers=(a_worker("decode-0", MODEL),)), at(0))
+
+    assert aggregator.window(at(1)).unserved == ""
+
+
+@pytest.mark.parametrize(("counters", "unserved"), [
+    ({}, True),
+    ({"arrivals": 3, "refused": 2, "invalid": 1}, True),
+    ({"arrivals": 3, "refused": 2}, False),
+    ({"arrivals": 3, "finished": 3}, False),
+])  # fmt: skip
+def test_requests_that_were_answered_show_that_a_model_is_served(counters, unserved):
+    aggregator = an_aggregator()
+    aggregator.hear("a", a_report(**counters), at(0))
+
+    assert aggregator.window(at(1)).unserved == ("no router serves m; they have no workers" if unserved else "")
 
 
 def test_silent_source_is_stale_and_its_gap_no_burst():

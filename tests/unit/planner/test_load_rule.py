@@ -74,6 +74,14 @@ def test_stale_demand_holds_and_names_the_source():
     ]
 
 
+def test_model_that_no_router_serves_holds_ready_replicas():
+    rule, unserved = a_rule(), structs.replace(a_window(), unserved="no router serves tinny; they serve tiny")
+
+    decisions = [rule.decide(Nanos(at * SECOND), unserved, seen(decode=2)) for at in (0, 90)]
+
+    assert [(each.replicas, each.conditions[0].field) for each in decisions] == [({DECODE: 2}, "model")] * 2
+
+
 def test_missing_pool_holds_and_is_named():
     decision = a_rule(a_pool(), a_pool(PREFILL, Role.PREFILL)).decide(Nanos(0), a_window(decode=50), seen(decode=2))
 

@@ -237,6 +237,19 @@ def test_clock_that_jumps_holds_and_names_its_field(began: int, ended: int, now:
     assert decision.replicas == {"prefill": 1, "decode": 1}
 
 
+def test_model_that_no_router_serves_holds_ready_replicas() -> None:
+    world = World(machine(), POOLS, {"prefill": 2, "decode": 3})
+    world.run(600, 0.0, unserved="no router serves tinny; they serve tiny")
+    assert world.wanted == {"prefill": 2, "decode": 3}
+    assert [(each.type, each.field, each.message) for each in world.decisions[-1].conditions] == [
+        (
+            PlanConditionType.NO_DEMAND_SIGNAL,
+            "model",
+            "model: no router serves tinny; they serve tiny, although replicas are ready: decode 3, prefill 2",
+        )
+    ]
+
+
 def test_pool_that_is_not_reported_is_named_and_nothing_changes() -> None:
     world = World(machine(), POOLS, {"prefill": 1, "decode": 1})
     world.run(100, 10.0)
@@ -251,7 +264,7 @@ def test_first_request_wakes_pools_that_were_at_zero() -> None:
     world = World(PlannerMachine(PlannerRuleSettings(), pools, GOALS, CAPACITY), pools, {"prefill": 0, "decode": 0})
     world.run(900, 0.0)
     assert world.wanted == {"prefill": 0, "decode": 0}
-    world.tick(1, queued=1)
+    world.tick(1, queued=1, unserved="no router serves tiny; they have no workers")
     assert world.wanted == {"prefill": 1, "decode": 1}
 
 

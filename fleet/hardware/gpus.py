@@ -81,6 +81,10 @@ class Gpu(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def memory_bytes(self) -> float:
         return self.memory_gib * GIB
 
+    def runs(self, backend: str) -> bool:
+        """Return whether an engine (`vllm`, `sglang` or `trtllm`) runs on this GPU. TensorRT-LLM needs a GPU of NVIDIA."""
+        return backend != "trtllm" or self.maker == "nvidia"
+
     def computes_in(self, stored: Number) -> Number:
         """Return the data type in which this GPU multiplies numbers that are stored in the type `stored`.
 

@@ -68,7 +68,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     goals.add_argument("--most-dollars", type=_above_zero, metavar="N", help="dollars per hour that may be spent")
     cost = parser.add_argument_group("hardware and prices")
     cost.add_argument(
-        "--gpus", metavar="NAMES", help="names from `fleet hardware list`, by commas (default: all with a price)"
+        "--gpus",
+        metavar="NAMES",
+        help="names from `fleet hardware list`, by commas (default: all with a price on which --backend runs)",
     )
     cost.add_argument("--backend", default="vllm", help="vllm, sglang or trtllm (default: vllm)")
     cost.add_argument("--prices", type=Path, metavar="FILE", help="price book; see docs (default: list prices)")
@@ -236,6 +238,12 @@ def _region(arguments: argparse.Namespace, book: "PriceBook") -> str:
 
 
 def _gpus(arguments: argparse.Namespace, book: "PriceBook", region: str) -> "list[PricedGpu]":
+    """Return the GPUs that are named, or all GPUs of a region of the price book on which the engine runs.
+
+    Raises:
+        ConfigurationRefused: A GPU is unknown or has no price, or the engine does not run on a GPU that is named, or on any
+            GPU of the region.
+    """
     from fleet.hardware.gpus import gpu  # noqa: PLC0415
     from fleet.planner.sizing.proposal import PricedGpu  # noqa: PLC0415
 
@@ -249,7 +257,16 @@ def _gpus(arguments: argparse.Namespace, book: "PriceBook", region: str) -> "lis
                 if arguments.prices is None
                 else f"--gpus: {arguments.prices}: regions.{region}.{name}: the price book has no price for this GPU"
             )
-    return [PricedGpu(gpu=each, dollars_per_hour=book.dollars(name, region)) for name, each in found.items()]
+    backend: str = arguments.backend
+    unfit = [name for name, each in found.items() if not each.runs(backend)]
+    if unfit and (names is not None or len(unfit) == len(found)):
+        which = "--gpus" if names is not None else f"--region: {region}"
+        raise ConfigurationRefused(f"{which}: --backend {backend} does not run on {', '.join(unfit)}; name other GPUs")
+    return [
+        PricedGpu(gpu=each, dollars_per_hour=book.dollars(name, region))
+        for name, each in found.items()
+        if each.runs(backend)
+    ]
 
 
 def _number(text: str) -> float:

@@ -193,7 +193,7 @@ def estimate(placement: ShardedModel, backend: str, known: Coefficients | None =
     """Return the estimated step model of a sharded model, for an engine (`vllm`, `sglang` or `trtllm`).
 
     Raises:
-        ConfigurationRefused: No engine with this name was measured.
+        ConfigurationRefused: No engine with this name was measured, or the engine does not run on the GPU.
     """
     known = coefficients() if known is None else known
     groups = known.groups()
@@ -202,6 +202,10 @@ def estimate(placement: ShardedModel, backend: str, known: Coefficients | None =
     if ("backend", backend) not in groups:
         backends = sorted(key for level, key in groups if level == "backend")
         raise ConfigurationRefused(f"backend: {backend!r} is not one of {', '.join(backends)}")
+    if not placement.gpu.runs(backend):
+        raise ConfigurationRefused(
+            f"backend: {backend} does not run on {gpu}, a GPU of {placement.gpu.maker}; choose another engine or GPU"
+        )
     basis, nearest = _basis(groups, subject)
     efficiency, client = compose(known.start, groups, subject)
     if basis is EstimateBasis.ENGINE:

@@ -89,12 +89,22 @@ def test_own_price_book_changes_the_choice(capsys, tmp_path):
         (["--percentile", "1"], "--percentile: 1 is not between 0 and 1"),
         (["--cached", "3000"], "--cached: 3000 must be below --prompt, 3000"),
         (["--most-gpus", "0"], "--most-gpus: 0 must be at least 1"),
+        (["--backend", "trtllm", "--gpus", "h100,mi300x"], "--gpus: --backend trtllm does not run on mi300x"),
         (["--backend", "x"], "--backend: 'x' is not one of vllm, sglang, trtllm"),
     ],
 )
 def test_bad_option_is_refused_by_name(capsys, more, said):
     assert run(["plan", "size", *LOAD, *GOALS, *more]) == CONFIGURATION_REFUSED
     assert said in capsys.readouterr().err
+
+
+def test_default_gpus_are_those_on_which_the_backend_runs(capsys, tmp_path):
+    book = tmp_path / "prices.toml"
+    book.write_text("[regions.both]\nh100 = 3.0\nmi300x = 0.1\n[regions.amd]\nmi300x = 0.1\n")
+    prices = ["--backend", "trtllm", "--prices", str(book)]
+    assert {each["gpu"] for each in size(capsys, *prices)["pools"]} == {"h100"}
+    assert run(["plan", "size", *LOAD, *GOALS, *prices, "--region", "amd"]) == CONFIGURATION_REFUSED
+    assert "--region: amd: --backend trtllm does not run on mi300x" in capsys.readouterr().err
 
 
 def test_unknown_model_is_refused_with_what_may_be_named(capsys):

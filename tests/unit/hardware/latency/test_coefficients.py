@@ -156,6 +156,11 @@ def test_unmeasured_engine_is_refused():
         on("h100", backend="llama.cpp")
 
 
+def test_engine_that_does_not_run_on_the_gpu_is_refused():
+    with pytest.raises(ConfigurationRefused, match="^backend: trtllm does not run on mi300x, a GPU of amd"):
+        on("mi300x", backend="trtllm")
+
+
 def test_faster_memory_decodes_faster():
     times = [on(name).step.seconds(0, 0, 16, 32_000) for name in ("b200", "h200", "a100", "l40s")]
 

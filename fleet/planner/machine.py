@@ -170,14 +170,14 @@ class PlannerMachine:
         return structs.replace(
             decision,
             numbers=decision.numbers
-            | {"forecast_error": self.forecast_error}
+            | ({} if self.forecast_error is None else {"forecast_error": self.forecast_error})
             | {f"{latency}_error": error for latency, error in self.model_error.items()},
             conditions=(*decision.conditions, *conditions),
         )
 
     @property
-    def forecast_error(self) -> float:
-        """Mean absolute error of past forecasts of the rate, divided by the mean rate; 0 before the first comparison."""
+    def forecast_error(self) -> float | None:
+        """Mean absolute error of past forecasts of the rate, divided by the mean rate; None before the first comparison."""
         return self._demand.forecaster.error
 
     @property
@@ -226,11 +226,11 @@ class PlannerMachine:
         )
         self._demand.forecaster.aim(horizon)
         ahead = self._demand.forecaster.forecast(horizon)
-        forecast = 0.0
-        if self._trusts_forecast(horizon):
+        forecast, no_forecast = None, self._no_forecast(horizon)
+        if not no_forecast:
             forecast = ahead.mean + self._settings.caution * (ahead.upper - ahead.mean)
         quiet = self._demand.quiet and _idle(demand)
-        rate = 0.0 if quiet else max(level, forecast)
+        rate = 0.0 if quiet else max(level, forecast or 0.0)
         self._needs.append((self._elapsed, rate))
         while self._needs[0][0] < self._elapsed - self._settings.cool_down_seconds:
             self._needs.popleft()
@@ -244,19 +244,24 @@ class PlannerMachine:
             highest=highest,
             horizon=horizon,
             quiet=quiet,
+            no_forecast=no_forecast,
         )
 
-    def _trusts_forecast(self, horizon: float) -> bool:
-        """Return whether the forecast of the rate is used.
+    def _no_forecast(self, horizon: float) -> str:
+        """Return why no forecast of the rate is used; empty if it is used.
 
         The forecast is not used if the settings turn it off, or if there are too few samples.
 
         After a fall of the rate, forecasts by means and trends are too high for a while. In this time, only a seasonal
         forecast is used.
         """
-        if self._settings.forecast == "level" or not self._demand.forecastable:
-            return False
-        return self._demand.since_fall > horizon or self.forecast_method == "seasonal"
+        if self._settings.forecast == "level":
+            return "no forecast by the settings"
+        if not self._demand.forecastable:
+            return "no forecast yet"
+        if self._demand.since_fall > horizon or self.forecast_method == "seasonal":
+            return ""
+        return "no forecast shortly after a fall"
 
     def _learn(self, view: "_PlanningView") -> None:
         """Learn from the measured latencies how to correct the predicted ones.
@@ -590,7 +595,12 @@ class _PlanningView(Struct, frozen=True, kw_only=True):
     level: float
     """Mean arrivals per second since the last detected change of the rate (`DemandHistory.rate`)."""
 
-    forecast: float
+    forecast: float | None
+    """Expected requests per second at the end of `horizon`; None if no forecast is used."""
+
+    no_forecast: str
+    """Why no forecast is used; empty if it is used."""
+
     rate: float
     """Requests per second for which the pools are sized: the larger one of `level` and `forecast`, or 0 if the load has
     ended."""
@@ -626,17 +636,18 @@ def _decision(
 ) -> PlanDecision:
     shape = view.load.shape
     message = (
-        f"{view.level:.3g} requests a second, {view.forecast:.3g} expected in {view.horizon:.0f} s, of "
+        f"{view.level:.3g} requests a second, {ahead}, of "
         f"{shape.prompt_tokens:.0f} prompt and {shape.answer_tokens:.0f} answer tokens"
     )
     return PlanDecision(
         at=now,
+    ahead = view.no_forecast if view.forecast is None else f"{view.forecast:.3g} expected in {view.horizon:.0f} s"
         replicas=dict(replicas),
         reason=reason,
         message=f"{said}; {message}" if said else message,
         numbers={
             "rate": view.level,
-            "forecast": view.forecast,
+            **({} if view.forecast is None else {"forecast": view.forecast}),
             "planned_rate": view.rate,
             "highest_rate": view.highest,
             "horizon_seconds": view.horizon,

@@ -233,9 +233,9 @@ class ChosenForecaster:
         return _forecast(mean.mean, NORMAL * tested.value) if tested.count else mean
 
     @property
-    def error(self) -> float:
-        """Mean absolute error of the chosen method, divided by the mean of the real values; 0 before the first comparison."""
-        return self._relative(self.chosen)
+    def error(self) -> float | None:
+        """Mean absolute error of the chosen method, divided by the mean of the real values; None before the first comparison."""
+        return self._relative(self.chosen) if self._absolute[self.chosen].count else None
 
     @property
     def scores(self) -> Sequence[BacktestScore]:

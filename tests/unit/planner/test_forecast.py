@@ -43,6 +43,7 @@ def test_constant_load_is_forecast_by_a_mean() -> None:
     chosen = chosen_after([noisy(50.0, chance) for _ in range(400)])
     assert chosen.chosen in {"mean", "seasonal"}
     assert chosen.forecast(HORIZON).mean == pytest.approx(50.0, rel=0.2)
+    assert chosen.error is not None
     assert chosen.error < 0.2
 
 

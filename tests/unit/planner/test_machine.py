@@ -84,7 +84,29 @@ def test_decision_names_the_error_of_the_forecast() -> None:
     world.run(300, 20.0)
     world.run(300, 40.0)
     assert 0.0 < world.decisions[-1].numbers["forecast_error"] < 1.0
-    assert {"ttft_error", "tpot_error"} <= world.decisions[-1].numbers.keys()
+
+
+def test_forecast_is_missing_until_there_is_one_and_after_a_fall() -> None:
+    world = World(machine(), POOLS, {"prefill": 1, "decode": 1})
+    world.run(5, 20.0)
+    first = world.decisions[-1]
+    assert {"forecast", "forecast_error"}.isdisjoint(first.numbers)
+    assert "requests a second, no forecast yet, of" in first.message
+    world.run(600, 20.0)
+    assert world.decisions[-1].numbers["forecast"] > 0.0
+    assert f" expected in {world.decisions[-1].numbers['horizon_seconds']:.0f} s, of" in world.decisions[-1].message
+    world.run(60, 2.0)
+    assert "forecast" not in world.decisions[-1].numbers
+    assert "no forecast shortly after a fall" in world.decisions[-1].message
+
+
+def test_errors_of_latencies_are_missing_until_a_correction_was_tried() -> None:
+    world = World(machine(), POOLS, {"prefill": 1, "decode": 1})
+    measured = (0,) * bucket_of(0.08) + (100,) + (0,) * (len(EDGES) - bucket_of(0.08))
+    world.run(60, 10.0, ttft=measured)
+    assert "ttft_error" not in world.decisions[-1].numbers
+    world.run(3600, 10.0, ttft=measured)
+    assert 0.0 < world.decisions[-1].numbers["ttft_error"] < 0.1
 
 
 def test_missed_goal_adds_one_replica_that_stays() -> None:

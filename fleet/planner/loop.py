@@ -50,6 +50,7 @@ from fleet.planner.ports import (
     Rehearsal,
     RehearsalSkipped,
 )
+from fleet.planner.prediction_error import prediction_error
 from fleet.planner.records import PlanHistory, PlannerStatus, PlanRecord, PlanScore, PlanState
 from fleet.planner.server import carry_out
 from fleet.planner.settings import PlannerMode, PlannerSettings
@@ -194,8 +195,8 @@ class PlannerLoop:
         self._waiting_for = ""
         self._overflow = {"requests": 0.0, "dollars": 0.0}
         self.errors: dict[str, float] = {}
-        """Running means of the relative errors of the predicted latencies, by name: `ttft` and `tpot`. A name is
-        missing until the prediction of a rehearsal was compared with a measured latency."""
+        """Running means of the errors of the predicted latencies (`fleet.planner.prediction_error`), by name: `ttft` and
+        `tpot`. A name is missing until the prediction of a rehearsal was compared with a measured latency."""
 
         self.rule_failures = 0
         """Number of rounds in which the scaling rule, or the recording of its decision, raised an error."""
@@ -612,9 +613,7 @@ def _pinned(seen: Observation, name: PoolName) -> bool:
 
 
 def _error(predicted: float | None, observed: float | None) -> float | None:
-    if predicted is None or observed is None or observed <= 0:
-        return None
-    return abs(predicted - observed) / observed
+    return None if predicted is None or observed is None else prediction_error(predicted, observed)
 
 
 def _share_within(counts: Counts, seconds: float) -> float | None:

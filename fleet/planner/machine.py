@@ -186,8 +186,12 @@ class PlannerMachine:
 
     @property
     def model_error(self) -> dict[str, float]:
-        """Typical relative errors of the corrected predictions of TTFT (`ttft`) and TPOT (`tpot`)."""
-        return {"ttft": self._model.ttft.error, "tpot": self._model.tpot.error}
+        """Typical errors of the corrected predictions of TTFT (`ttft`) and TPOT (`tpot`), by the formula of `fleet.planner.prediction_error`.
+
+        A latency is missing until a measurement was compared with a prediction that an earlier measurement had corrected.
+        """
+        errors = {"ttft": self._model.ttft.error, "tpot": self._model.tpot.error}
+        return {latency: error for latency, error in errors.items() if error is not None}
 
     # Rule 1: checks of the input.
 
@@ -240,11 +244,11 @@ class PlannerMachine:
             load=load,
             level=level,
             forecast=forecast,
+            no_forecast=no_forecast,
             rate=rate,
             highest=highest,
             horizon=horizon,
             quiet=quiet,
-            no_forecast=no_forecast,
         )
 
     def _no_forecast(self, horizon: float) -> str:
@@ -282,10 +286,12 @@ class PlannerMachine:
     def _drifts(self) -> Iterator[PlanCondition]:
         for field, since in self._drifted.items():
             if self._elapsed - since < self._settings.retry_seconds:
+                error = self.model_error.get(field)
+                said = "" if error is None else f"; their error is {error:.0%} of the longer time"
                 yield PlanCondition(
                     type=PlanConditionType.MODEL_DRIFT,
                     field=field,
-                    message=f"{field}: predictions have become wrong, and are learnt anew; their error is {self.model_error[field]:.0%}",
+                    message=f"{field}: predictions have become wrong, and are learnt anew{said}",
                 )
 
     def _pins(self, view: "_PlanningView") -> Iterator[PlanCondition]:
@@ -635,13 +641,13 @@ def _decision(
     conditions: Sequence[PlanCondition],
 ) -> PlanDecision:
     shape = view.load.shape
+    ahead = view.no_forecast if view.forecast is None else f"{view.forecast:.3g} expected in {view.horizon:.0f} s"
     message = (
         f"{view.level:.3g} requests a second, {ahead}, of "
         f"{shape.prompt_tokens:.0f} prompt and {shape.answer_tokens:.0f} answer tokens"
     )
     return PlanDecision(
         at=now,
-    ahead = view.no_forecast if view.forecast is None else f"{view.forecast:.3g} expected in {view.horizon:.0f} s"
         replicas=dict(replicas),
         reason=reason,
         message=f"{said}; {message}" if said else message,

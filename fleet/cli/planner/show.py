@@ -19,6 +19,7 @@ from fleet.local.runs import local_plans
 from fleet.net.control.access import load_control_access
 from fleet.planner.control.service import default_address
 from fleet.planner.records import PlannerStatus, PlanRecord
+from fleet.planner.settings import PlannerMode
 from fleet.v1 import planner_pb2 as pb
 from fleet.v1 import planner_pb2_grpc
 from kvstore.net.addresses import unix_path
@@ -220,6 +221,10 @@ def record_lines(record: PlanRecord) -> Iterator[str]:
             "TTFT": (score.ttft_seconds, score.ttft_error),
             "TPOT": (score.tpot_seconds, score.tpot_error),
         }
+        pools = "present pools, because plans are not applied in shadow mode"
+        whose = pools if record.mode is PlannerMode.SHADOW else "planned pools"
+        if score.ttft_error is not None or score.tpot_error is not None:
+            yield f"  compared with the prediction for the {whose}; errors are shares of the longer time"
         for name, (seconds, error) in parts.items():
             if seconds is not None:
                 wrong = "" if error is None else f", {error:.0%} off the prediction"

@@ -43,9 +43,9 @@ OVERFLOW: Mapping[str, CounterDefinition] = {
 CONDITIONS = GaugeDefinition("fleet_planner_condition", "Whether a condition holds", ("model", "type"), "0 or 1")
 ERRORS = GaugeDefinition(
     "fleet_planner_prediction_error",
-    "Running relative error of the latencies that rehearsals predicted, by latency",
+    "Running error of the latencies that rehearsals predicted, by latency",
     ("model", "of"),
-    "share of the measured time",
+    "share of the longer one of the predicted and the measured time, 0 to 1",
 )
 DECISIONS = CounterDefinition("fleet_planner_decisions", "Decisions by reason", ("model", "reason"), "decisions")
 RULE_FAILURES = CounterDefinition(

@@ -44,6 +44,7 @@ from fleet.hardware.latency.open_loop import (
 from fleet.hardware.latency.step_model import StepModel
 from fleet.planner.decisions import PlanGoals, PlannedPool
 from fleet.planner.messages import PoolName
+from fleet.planner.prediction_error import prediction_error
 
 GRID = 1.02
 """Ratio of two neighbouring values on the grid to which lengths are rounded."""
@@ -62,6 +63,10 @@ REPLICAS_GRID = 1.2
 a number in between, the rate of the next lower one is used."""
 
 EXACT_REPLICAS = 8
+ERROR_SAMPLES = 5
+"""Weight of the latest error in the running mean of a correction's errors, as its reciprocal. It is small, because a correction
+gets at most one sample a minute, and predictions that were wrong at first should not be reported for hours."""
+
 KEPT = 4096
 """Maximum number of results in each of the two caches of a `StepCapacity`, one for rates and one for latencies."""
 
@@ -289,7 +294,9 @@ class LatencyCorrection:
 
     def __init__(self) -> None:
         self._correction = Correction()
-        self._alarms = 0
+        self._has_learnt = False
+        self._compared = 0
+        self._error = 0.0
 
     def observe(self, predicted: float, measured: float) -> bool:
         """Learn from one pair of latencies in seconds; return True if the ratio has changed (a drift alarm).
@@ -298,7 +305,13 @@ class LatencyCorrection:
         """
         if not (isfinite(predicted) and isfinite(measured) and predicted > 0.0 and measured > 0.0):
             return False
-        return self._correction.observe(_bounded(predicted), _bounded(measured))
+        predicted, measured = _bounded(predicted), _bounded(measured)
+        if self._has_learnt:
+            self._compared += 1
+            wrong = prediction_error(self._correction.predict(predicted), measured)
+            self._error += (wrong - self._error) / min(self._compared, ERROR_SAMPLES)
+        self._has_learnt = True
+        return self._correction.observe(predicted, measured)
 
     def factor(self, predicted: float) -> float:
         """Return the learnt ratio of the measured to the predicted latency, for a predicted latency in seconds.
@@ -311,9 +324,12 @@ class LatencyCorrection:
         return min(max(self._correction.predict(predicted) / predicted, LEAST_FACTOR), MOST_FACTOR)
 
     @property
-    def error(self) -> float:
-        """Typical relative error of the predictions after they were multiplied by the factor."""
-        return self._correction.learnt.error
+    def error(self) -> float | None:
+        """Running mean of the errors of the corrected predictions (`fleet.planner.prediction_error`), from 0 to 1.
+
+        The first pair of latencies does not count, because nothing had corrected its prediction. None before the second pair.
+        """
+        return self._error if self._compared else None
 
     @property
     def samples(self) -> int:

@@ -569,6 +569,19 @@ def test_prediction_is_scored_against_what_happened():
     assert metrics["fleet_planner_decision", "m", "rate"] == 3.0
 
 
+@pytest.mark.parametrize(("predicted", "error"), [(0.04, 0.9), (0.4, 0.0), (4.0, 0.9), (146.5, 0.997)])
+def test_error_is_a_share_of_the_longer_time(predicted, error):
+    world = World(rehearsal=FixedRehearsal(ttft=predicted))
+    world.rule.replicas = {DECODE: 2}
+    counts = [0] * (len(EDGES) + 1)
+    counts[bucket_of(0.4)] = 100
+    world.demand.counts = tuple(counts)
+
+    played(world, (15, nothing))
+
+    assert world.history.latest(1)[0].score.ttft_error == pytest.approx(error, abs=0.12)
+
+
 def test_cost_of_overflow_is_scored_beside_that_of_replicas():
     world = World()
     world.rule.replicas = {DECODE: 2}

@@ -99,6 +99,17 @@ def test_correction_predicts_a_slower_engine_within_a_fifth() -> None:
     assert 0.12 * correction.factor(0.12) == pytest.approx(1.7 * 0.12, rel=0.2)
 
 
+def test_error_of_a_prediction_without_fixed_costs_fades() -> None:
+    correction, errors = LatencyCorrection(), list[float | None]()
+    for _ in range(20):
+        correction.observe(0.005, 0.05)
+        errors.append(correction.error)
+    assert errors[0] is None
+    assert all(each is not None and each <= 1.0 for each in errors[1:])
+    assert errors[-1] is not None
+    assert errors[-1] < 0.2
+
+
 def test_drift_raises_an_alarm_and_noise_none() -> None:
     correction, chance = LatencyCorrection(), random.Random(3)
     noise = [correction.observe(0.1, 0.1 * chance.lognormvariate(0, 0.1)) for _ in range(500)]

@@ -9,7 +9,10 @@ Rules:
    last for `HORIZON` seconds, they are repeated with other block names, so that no cache has the repeated prompts.
 2. If two recent prompts shared blocks, they also share them in the simulation. The caches of the simulated workers are
    empty at the beginning, so the predicted TTFT is too high rather than too low.
-3. The process runs with a lower priority than the planner, and with at most `MOST_BYTES` of memory where the system has
+3. The simulated router refuses requests as the real one does: if they would wait longer than `max_queue_seconds`. The
+   planner does not know the settings of the routers, so its own settings state this limit (`RehearsalSettings`). Refused
+   requests miss the goals, and the predicted latencies are those of the answered ones.
+4. The process runs with a lower priority than the planner, and with at most `MOST_BYTES` of memory where the system has
    such a limit. When the planner does not wait for the result any more, the process is killed.
 """
 
@@ -51,8 +54,11 @@ HORIZON = 60.0
 BLOCK_TOKENS = 32
 NICE = 10
 MOST_BYTES = 2 << 30
-"""Maximum memory of the rehearsal process (rule 3). It needs 1.3 GB for `MOST_REQUESTS` prompts of 50,000 tokens that share no
+"""Maximum memory of the rehearsal process (rule 4). It needs 1.3 GB for `MOST_REQUESTS` prompts of 50,000 tokens that share no
 block; with longer ones it needs more than the usual 10 s, too."""
+
+MAX_QUEUE_SECONDS = RouterSettings().max_queue_seconds
+"""Limit of the simulated router if the settings of the planner do not state it: the default of routers (rule 3)."""
 
 LINK = 10e9
 """Assumed bytes per second between two workers. Any value gives the same results: `_profile` computes the bytes of a token
@@ -71,6 +77,7 @@ class RehearsalTask(Struct, frozen=True, kw_only=True):
 
     pools: tuple[RehearsedPool, ...]
     goals: PlanGoals
+    max_queue_seconds: float
     sample: tuple[RecentRequest, ...]
     rate: float
     present: dict[PoolName, int]
@@ -80,9 +87,12 @@ class RehearsalTask(Struct, frozen=True, kw_only=True):
 class SimulatedRehearsal:
     """Rehearses plans by a simulation in a separate process. Implements `fleet.planner.ports.Rehearsal`."""
 
-    def __init__(self, pools: tuple[RehearsedPool, ...], goals: PlanGoals) -> None:
+    def __init__(
+        self, pools: tuple[RehearsedPool, ...], goals: PlanGoals, max_queue_seconds: float = MAX_QUEUE_SECONDS
+    ) -> None:
         self._pools = pools
         self._goals = goals
+        self._max_queue_seconds = max_queue_seconds
 
     async def rehearse(
         self,
@@ -98,6 +108,7 @@ class SimulatedRehearsal:
         task = RehearsalTask(
             pools=self._pools,
             goals=self._goals,
+            max_queue_seconds=self._max_queue_seconds,
             sample=tuple(sample),
             rate=rate,
             present=dict(present),
@@ -135,7 +146,8 @@ def rehearsal_of(settings: PlannerSettings) -> SimulatedRehearsal | None:
     if not settings.rehearsal.enabled or any(pool.name not in settings.engines for pool in settings.pools):
         return None
     pools = tuple(RehearsedPool(pool=pool, engine=pool_engine(settings, pool)) for pool in settings.pools)
-    return SimulatedRehearsal(pools, settings.goals)
+    limit = settings.rehearsal.max_queue_seconds
+    return SimulatedRehearsal(pools, settings.goals, MAX_QUEUE_SECONDS if limit is None else limit)
 
 
 def rehearsed(task: RehearsalTask) -> RehearsalResult:
@@ -191,12 +203,12 @@ def _predict(task: RehearsalTask, replicas: Mapping[PoolName, int], traffic: Seq
     if not any(count and each.pool.role is not Role.PREFILL for each, count in held):
         longest = HORIZON
         return PoolsPrediction(
-            ttft_seconds=longest, tpot_seconds=longest, attainment=0.0, gpu_hours=gpus, dollars=dollars
+            ttft_seconds=longest, tpot_seconds=longest, attainment=0.0, refused=1.0, gpu_hours=gpus, dollars=dollars
         )
     goals = task.goals
     plan = RunPlan(
         pools=tuple(_profile(each, count) for each, count in held if count),
-        router=RouterSettings(max_queue_seconds=1e6),
+        router=RouterSettings(max_queue_seconds=task.max_queue_seconds),
         slo=Slo(ttft_ms=1000 * goals.ttft_seconds, tpot_ms=1000 * goals.tpot_seconds),
         block_tokens=BLOCK_TOKENS,
         message_delay=Nanos(MILLISECOND // 4),
@@ -207,6 +219,7 @@ def _predict(task: RehearsalTask, replicas: Mapping[PoolName, int], traffic: Seq
         ttft_seconds=totals.ttft.quantile(goals.percentile) / 1000 if totals.ttft.count else HORIZON,
         tpot_seconds=totals.tpot.quantile(goals.percentile) / 1000 if totals.tpot.count else 0.0,
         attainment=totals.attainment,
+        refused=sum(totals.refused.values()) / max(1, totals.requests),
         gpu_hours=gpus,
         dollars=dollars,
     )

@@ -7,6 +7,8 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from msgspec import structs
+
 from fleet.config import build_settings
 from fleet.core.clock import SECOND, Nanos
 from fleet.core.errors import ConfigurationRefused
@@ -82,7 +84,9 @@ def planner_settings(
             metrics_tls=topology.metrics_tls,
             history=section.history or str(folder / "plans.jsonl"),
             record=section.record,
-            rehearsal=section.rehearsal,
+            rehearsal=section.rehearsal
+            if section.rehearsal.max_queue_seconds is not None
+            else structs.replace(section.rehearsal, max_queue_seconds=topology.router.max_queue_seconds),
             score_seconds=section.score_seconds,
         )
     except (ConfigurationRefused, ValueError) as error:

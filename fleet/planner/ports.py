@@ -103,17 +103,20 @@ class PoolsPrediction(Struct, frozen=True, kw_only=True):
     """Holds the latencies and costs that a rehearsal predicts if certain numbers of replicas serve the recent requests."""
 
     ttft_seconds: float
-    """Predicted TTFT in seconds, at the percentile of the goals."""
+    """Predicted TTFT in seconds of the answered requests, at the percentile of the goals."""
 
     tpot_seconds: float
     attainment: float
-    """Share of requests that keep both latency goals, from 0 to 1."""
+    """Share of requests that keep both latency goals, from 0 to 1. Refused requests keep none."""
 
     gpu_hours: float
     """GPU-hours that the pools use in one hour."""
 
     dollars: float
     """Dollars that the replicas cost in one hour."""
+
+    refused: float = 0.0
+    """Share of requests that the router refuses because they would wait too long, from 0 to 1."""
 
 
 class RehearsalResult(Struct, frozen=True, kw_only=True):

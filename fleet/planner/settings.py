@@ -326,6 +326,10 @@ class RehearsalSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Time limit of a rehearsal. A rehearsal that takes longer is aborted, the plan is applied without its result, and
     the record of the plan says so."""
 
+    max_queue_seconds: Annotated[float, Meta(gt=0, le=1e9)] | None = None
+    """The setting `max_queue_seconds` of the routers: the rehearsal refuses requests that would wait longer, as they do. If it is
+    not set, it is that of the router in `fleet up`, and otherwise the default of routers, 10."""
+
 
 class PlannerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of a planner process."""

@@ -207,9 +207,10 @@ def record_lines(record: PlanRecord) -> Iterator[str]:
         tried = record.rehearsal
         yield f"rehearsed with {tried.requests} requests in {tried.seconds:.1f} s"
         for name, expected in (("present", tried.present), ("planned", tried.planned)):
+            refused = f"  refused {expected.refused:.1%}" if expected.refused else ""
             yield (
                 f"  {name:8} TTFT {expected.ttft_seconds:.3f} s  TPOT {expected.tpot_seconds:.4f} s"
-                f"  attainment {expected.attainment:.1%}  GPU-hours/h {expected.gpu_hours:g}  $/h {expected.dollars:.2f}"
+                f"  attainment {expected.attainment:.1%}{refused}  GPU-hours/h {expected.gpu_hours:g}  $/h {expected.dollars:.2f}"
             )
     elif record.rehearsal_skipped:
         yield f"not rehearsed: {record.rehearsal_skipped}"

@@ -41,10 +41,16 @@ def a_sample(count=100, shared=0, block_tokens=32):
     )
 
 
-def a_task(present, planned, *, rate=10.0, sample=None, pools=None):
+def a_task(present, planned, *, rate=10.0, sample=None, pools=None, limit=10.0):
     pools = pools or (a_pool(gpu="h100", gpus=2, dollars_per_hour=3.0),)
     return RehearsalTask(
-        pools=pools, goals=GOALS, sample=sample or a_sample(), rate=rate, present=present, planned=planned
+        pools=pools,
+        goals=GOALS,
+        max_queue_seconds=limit,
+        sample=sample or a_sample(),
+        rate=rate,
+        present=present,
+        planned=planned,
     )
 
 
@@ -56,6 +62,15 @@ def test_more_replicas_keep_the_goals_and_cost_more():
     assert found.present.ttft_seconds > found.planned.ttft_seconds
     assert (found.planned.gpu_hours, found.planned.dollars) == (10.0, 30.0)
     assert found.requests == 600
+
+
+def test_overloaded_pools_refuse_what_would_wait_too_long():
+    short, long = (rehearsed(a_task({BOTH: 1}, {BOTH: 5}, limit=limit)).present for limit in (2.0, 1e6))
+
+    assert 0.0 < short.refused < 1.0
+    assert short.ttft_seconds < 5.0
+    assert long.refused == 0.0
+    assert long.ttft_seconds > 10.0
 
 
 def test_same_replicas_give_the_same_prediction():

@@ -11,6 +11,8 @@ from fleet.local.planner import planner_settings
 from fleet.local.settings import ClusterSection, LocalPlannerSection, PlannedPoolSection, PoolSection, Topology
 from fleet.planner.decisions import PlanBudget, PlanGoals
 from fleet.planner.messages import PoolName
+from fleet.planner.settings import RehearsalSettings
+from fleet.router.settings.router import RouterSettings
 
 
 def test_bounds_of_a_pool_are_refused_by_its_name():
@@ -22,6 +24,22 @@ def test_bounds_of_a_pool_are_refused_by_its_name():
         planner_settings(
             topology, section, ["prefill", "decode"], folder=Path("/run"), model=ModelName("m"), control="unix:/c"
         )
+
+
+@pytest.mark.parametrize(("own", "limit"), [(None, 3.0), (7.0, 7.0)])
+def test_rehearsals_refuse_as_the_router_of_the_cluster_does(own, limit):
+    goals, rehearsal = PlanGoals(ttft_seconds=1.0, tpot_seconds=0.1), RehearsalSettings(max_queue_seconds=own)
+    pools, router = (PoolSection(role=Role.BOTH),), RouterSettings(max_queue_seconds=3.0)
+    topology = Topology(cluster=ClusterSection(engine="simulated"), pools=pools, router=router)
+    settings = planner_settings(
+        topology,
+        LocalPlannerSection(goals=goals, rehearsal=rehearsal),
+        ["both"],
+        folder=Path("/run"),
+        model=ModelName("m"),
+        control="unix:/c",
+    )
+    assert settings.rehearsal.max_queue_seconds == limit
 
 
 BOOK = "[regions.east]\nh100 = 2.5\nb200 = 5.0\n[regions.west]\nh100 = 3.5\n"

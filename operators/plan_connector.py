@@ -329,7 +329,13 @@ class KubernetesConnector:
         if scaler.released:
             return ""
         others = [each for each in scaler.owners if each not in (MANAGER, PlanWriter.PLANNER)]
-        return f"{PINNED}{others[0]} has set it to {scaler.spec.replicas}" if others else ""
+        if not others:
+            return ""
+        where = f"{self._target.namespace}/{self._target.deployment}"
+        return (
+            f"{PINNED}{others[0]} has set it to {scaler.spec.replicas};"
+            f" fleet scale --release {role.name} --deployment {where} gives it back"
+        )
 
 
 def _serving(role: _RoleStatus, status: _Status) -> int:

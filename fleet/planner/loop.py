@@ -11,8 +11,8 @@ Rules:
    replicas are rolled back too if they do not serve in time.
 3. A new leader continues an unfinished plan of an earlier leader: it waits for the replicas, and rolls back those that
    do not serve in time.
-4. The loop limits the numbers of each decision to the bounds of the pools, because a rule may have a fault. Plans do
-   not contain pinned pools.
+4. The loop limits the numbers of each decision to the bounds of the pools, because a rule may have a fault. Pinned pools
+   keep their number in a decision, even if it is out of the bounds, and plans do not contain them.
 5. A plan that only shrinks pools is held back if its rehearsal misses a goal that the present pools keep. The
    rehearsal runs in the simulator (`fleet.app.rehearsal`).
 6. If the orchestrator does not answer, the rule is not asked, and the numbers that were written last stay. The numbers
@@ -266,7 +266,7 @@ class PlannerLoop:
             decided = await self._decide(self._rule, now, window, seen)
             if self._recorder is not None:
                 self._recorder.decided(now, window, seen, decided)
-            decision = self._bounded(decided)
+            decision = self._bounded(decided, seen)
         except Exception as error:  # a rule may raise any exception, which must not end the planner
             self.rule_failures += 1
             message = f"{type(error).__name__}: {error}"
@@ -304,10 +304,14 @@ class PlannerLoop:
     def _planned(self, seen: Observation) -> Observation:
         return Observation(tuple(each for each in seen.pools if each.name in self._pools))
 
-    def _bounded(self, decision: PlanDecision) -> PlanDecision:
-        """Return the decision without pools that the settings do not name, and with its numbers limited to the bounds of the pools."""
+    def _bounded(self, decision: PlanDecision, seen: Observation) -> PlanDecision:
+        """Return the decision without pools that the settings do not name, and with its numbers limited to the bounds of the pools.
+
+        A pinned pool keeps its number, because the bounds are those of the planner, which does not change this pool.
+        """
+        pinned = {each.name: each.wanted for each in seen.pools if each.pinned}
         replicas = {
-            name: min(max(count, self._pools[name].least), self._pools[name].most)
+            name: pinned.get(name, min(max(count, self._pools[name].least), self._pools[name].most))
             for name, count in decision.replicas.items()
             if name in self._pools
         }

@@ -552,8 +552,17 @@ class PlannerMachine:
     def _shortage(self, view: "_PlanningView", needed: Mix) -> PlanCondition:
         """Return a condition which says that the limits do not allow enough replicas for the rate.
 
-        The condition names the limit: a budget, or the maximum number of replicas of the pools.
+        The condition names the limit: the pinned pools, a budget, or the maximum number of replicas of the pools.
         """
+        expected = f"{view.rate:.3g} requests a second are expected"
+        if pins := list(self._limiting_pins(view, needed)):
+            field = ", ".join(f"pools.{each.pool.name}" for each in pins)
+            numbers = ", ".join(f"{each.pool.name} at {each.seen.wanted}" for each in pins)
+            return PlanCondition(
+                type=PlanConditionType.BUDGET_EXHAUSTED,
+                field=field,
+                message=f"{field}: {expected}, and the pinned numbers ({numbers}) allow for {needed.served:.3g}",
+            )
         unlimited = solve(
             [each.candidate(*self._bounds(each)) for each in view.pools],
             view.rate,
@@ -565,8 +574,23 @@ class PlannerMachine:
         return PlanCondition(
             type=PlanConditionType.BUDGET_EXHAUSTED,
             field=field,
-            message=f"{field}: {view.rate:.3g} requests a second are expected, and the limits allow for {needed.served:.3g}",
+            message=f"{field}: {expected}, and the limits allow for {needed.served:.3g}",
         )
+
+    def _limiting_pins(self, view: "_PlanningView", needed: Mix) -> Iterator["_SeenPool"]:
+        """Yield the pinned pools without whose pin more of the rate would be served, even if all other limits hold."""
+        for pinned in view.pools:
+            if not pinned.seen.pinned:
+                continue
+            candidates = [
+                each.candidate(each.pool.least, max(each.pool.most, each.seen.wanted))
+                if each is pinned
+                else each.candidate(*self._bounds(each))
+                for each in view.pools
+            ]
+            free = solve(candidates, view.rate, lambda pool, count: self._rate(view, pool, count), self._budget)
+            if free is not None and free.served > needed.served * (1.0 + 1e-6):
+                yield pinned
 
 
 class _SeenPool(Struct, frozen=True):

@@ -237,12 +237,12 @@ class VirtualConnector:
             seen = structs.replace(seen, why=PoolGapReason.NOT_TAKEN_UP, message=unread)
         elif seen.ready != seen.wanted:
             seen = structs.replace(seen, why=report.why or PoolGapReason.UNDER_WAY, message=report.message)
-        return structs.replace(seen, pinned=report.pinned or self._pinned(intent))
+        return structs.replace(seen, pinned=report.pinned or self._pinned(name, intent))
 
-    def _pinned(self, intent: PoolIntent | None) -> str:
+    def _pinned(self, name: PoolName, intent: PoolIntent | None) -> str:
         if intent is None or self._writer is PlanWriter.PERSON or intent.writer == self._writer:
             return ""
-        return f"pinned: {intent.writer} has set it to {intent.replicas}"
+        return f"pinned: {intent.writer} has set it to {intent.replicas}; fleet scale --release {name} gives it back"
 
 
 def _after(revision: int) -> int:

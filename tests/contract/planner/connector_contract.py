@@ -142,6 +142,7 @@ async def test_equal_plans_give_equal_observations(a_world):
         await a_world.pin(PREFILL, 1)
         pinned = await observed_sizes(planner, decode=(1, 1, 0), prefill=(1, 1, 0))
         assert "pinned" in pinned.pool(PREFILL).pinned
+        assert f"; fleet scale --release {PREFILL}" in pinned.pool(PREFILL).pinned
         assert pinned.pool(PREFILL).plan != "swap"
         with pytest.raises(PlanRefused, match=r"^prefill: pinned"):
             await planner.apply(a_plan("pinned", decode=2, prefill=2), pinned)

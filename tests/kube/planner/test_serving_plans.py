@@ -92,7 +92,7 @@ async def test_scaled_pool_is_pinned_until_it_is_released(asked, a_cluster, tmp_
         path = asked.path("rolescalers", "dd-both/scale")
         asked.api.patch(path, "merge", {"spec": {"replicas": 2}}, fieldManager="kubectl").expect(200)
         pinned = await plan.says("Pinned", "True", "Pinned")
-        assert pinned["message"] == "both: kubectl has set it to 2"
+        assert pinned["message"].startswith("both: kubectl has set it to 2; fleet scale --release both --deployment ")
         a_cluster.running = {"both-0": 20}
         await until(lambda: plan.status()["conditions"] and asked.replicas() == {"both": 2})
 

@@ -309,6 +309,18 @@ def test_hold_changes_nothing():
     assert world.pools.applied == []
 
 
+def test_pin_above_the_bounds_is_what_is_planned():
+    world = World(decode=9)
+    world.pools.pools[DECODE] = structs.replace(world.pools.pools[DECODE], pinned="a person did")
+    world.rule.replicas = {DECODE: 9}
+    seen = []
+
+    played(world, (3, lambda: seen.append(world.loop.status())))
+
+    assert [(each.replicas, each.pools[0].wanted) for each in seen] == [({DECODE: 9}, 9)]
+    assert world.pools.applied == []
+
+
 def test_pinned_pool_is_left_out_of_plans():
     world = World(decode=1, prefill=1)
     world.pools.pools[DECODE] = structs.replace(world.pools.pools[DECODE], pinned="a person did")

@@ -200,6 +200,16 @@ def test_others_are_planned_around_a_pinned_pool() -> None:
     assert [each.field for each in pinned] == ["pools.decode"]
 
 
+def test_pin_below_the_need_is_named_with_what_it_allows() -> None:
+    world = World(machine(), POOLS, {"prefill": 1, "decode": 1})
+    world.pools["decode"].pinned = "pinned: fleet-scale has set it to 1"
+    world.run(600, 100.0)
+    exhausted, pinned = world.decisions[-1].conditions
+    assert (exhausted.type, exhausted.field) == (PlanConditionType.BUDGET_EXHAUSTED, "pools.decode")
+    assert "and the pinned numbers (decode at 1) allow for " in exhausted.message
+    assert pinned.type is PlanConditionType.PINNED
+
+
 def test_budget_below_the_need_is_named_with_what_it_allows() -> None:
     world = World(machine(PlanBudget(gpus=4)), POOLS, {"prefill": 1, "decode": 1})
     world.run(900, 300.0)

@@ -157,7 +157,7 @@ def test_unmeasured_engine_is_refused():
 
 
 def test_engine_that_does_not_run_on_the_gpu_is_refused():
-    with pytest.raises(ConfigurationRefused, match="^backend: trtllm does not run on mi300x, a GPU of amd"):
+    with pytest.raises(ConfigurationRefused, match=r"^backend: trtllm does not run on mi300x, a GPU of amd"):
         on("mi300x", backend="trtllm")
 
 

@@ -30,9 +30,10 @@ Rules, in the order in which `PlannerMachine.decide` applies them:
 6. **Shrinking** is allowed only if the smaller pools can still serve the highest rate of the last cool-down, increased
    by the share `deadband`. If the present pools cannot serve so much either, the smaller pools must serve as much as the
    present pools.
-   Shrinking also waits in these cases: a change is under way, the last growth is less than a cool-down ago, a mean
-   length has changed in the last `LENGTHS_SECONDS`, or more requests are late than the goals allow. One step removes at
-   most half of a pool, because the caches of removed replicas are lost; if the load has ended, this limit does not hold.
+   Shrinking also waits in these cases: a change is under way, the last growth or the start of the planner is less than a
+   cool-down ago, a mean length has changed in the last `LENGTHS_SECONDS`, or more requests are late than the goals allow.
+   One step removes at most half of a pool, because the caches of removed replicas are lost; if the load has ended, this
+   limit does not hold.
    In two cases, pools shrink without waiting. If one phase grows because a mean length has changed, the other phase
    shrinks in the same plan. If the budget does not allow a growth, pools shrink so that others can grow.
 7. **Cheaper mix.** Another mix of pools is used only if it saves at least the share `mix_saving` of the cost. The replicas
@@ -448,12 +449,14 @@ class PlannerMachine:
         if replicas == wanted or self._served(view, replicas, rate) < self._served(view, wanted, rate) * ENOUGH_SERVED:
             return _decision(now, view, wanted, DecisionReason.WITHIN_BAND, "", conditions)
         rest = self._settings.cool_down_seconds - (self._elapsed - self._pool_history.last_growth)
-        if not view.quiet:
-            rest = max(rest, min(LENGTHS_SECONDS, self._settings.cool_down_seconds) - self._demand.since_shape_change)
+        cause = "a growth" if self._pool_history.has_grown else "the start of the planner"
+        lengths = min(LENGTHS_SECONDS, self._settings.cool_down_seconds) - self._demand.since_shape_change
+        if not view.quiet and lengths > rest:
+            rest, cause = lengths, "a change of lengths"
         if view.under_way:
             return _decision(now, view, wanted, DecisionReason.IN_FLIGHT, "replicas start or drain", conditions)
         if rest > 0.0:
-            said = f"nothing shrinks for {rest:.0f} s after a growth or a change of lengths"
+            said = f"nothing shrinks for another {rest:.0f} s after {cause}"
             return _decision(now, view, wanted, DecisionReason.COOLING_DOWN, said, conditions)
         if not view.quiet and any(each.type is PlanConditionType.GOAL_OUT_OF_REACH for each in conditions):
             return _decision(now, view, wanted, DecisionReason.COOLING_DOWN, "a goal is out of reach", conditions)

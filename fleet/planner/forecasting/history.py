@@ -216,6 +216,9 @@ class PoolHistory:
         """Instant, in seconds since the start of the planner, at which the requested number of a pool last grew. The
         start of the planner (0) counts as such an instant, because earlier changes are unknown."""
 
+        self.has_grown = False
+        """True if the requested number of a pool has grown since the start of the planner."""
+
         self.last_change = -inf
         """Instant, in seconds since the start of the planner, at which the number of ready replicas of any pool last
         changed; minus infinity before the first change."""
@@ -247,7 +250,7 @@ class PoolHistory:
             name = each.name
             was, was_ready = self._wanted.get(name), self._ready.get(name)
             if was is not None and each.wanted > was:
-                self.last_growth = now
+                self.last_growth, self.has_grown = now, True
                 self._asked[name] = (now, each.wanted)
             if was_ready is not None and each.ready != was_ready:
                 self.last_change = now

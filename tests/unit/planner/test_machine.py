@@ -154,6 +154,16 @@ def test_growth_waits_while_hardly_any_request_is_late(
     assert (world.wanted["decode"] > 4) == grows
 
 
+def test_cool_down_names_the_growth_after_which_it_waits() -> None:
+    world = World(machine(), POOLS, {"prefill": 1, "decode": 1})
+    world.run(600, 1.0)
+    world.pools["decode"].want(6, world.now)
+    world.run(200, 1.0)
+    last = world.decisions[-1]
+    assert last.reason is DecisionReason.COOLING_DOWN
+    assert " s after a growth; " in last.message
+
+
 def test_large_pool_loses_at_most_half_in_one_step() -> None:
     world = World(machine(), POOLS, {"prefill": 1, "decode": 1})
     world.run(1800, 400.0)
@@ -336,6 +346,7 @@ def test_restarted_planner_shrinks_nothing_for_a_cool_down() -> None:
     world = World(machine(), POOLS, {"prefill": 4, "decode": 4})
     world.run(PlannerRuleSettings().cool_down_seconds - 10, 0.0)
     assert world.wanted == {"prefill": 4, "decode": 4}
+    assert world.decisions[-1].message.startswith("nothing shrinks for another 15 s after the start of the planner; ")
 
     world.run(60, 0.0)
     assert world.wanted["decode"] < 4

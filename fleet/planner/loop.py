@@ -496,6 +496,9 @@ class PlannerLoop:
 
     def _finish(self, record: PlanRecord, *, score: bool) -> None:
         self.ended[record.state] += 1
+        if score:
+            due = self._wall_ms() + round(self._settings.score_seconds * 1000)
+            record = structs.replace(record, score_due_ms=due)
         self._keep(record)
         if score:
             until = Nanos(self._clock.now() + round(self._settings.score_seconds * SECOND))

@@ -106,7 +106,12 @@ class PlanRecord(Struct, frozen=True, kw_only=True):
     detail: str = ""
     """Why the plan ended as it did, or the last message of the orchestrator."""
 
+    score_due_ms: int = 0
+    """Wall-clock time at which the plan gets its score, in milliseconds since 1970. 0 if the plan has not ended, or gets no
+    score: only plans that settled, and those of shadow mode, are scored."""
+
     score: PlanScore | None = None
+    """What was measured after the plan; None if the plan has no score yet, or never gets one."""
 
 
 class PlannerStatus(Struct, frozen=True, kw_only=True):

@@ -14,6 +14,7 @@ import msgspec
 from fleet.cli.console.address import router_address
 from fleet.cli.console.exits import DONE, FAILED
 from fleet.core.errors import ConfigurationRefused
+from fleet.core.system_clock import unix_milliseconds
 from fleet.local.planner import PLANNER_SOCKET
 from fleet.local.runs import local_plans
 from fleet.net.control.access import load_control_access
@@ -29,6 +30,8 @@ from kvstore.security.credentials import Credentials
 
 CALL_SECONDS = 10.0
 SHOWN_PLANS = 5
+SCORE_LATE_MS = 60_000
+"""Time after which a score that was due counts as lost: a planner writes it at its next decision, and clocks may differ."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -101,7 +104,9 @@ def explain(arguments: argparse.Namespace) -> int:
     except grpc.RpcError as error:
         return _failed(error, arguments)
     record = msgspec.json.decode(document.json, type=PlanRecord)
-    print(msgspec.json.encode(record).decode() if arguments.json else "\n".join(record_lines(record)))
+    print(
+        msgspec.json.encode(record).decode() if arguments.json else "\n".join(record_lines(record, unix_milliseconds()))
+    )
     return DONE
 
 
@@ -194,7 +199,8 @@ def status_lines(status: PlannerStatus) -> Iterator[str]:
         yield f"plan {record.id}  {record.state.replace('_', ' ')}  {_sizes(record)}  {record.reason.replace('_', ' ')}"
 
 
-def record_lines(record: PlanRecord) -> Iterator[str]:
+def record_lines(record: PlanRecord, now_ms: int) -> Iterator[str]:
+    """Yield the lines that show a plan to a person; `now_ms` is the present time in milliseconds since 1970."""
     at = datetime.fromtimestamp(record.at_ms / 1000, UTC).isoformat(timespec="seconds")
     yield f"plan {record.id}  {at}  by {record.planner}  mode {record.mode}"
     yield f"{record.reason.replace('_', ' ')}: {record.message}"
@@ -216,24 +222,40 @@ def record_lines(record: PlanRecord) -> Iterator[str]:
         yield f"not rehearsed: {record.rehearsal_skipped}"
     lasted = f" after {(record.ended_ms - record.at_ms) / 1000:.1f} s" if record.ended_ms else ""
     yield f"{record.state.replace('_', ' ')}{lasted}" + (f": {record.detail}" if record.detail else "")
-    if record.score is not None:
+    if record.score is None:
+        yield _no_score(record, now_ms)
+    else:
         score = record.score
         parts = {
-            "TTFT": (score.ttft_seconds, score.ttft_error),
-            "TPOT": (score.tpot_seconds, score.tpot_error),
+            "TTFT": (score.ttft_seconds, score.ttft_error, "no answer began"),
+            "TPOT": (score.tpot_seconds, score.tpot_error, "no answer of several tokens ended"),
         }
         pools = "present pools, because plans are not applied in shadow mode"
         whose = pools if record.mode is PlannerMode.SHADOW else "planned pools"
         if score.ttft_error is not None or score.tpot_error is not None:
             yield f"  compared with the prediction for the {whose}; errors are shares of the longer time"
-        for name, (seconds, error) in parts.items():
-            if seconds is not None:
+        for name, (seconds, error, missing) in parts.items():
+            if seconds is None:
+                yield f"  {name} was not measured: {missing}"
+            else:
                 wrong = "" if error is None else f", {error:.0%} off the prediction"
                 yield f"  {name} was {seconds:.4f} s{wrong}"
         if score.attainment is not None:
             yield f"  attainment was {score.attainment:.1%}"
         hosted = f" and {score.overflow_dollars:.2f} for overflow" if score.overflow_dollars else ""
         yield f"  GPU-hours/h {score.gpu_hours:g}  $/h {score.dollars:.2f}{hosted}"
+
+
+def _no_score(record: PlanRecord, now_ms: int) -> str:
+    """Return why a plan has no score."""
+    if not record.ended_ms:
+        return "no score yet: it is measured after the end of the plan"
+    if record.score_due_ms + SCORE_LATE_MS > now_ms:
+        until = datetime.fromtimestamp(record.score_due_ms / 1000, UTC).isoformat(timespec="seconds")
+        return f"no score yet: latencies and costs are measured until {until}"
+    if record.score_due_ms:
+        return "no score: the planner ended, or too many later plans ended, while it was measured"
+    return "no score: only plans that settled, and those of shadow mode, are scored"
 
 
 def _sizes(record: PlanRecord) -> str:

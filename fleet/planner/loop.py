@@ -433,7 +433,7 @@ class PlannerLoop:
             self._note(record)
         state, detail = PlanState.FAILED, ""
         try:
-            outcome, last = await carry_out(self._connector, plan, seen, self._clock, lambda _: None, self._warn)
+            outcome, last = await carry_out(self._connector, plan, seen, self._clock, self._show, self._warn)
             state = _ENDED[outcome]
             detail = "; ".join(each.message for each in last.pools if each.name in plan.replicas and each.message)
         except PlanConflict as error:
@@ -542,6 +542,13 @@ class PlannerLoop:
             pool = self._pools[name]
             longest = max(longest, 2 * pool.start_seconds if after > before else pool.drain_seconds)
         return Nanos(round((longest + EXTRA_SECONDS) * SECOND))
+
+    def _show(self, seen: Observation) -> None:
+        """Show these pools from now on.
+
+        The pools of the last decision would contradict the state of the plan, which changes between two decisions.
+        """
+        self._seen = self._planned(seen)
 
     def _warn(self, cause: str) -> None:
         log.warning("plan delayed", extra={"cause": cause})

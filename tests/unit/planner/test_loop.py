@@ -238,6 +238,20 @@ def test_decision_becomes_a_plan_that_settles():
     assert record.rehearsal_skipped == "rehearsals are off"
 
 
+def test_shown_pools_are_as_new_as_the_state_of_the_plan():
+    """The rule is asked once in a minute here, so that the plan settles between two decisions."""
+    world = World()
+    world.rule.interval = Nanos(60 * SECOND)
+    world.rule.replicas = {DECODE: 3}
+    seen = []
+
+    played(world, (10, lambda: seen.append(world.loop.status())))
+
+    (status,) = seen
+    assert [each.state for each in status.plans] == [PlanState.SETTLED]
+    assert [(each.wanted, each.ready) for each in status.pools] == [(3, 3)]
+
+
 def test_higher_need_supersedes_and_lower_need_waits():
     world = World()
     world.pools.start = 8.0

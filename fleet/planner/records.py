@@ -111,7 +111,7 @@ class PlanRecord(Struct, frozen=True, kw_only=True):
     score: only plans that settled, and those of shadow mode, are scored."""
 
     score: PlanScore | None = None
-    """What was measured after the plan; None if the plan has no score yet, or never gets one."""
+    """The measurement after the plan, with the errors of the predictions; None if the plan has no score yet, or never gets one."""
 
 
 class PlannerStatus(Struct, frozen=True, kw_only=True):

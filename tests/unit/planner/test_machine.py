@@ -100,7 +100,7 @@ def test_forecast_is_missing_until_there_is_one_and_after_a_fall() -> None:
     assert "no forecast shortly after a fall" in world.decisions[-1].message
 
 
-def test_errors_of_latencies_are_missing_until_a_correction_was_tried() -> None:
+def test_errors_of_latencies_are_missing_without_a_comparison() -> None:
     world = World(machine(), POOLS, {"prefill": 1, "decode": 1})
     measured = (0,) * bucket_of(0.08) + (100,) + (0,) * (len(EDGES) - bucket_of(0.08))
     world.run(60, 10.0, ttft=measured)

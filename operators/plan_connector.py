@@ -235,7 +235,7 @@ class KubernetesConnector:
         """
         for _ in range(TRIES):
             scaler = (await self._scalers()).get(pool.name)
-            if scaler is None or scaler.version != pool.version:
+            if scaler is None or (scaler.version, scaler.plan) != (pool.version, pool.plan):
                 break
             metadata = {
                 "name": scaler.metadata.name,

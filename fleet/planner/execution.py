@@ -77,7 +77,8 @@ def to_write(plan: Plan, seen: Observation, there: Observation) -> list[PoolObse
 
     Raises:
         PlanRefused: A pool of the plan does not exist, or is pinned.
-        PlanConflict: Somebody has written the number of one of these pools after `seen`.
+        PlanConflict: Somebody has written the number of one of these pools after `seen`, or a new leader has adopted the
+            plan of the number.
     """
     left = []
     for name, replicas in plan.replicas.items():
@@ -88,7 +89,7 @@ def to_write(plan: Plan, seen: Observation, there: Observation) -> list[PoolObse
             continue
         if now.pinned:
             raise PlanRefused(name, now.pinned)
-        if was is None or was.version != now.version:
+        if was is None or (was.version, was.plan) != (now.version, now.plan):
             raise PlanConflict(name)
         left.append(now)
     return sorted(left, key=lambda each: (plan.replicas[each.name] > each.wanted, each.name))

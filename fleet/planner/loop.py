@@ -9,8 +9,9 @@ Rules:
    or, for a pool that is not in the plan, than the pool's present number. Every other decision has no effect while the plan is
    carried out. The new plan also contains the pools of the superseded plan whose replicas do not all serve yet. So these
    replicas are rolled back too if they do not serve in time.
-3. A new leader continues an unfinished plan of an earlier leader: it waits for the replicas, and rolls back those that
-   do not serve in time.
+3. A new leader continues an unfinished plan of an earlier leader: it writes the plan under another id, waits for the
+   replicas, and rolls back those that do not serve in time. An earlier leader that still runs does not write any more
+   (`fleet.planner.leading`).
 4. The loop limits the numbers of each decision to the bounds of the pools, because a rule may have a fault. Pinned pools
    keep their number in a decision, even if it is out of the bounds, and plans do not contain them.
 5. A plan that only shrinks pools is held back if its rehearsal misses a goal that the present pools keep. The
@@ -39,6 +40,7 @@ from fleet.planner.decisions import (
 from fleet.planner.demand import DemandWindow
 from fleet.planner.election.ports import PlanElection
 from fleet.planner.execution import PlanOutcome
+from fleet.planner.leading import LeaderConnector, LeadershipLost, adopted_id, recorded_id
 from fleet.planner.messages import Observation, Plan, PlanId, PoolName
 from fleet.planner.ports import (
     CALL_SECONDS,
@@ -375,10 +377,11 @@ class PlannerLoop:
         open_pools = [each for each in seen.pools if each.unfinished and not each.pinned]
         if not open_pools:
             return
-        plan_id = open_pools[0].plan
-        alike = [each for each in open_pools if each.plan == plan_id]
+        written_id = open_pools[0].plan
+        plan_id = recorded_id(written_id)
+        alike = [each for each in open_pools if each.plan == written_id]
         plan = Plan(
-            id=plan_id,
+            id=adopted_id(plan_id, self._wall_ms()),
             replicas={each.name: each.wanted for each in alike},
             within=self._within({each.name: (each.ready, each.wanted) for each in alike}),
         )
@@ -427,15 +430,19 @@ class PlannerLoop:
                 self._end(record, PlanState.HELD_BACK, detail)
                 return
             if not self._election.leads():
-                self._end(record, PlanState.HANDED_OVER, "another planner leads")
+                self._hand_over(record, "another planner leads")
                 return
             record = structs.replace(record, state=PlanState.UNDER_WAY)
             self._note(record)
         state, detail = PlanState.FAILED, ""
         try:
-            outcome, last = await carry_out(self._connector, plan, seen, self._clock, self._show, self._warn)
+            connector = LeaderConnector(self._connector, self._election)
+            outcome, last = await carry_out(connector, plan, seen, self._clock, self._show, self._warn)
             state = _ENDED[outcome]
             detail = "; ".join(each.message for each in last.pools if each.name in plan.replicas and each.message)
+        except LeadershipLost as error:
+            self._hand_over(record, str(error))
+            return
         except PlanConflict as error:
             state, detail = PlanState.CONFLICT, str(error)
         except PlanRefused as error:
@@ -447,6 +454,11 @@ class PlannerLoop:
         if state is not PlanState.SETTLED:
             self._retry_at = Nanos(self._clock.now() + round(RETRY_SECONDS * SECOND))
         self._end(record, state, detail)
+
+    def _hand_over(self, record: PlanRecord, detail: str) -> None:
+        """End a plan because this planner does not lead; if it leads again, it looks for an unfinished plan first."""
+        self._adopted = False
+        self._end(record, PlanState.HANDED_OVER, detail)
 
     def _held_back(self, record: PlanRecord, seen: Observation) -> bool:
         wanted = {each.name: each.wanted for each in seen.pools}

@@ -117,6 +117,8 @@ def test_late_or_forbidden_plan_writes_nothing():
         to_write(a_plan(decode=1), was, seen(a_pool(version="2")))
     with pytest.raises(PlanConflict, match="decode"):
         to_write(a_plan(decode=1), seen(), seen(a_pool(version="1")))
+    with pytest.raises(PlanConflict, match="decode"):  # an earlier leader must not roll back a plan that was adopted
+        to_write(a_plan(decode=1), was, seen(a_pool(version="1", plan=PlanId("plan-adopted-5"))))
     with pytest.raises(PlanRefused, match="decode: by hand"):
         to_write(a_plan(decode=1), was, seen(a_pool(version="2", pinned="by hand")))
     with pytest.raises(PlanRefused, match="vision: there is no such pool; there are decode"):

@@ -374,6 +374,63 @@ def test_lost_lead_hands_the_plan_over():
     assert world.states() == [PlanState.HANDED_OVER]
 
 
+def test_lost_lead_ends_the_plan_before_the_next_round():
+    world = World()
+    world.pools.start = None
+    world.rule.replicas, world.rule.interval = {DECODE: 3}, Nanos(500 * SECOND)
+    told = []
+
+    def lose():
+        world.election.lead = False
+
+    played(world, (2, lose), (1, lambda: told.append(world.states())), (400, nothing))
+
+    assert world.pools.applied == [(world.history.latest(1)[0].id, {DECODE: 3})], "nothing was rolled back"
+    assert told == [[PlanState.HANDED_OVER]]
+
+
+@pytest.mark.parametrize("fault", [ConnectorUnreachable("for once"), None])
+def test_stopped_leader_does_not_write_when_it_goes_on(fault):
+    """The leader is suspended within a call to the orchestrator until its plan is overdue, and another planner leads."""
+    world = World()
+    world.pools.start = None
+    world.rule.replicas, world.rule.interval = {DECODE: 3}, Nanos(500 * SECOND)
+    observe, apply = world.pools.observe, world.pools.apply
+
+    async def suspended():
+        world.election.lead = False
+        await pace(100, "virtual time of the suspension")
+        return await observe()
+
+    async def fails(plan, seen):
+        if fault is not None:
+            world.election.lead = False
+            raise fault
+        await apply(plan, seen)
+        world.pools.observe = suspended
+
+    world.pools.apply = fails
+
+    played(world, (300, nothing))
+
+    assert [replicas for _, replicas in world.pools.applied] == ([] if fault else [{DECODE: 3}])
+    assert world.states() == [PlanState.HANDED_OVER]
+
+
+def test_regained_lead_takes_the_unfinished_plan_up_again():
+    world = World()
+    world.pools.start = None
+    world.rule.replicas, world.rule.interval = {DECODE: 3}, Nanos(20 * SECOND)
+
+    def lead(now):
+        return lambda: setattr(world.election, "lead", now)
+
+    played(world, (2, lead(False)), (2, lead(True)), (20, lambda: setattr(world.pools, "start", 1.0)), (20, nothing))
+
+    assert world.states() == [PlanState.SETTLED]
+    assert world.pools.pools[DECODE].wanted == 3
+
+
 @pytest.mark.parametrize(("start", "state", "last"), [(3.0, PlanState.SETTLED, 4), (None, PlanState.ROLLED_BACK, 2)])
 def test_new_leader_goes_on_with_an_unfinished_plan(start, state, last):
     world = World()
@@ -389,6 +446,7 @@ def test_new_leader_goes_on_with_an_unfinished_plan(start, state, last):
 
     assert world.history.latest(1)[0].id == "old"
     assert world.states() == [state]
+    assert world.pools.applied[0] == ("old-adopted-0", {DECODE: 4}), "the earlier leader does not know this id"
     assert world.pools.pools[DECODE].wanted == last
 
 

@@ -1,6 +1,7 @@
 """File election: elects the candidate that holds the lock of a file (flock).
 
-The kernel releases the lock when the process of its holder ends, also if the process was killed.
+The kernel releases the lock when the process of its holder ends, also if the process was killed. A process that is stopped
+(SIGSTOP) keeps the lock, so no other candidate leads until it goes on or is killed.
 
 If somebody deletes the file or its folder, another candidate could create a new file at the path, and lock it. So a
 candidate whose file is no longer at the path closes this file, which ends its leadership. It then tries to lock the

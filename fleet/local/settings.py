@@ -225,7 +225,7 @@ class PlannedPoolSection(Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Short name of the GPU type of the workers, as `fleet hardware list` shows it; empty: the workers have no GPU."""
 
     gpus: Positive = 1
-    """Number of GPUs of one worker."""
+    """Number of GPUs of one worker. If the engine of the pool has the kind `gpu`, this is its tp x pp x dp."""
 
     dollars_per_hour: Annotated[float, Meta(ge=0)] = 0.0
     """Price per hour of one GPU; 0: the price in the price book (`prices`), if there is one. If `gpu` is empty, the price

@@ -61,7 +61,7 @@ class PlannedPool(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Short name of the GPU type of the workers; empty: the workers have no GPU."""
 
     gpus: int = 1
-    """Number of GPUs of one replica."""
+    """Number of GPUs of one replica. If the engine of the pool has the kind `gpu`, this is its tp x pp x dp."""
 
     least: Replicas = 0
     """Minimum number of replicas."""

@@ -1,6 +1,6 @@
 """Settings of a planner: define its goals, its pools, its demand source, and the target of its plans."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from math import inf
 from typing import Annotated, Literal
@@ -446,6 +446,23 @@ class PlannerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         ):
             raise ValueError(
                 f'engines: has no engine of pool {missing[0]}, which the rule `fleet` needs; or use rule.kind "load"'
+            )
+        _check_gpus(self.pools, self.engines)
+
+
+def _check_gpus(
+    pools: Sequence[PlannedPool], engines: Mapping[PoolName, LinearEngineSettings | GpuEngineSettings]
+) -> None:
+    """Check that each pool counts the GPUs that its engine takes, because budgets and prices depend on this number."""
+    for index, pool in enumerate(pools):
+        engine = engines.get(pool.name)
+        if not pool.gpu or not isinstance(engine, GpuEngineSettings):
+            continue
+        taken = engine.tp * engine.pp * engine.dp  # `ep` distributes experts over the same GPUs
+        if pool.gpus != taken:
+            raise ValueError(
+                f"pools[{index}].gpus: {pool.gpus} differs from tp x pp x dp of engines.{pool.name}, which is"
+                f" {engine.tp} x {engine.pp} x {engine.dp} = {taken}; correct one of them"
             )
 
 

@@ -113,3 +113,27 @@ def test_gpu_engine_needs_the_gpu_of_its_pool():
 
     fields["pools"][0]["gpu"] = "h100"
     assert msgspec.convert(fields, PlannerSettings).pools[0].gpu == "h100"
+
+
+def planner(**changes):
+    bounds = {"gpu": "h100", "most": 3}
+    given = {
+        "model": "m",
+        "goals": {"ttft_seconds": 1.0, "tpot_seconds": 0.1},
+        "pools": [{"name": "p", "role": "prefill", **bounds}, {"name": "d", "role": "decode", **bounds}],
+        "rule": {"kind": "load", "requests_per_replica": 4},
+        "source": {"kind": "routers", "addresses": ["unix:/x"]},
+        "target": {"kind": "folder", "folder": "x"},
+    }
+    return msgspec.convert(given | changes, PlannerSettings)
+
+
+def test_gpus_of_a_pool_must_be_those_of_its_engine():
+    engine = {"kind": "gpu", "model": "m", "tp": 4, "pp": 2, "dp": 2, "ep": 8}
+    with pytest.raises(msgspec.ValidationError) as refused:
+        planner(engines={"d": engine})
+    assert "pools[1].gpus: 1 differs from tp x pp x dp of engines.d, which is 4 x 2 x 2 = 16" in str(refused.value)
+
+    pool = {"name": "d", "role": "decode", "gpu": "h100", "gpus": 16}
+    assert planner(pools=[pool], engines={"d": engine}).pools[0].replica_gpus == 16
+    assert planner(engines={"d": engine | {"tp": 1, "pp": 1, "dp": 1}}).pools[1].replica_gpus == 1

@@ -101,10 +101,10 @@ class PlanBudget(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Maximum price of all replicas together, including those that drain, in dollars per hour."""
 
     least_ratio: Annotated[float, Meta(ge=0)] | None = None
-    """Minimum number of prefill replicas for each decode replica; it may be a fraction."""
+    """Minimum number of prefill replicas for each decode replica; it may be a fraction. Only the rule `fleet` takes it."""
 
     most_ratio: Annotated[float, Meta(ge=0)] | None = None
-    """Maximum number of prefill replicas for each decode replica; it may be a fraction."""
+    """Maximum number of prefill replicas for each decode replica; it may be a fraction. Only the rule `fleet` takes it."""
 
 
 class PlanConditionType(StrEnum):

@@ -448,6 +448,8 @@ class PlannerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
                 f'engines: has no engine of pool {missing[0]}, which the rule `fleet` needs; or use rule.kind "load"'
             )
         _check_gpus(self.pools, self.engines)
+        if isinstance(self.rule, LoadRuleSettings):
+            _refuse_ratio(self.budget)
 
 
 def _check_gpus(
@@ -463,6 +465,15 @@ def _check_gpus(
             raise ValueError(
                 f"pools[{index}].gpus: {pool.gpus} differs from tp x pp x dp of engines.{pool.name}, which is"
                 f" {engine.tp} x {engine.pp} x {engine.dp} = {taken}; correct one of them"
+            )
+
+
+def _refuse_ratio(budget: PlanBudget) -> None:
+    """Raise ValueError if a budget bounds the ratio of prefill to decode; the rule `load` would not obey the bound."""
+    for field in ("least_ratio", "most_ratio"):
+        if getattr(budget, field) is not None:
+            raise ValueError(
+                f'budget.{field}: the rule `load` keeps no ratio of prefill to decode; leave it out, or set rule.kind = "fleet"'
             )
 
 

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
+from msgspec import structs
 
 from fleet.config import parse_value
 from fleet.core.clock import MILLISECOND, SECOND
@@ -124,6 +125,8 @@ def _settings(
         PlanNotObeyed: An engine's model, GPU type or option in a podTemplate is not known.
     """
     spec, goals, by_load = deployment.spec, plan.objective, plan.requests_per_replica > 0
+    if by_load:  # the rule `load` keeps no ratio, but the operator does, when it carries out a plan
+        budget = structs.replace(budget, least_ratio=None, most_ratio=None)
     return PlannerSettings(
         model=ModelName(spec.model.name),
         mode=MODES[plan.mode],

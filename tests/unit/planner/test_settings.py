@@ -137,3 +137,12 @@ def test_gpus_of_a_pool_must_be_those_of_its_engine():
     pool = {"name": "d", "role": "decode", "gpu": "h100", "gpus": 16}
     assert planner(pools=[pool], engines={"d": engine}).pools[0].replica_gpus == 16
     assert planner(engines={"d": engine | {"tp": 1, "pp": 1, "dp": 1}}).pools[1].replica_gpus == 1
+
+
+@pytest.mark.parametrize("field", ["least_ratio", "most_ratio"])
+def test_ratio_is_refused_with_the_rule_load(field):
+    with pytest.raises(msgspec.ValidationError, match=f"budget.{field}: the rule `load` keeps no ratio"):
+        planner(budget={field: 0.5})
+
+    engines = {name: {"kind": "linear"} for name in "pd"}
+    assert getattr(planner(budget={field: 0.5}, rule={"kind": "fleet"}, engines=engines).budget, field) == 0.5

@@ -79,6 +79,8 @@ def test_narrower_bounds_and_budgets_count():
     assert (budget.gpus, budget.dollars_per_hour, budget.least_ratio, budget.most_ratio) == (32, 100.0, 0.25, 2.0)
     assert translated(a_deployment(balance={"gpuBudget": 24}), budget={"gpus": 32}).budget.gpus == 24
     assert translated().budget.least_ratio is None
+    by_load = translated(a_deployment(balance=balance), requestsPerReplica=4).budget
+    assert (by_load.gpus, by_load.least_ratio, by_load.most_ratio) == (48, None, None), "the operator keeps the ratio"
 
 
 def test_sample_plan_fits_its_sample_deployment():

@@ -12,7 +12,7 @@ Rules:
 
 from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
-from math import isfinite
+from math import ceil, isfinite
 from typing import Annotated, Protocol
 
 from msgspec import Meta, Struct
@@ -27,6 +27,8 @@ Seconds = Annotated[float, Meta(ge=0, le=1e6)]
 MOST_NUMBER = 1e30
 """Highest number that a demand window may contain. No router counts so far, and rules can compute with smaller numbers without an
 overflow."""
+
+_ROUNDING = 1e-9  # tolerance for the rounding of a ratio times a number of replicas
 
 COUNTED = (
     *("arrivals", "refused", "abandoned", "prompt_tokens", "cached_tokens", "prompt_squares", "finished"),
@@ -245,6 +247,13 @@ def check_limits(pools: Sequence[PlannedPool], budget: PlanBudget) -> None:
             raise ValueError(f"pools.{each.name}: gpus must be at least 1 and dollars_per_hour a number of at least 0")
     if budget.least_ratio is not None and budget.most_ratio is not None and budget.least_ratio > budget.most_ratio:
         raise ValueError(f"budget.least_ratio: {budget.least_ratio} is above most_ratio, which is {budget.most_ratio}")
+    if not _ratio_can_hold(pools, budget):
+        field = "most_ratio" if budget.least_ratio is None else "least_ratio"
+        raise ValueError(
+            f"budget.{field}: no numbers within `least` and `most` of the pools keep it: prefill has"
+            f" {_range(pools, Role.PREFILL)} replicas, decode {_range(pools, Role.DECODE)},"
+            f" and the ratio must be {_ratio_bounds(budget)}"
+        )
     for field, limit, floor in (
         ("gpus", budget.gpus, sum(each.least * each.replica_gpus for each in pools)),
         ("dollars_per_hour", budget.dollars_per_hour, sum(each.least * each.replica_dollars for each in pools)),
@@ -263,6 +272,40 @@ def check_gpu_limit(pools: Sequence[PlannedPool], budget: PlanBudget) -> None:
         raise ValueError(
             "budget.gpus: would limit nothing, because no pool has a `gpu`; name the GPU type of the pools"
         )
+
+
+def _ratio_can_hold(pools: Sequence[PlannedPool], budget: PlanBudget) -> bool:
+    """Return whether some numbers within the bounds of the pools keep the bounds of the ratio of prefill to decode.
+
+    If no pool serves both phases, only numbers with a replica for each phase count, unless the bounds exclude them.
+    """
+    if budget.least_ratio is None and budget.most_ratio is None:
+        return True
+    first = 0 if any(each.role is Role.BOTH for each in pools) else 1
+    (least, most), (fewest, highest) = _bounds(pools, Role.PREFILL), _bounds(pools, Role.DECODE)
+    least, fewest = max(least, min(first, most)), max(fewest, min(first, highest))
+    for decode in range(fewest, highest + 1):
+        low = float(least) if budget.least_ratio is None else max(least, budget.least_ratio * decode - _ROUNDING)
+        high = float(most) if budget.most_ratio is None else min(most, budget.most_ratio * decode + _ROUNDING)
+        if low <= high and ceil(low) <= high:
+            return True
+    return False
+
+
+def _bounds(pools: Sequence[PlannedPool], role: Role) -> tuple[int, int]:
+    """Return the minimum and the maximum number of replicas of all pools with a role together."""
+    alike = [each for each in pools if each.role is role]
+    return sum(each.least for each in alike), sum(each.most for each in alike)
+
+
+def _range(pools: Sequence[PlannedPool], role: Role) -> str:
+    return " to ".join(map(str, _bounds(pools, role)))
+
+
+def _ratio_bounds(budget: PlanBudget) -> str:
+    least = [] if budget.least_ratio is None else [f"at least {budget.least_ratio:g}"]
+    most = [] if budget.most_ratio is None else [f"at most {budget.most_ratio:g}"]
+    return " and ".join((*least, *most))
 
 
 def check_roles(pools: Sequence[PlannedPool]) -> None:

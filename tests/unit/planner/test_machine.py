@@ -8,7 +8,7 @@ import pytest
 from fleet.core.duration_counts import EDGES, bucket_of
 from fleet.core.roles import Role
 from fleet.hardware.latency.open_loop import RequestShape
-from fleet.planner.decisions import DecisionReason, PlanBudget, PlanConditionType, PlanGoals
+from fleet.planner.decisions import DecisionReason, PlanBudget, PlanConditionType, PlanGoals, check_limits
 from fleet.planner.demand import DemandWindow
 from fleet.planner.machine import PlannerMachine
 from fleet.planner.messages import Observation
@@ -335,11 +335,35 @@ def test_cheaper_mix_starts_before_the_old_one_ends() -> None:
             PlanBudget(least_ratio=2, most_ratio=1),
             "budget.least_ratio: 2.* is above most_ratio",
         ),
+        (
+            (pool("p", Role.PREFILL, most=3), pool("d", Role.DECODE, most=3)),
+            PlanBudget(least_ratio=0.9, most_ratio=0.91),
+            "budget.least_ratio: no numbers .* 0 to 3 replicas, decode 0 to 3, .* at least 0.9 and at most 0.91$",
+        ),
+        (
+            (pool("p", Role.PREFILL, least=3), pool("d", Role.DECODE, most=2)),
+            PlanBudget(most_ratio=1.0),
+            "budget.most_ratio: no numbers .* prefill has 3 to 50 replicas, decode 0 to 2, .* at most 1$",
+        ),
+        (
+            (pool("p", Role.PREFILL, most=3), pool("d", Role.DECODE, least=2), pool("b", Role.BOTH)),
+            PlanBudget(least_ratio=2.0),
+            "budget.least_ratio: no numbers",
+        ),
     ],
 )
 def test_contradictory_limits_are_refused_by_field(pools: object, budget: PlanBudget, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         PlannerMachine(PlannerRuleSettings(), pools, GOALS, CAPACITY, budget)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("most", "ratio"),
+    [(3, (0.66, 0.67)), (3, (1.0, 1.0)), (3, (3.0, None)), (3, (None, 0.34)), (3, (0.0, 0.5)), (10, (0.9, 0.91))],
+)
+def test_ratio_that_some_numbers_keep_is_accepted(most: int, ratio: tuple[float | None, float | None]) -> None:
+    pools = (pool("p", Role.PREFILL, most=most), pool("d", Role.DECODE, most=most))
+    check_limits(pools, PlanBudget(least_ratio=ratio[0], most_ratio=ratio[1]))
 
 
 def test_restarted_planner_shrinks_nothing_for_a_cool_down() -> None:

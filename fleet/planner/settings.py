@@ -4,7 +4,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from math import inf
 from typing import Annotated, Literal
-from urllib.parse import urlsplit
 
 from msgspec import Meta, Struct
 
@@ -14,7 +13,14 @@ from fleet.hardware.latency.linear import EngineLatency, Speedup
 from fleet.planner.decisions import PlanBudget, PlanGoals, PlannedPool, check_limits, check_roles
 from fleet.planner.messages import PoolName
 from fleet.planner.rule_settings import IntervalSeconds, PlannerRuleSettings
-from kvstore.net.addresses import check_listen_address, host_port, refuse_credentials, refuse_plain_key, unix_path
+from kvstore.net.addresses import (
+    check_http_url,
+    check_listen_address,
+    host_port,
+    refuse_credentials,
+    refuse_plain_key,
+    unix_path,
+)
 from kvstore.security.credentials import Credentials
 from kvstore.security.metrics_access import MetricsAccess, MetricsTls
 
@@ -141,7 +147,7 @@ class MetricsDemandSettings(
     def __post_init__(self) -> None:
         for index, url in enumerate(self.urls):
             refuse_credentials(f"urls[{index}]", url, "key_file")
-            _check_url(f"urls[{index}]", url)
+            check_http_url(f"urls[{index}]", url)
             if self.key_file and not self.insecure:
                 refuse_plain_key(f"urls[{index}]", url, "key_file", "insecure")
         if self.stale_seconds <= self.every_seconds:
@@ -190,7 +196,7 @@ class PrometheusDemandSettings(
 
     def __post_init__(self) -> None:
         refuse_credentials("url", self.url, "token_file")
-        _check_url("url", self.url)
+        check_http_url("url", self.url)
         if self.token_file and not self.insecure:
             refuse_plain_key("url", self.url, "token_file", "insecure")
         if self.stale_seconds <= self.every_seconds:
@@ -485,17 +491,3 @@ def _check_addresses(field: str, addresses: Iterable[str]) -> None:
             host_port(address)
         except ValueError as error:
             raise ValueError(f"{field}: {error}") from error
-
-
-def _check_url(field: str, url: str) -> None:
-    """Check that a URL has the scheme http or https, and a host and port that can be asked for."""
-    try:
-        parts = urlsplit(url)
-        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-        (parts.hostname or "").encode("idna")
-    except ValueError:  # the port is invalid, or a part of the host is empty or longer than 63 characters
-        usable = False
-    if not usable:
-        raise ValueError(
-            f"{field}: {url!r} must be http://host:port or https://host:port, with a valid name of the host"
-        )

@@ -78,6 +78,25 @@ def refuse_credentials(field: str, url: str, instead: str) -> None:
         raise ValueError(f"{field}: must hold no user name and no password; use {instead}")
 
 
+def check_http_url(field: str, url: str) -> None:
+    """Raise ValueError if a program cannot send requests to the URL. The URL must contain no password, because the message shows it.
+
+    Args:
+        field: The settings field of the URL, for the message.
+        url: ``http://host:port`` or ``https://host:port``; the port may be missing, and a path may follow.
+    """
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        (parts.hostname or "").encode("idna")
+    except ValueError:  # the port or an IPv6 host is invalid, or a part of the host is empty or longer than 63 characters
+        usable = False
+    if not usable or not all(" " < character < "\x7f" for character in url):
+        raise ValueError(
+            f"{field}: {url!r} must be http://host:port or https://host:port, with a valid host and a port up to 65535"
+        )
+
+
 def refuse_plain_key(field: str, url: str, key_field: str, permission: str) -> None:
     """Raise ValueError if a key would cross the network unencrypted, because the URL has no TLS and names another host.
 

@@ -146,3 +146,32 @@ def test_ratio_is_refused_with_the_rule_load(field):
 
     engines = {name: {"kind": "linear"} for name in "pd"}
     assert getattr(planner(budget={field: 0.5}, rule={"kind": "fleet"}, engines=engines).budget, field) == 0.5
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "nonsense",
+        "ftp://x",
+        "http://127.0.0.1:99999",
+        "http://",
+        "http://r:0",
+        "http://:9090",
+        "http://[::1",
+        "http://a b",
+    ],
+)
+def test_url_that_nothing_can_be_sent_to_is_refused(url):
+    for kind, fields, field in (
+        (MetricsDemandSettings, {"urls": ["http://r:8000/metrics", url]}, "urls[1]"),
+        (PrometheusDemandSettings, {"url": url}, "url"),
+    ):
+        with pytest.raises(msgspec.ValidationError) as refused:
+            msgspec.convert(fields, kind)
+        assert f"{field}: {url!r} must be http://host:port" in str(refused.value)
+
+
+@pytest.mark.parametrize("url", ["http://r", "https://prometheus.example:9090/base/", "HTTP://[::1]:9090/api"])
+def test_urls_with_host_and_optional_port_are_accepted(url):
+    assert msgspec.convert({"urls": [url]}, MetricsDemandSettings).urls == (url,)
+    assert msgspec.convert({"url": url}, PrometheusDemandSettings).url == url

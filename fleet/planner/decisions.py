@@ -16,11 +16,12 @@ from math import ceil, isfinite
 from typing import Annotated, Protocol
 
 from msgspec import Meta, Struct
+from msgspec.structs import force_setattr
 
 from fleet.core.clock import Nanos
 from fleet.core.roles import Role
 from fleet.planner.demand import DemandWindow
-from fleet.planner.messages import MOST_REPLICAS, Observation, PoolName, Replicas
+from fleet.planner.messages import MOST_REPLICAS, Observation, PoolName, Replicas, shortened
 
 Seconds = Annotated[float, Meta(ge=0, le=1e6)]
 
@@ -127,6 +128,10 @@ class PlanCondition(Struct, frozen=True, kw_only=True):
     """Name of the setting, the pool, the demand source or the latency that the condition is about."""
 
     message: str
+    """Description of the problem. It is shortened (`shortened`), because it may quote another program."""
+
+    def __post_init__(self) -> None:
+        force_setattr(self, "message", shortened(self.message))
 
 
 class DecisionReason(StrEnum):

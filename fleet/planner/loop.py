@@ -41,7 +41,7 @@ from fleet.planner.demand import DemandWindow
 from fleet.planner.election.ports import PlanElection
 from fleet.planner.execution import PlanOutcome
 from fleet.planner.leading import LeaderConnector, LeadershipLost, adopted_id, recorded_id
-from fleet.planner.messages import Observation, Plan, PlanId, PoolName
+from fleet.planner.messages import Observation, Plan, PlanId, PoolName, shortened
 from fleet.planner.ports import (
     CALL_SECONDS,
     ConnectorError,
@@ -272,9 +272,10 @@ class PlannerLoop:
         except Exception as error:  # a rule may raise any exception, which must not end the planner
             self.rule_failures += 1
             message = f"{type(error).__name__}: {error}"
-            if self._trouble is None or self._trouble.message != message:
+            trouble = PlanCondition(type=PlanConditionType.RULE_FAILED, field="rule", message=message)
+            if self._trouble != trouble:
                 log.exception("rule failed, replicas stay as they are")
-            self._trouble = PlanCondition(type=PlanConditionType.RULE_FAILED, field="rule", message=message)
+            self._trouble = trouble
             return
         self._trouble = None
         if self._decision is None or self._decision.reason is not decision.reason:
@@ -297,11 +298,12 @@ class PlannerLoop:
         orchestrator may still be starting too.
         """
         if self._seen is None and self._clock.now() < self._began + round(STARTING_SECONDS * SECOND):
-            self._waiting_for = f"waits for the orchestrator, which may still be starting ({cause})"
+            self._waiting_for = f"waits for the orchestrator, which may still be starting ({shortened(cause)})"
             return
-        if self._trouble is None or self._trouble.message != cause:
-            log.warning("pools not observed", extra={"cause": cause})
-        self._trouble = PlanCondition(type=PlanConditionType.CONNECTOR_FAILED, field="target", message=cause)
+        trouble = PlanCondition(type=PlanConditionType.CONNECTOR_FAILED, field="target", message=cause)
+        if self._trouble != trouble:
+            log.warning("pools not observed", extra={"cause": trouble.message})
+        self._trouble = trouble
 
     def _planned(self, seen: Observation) -> Observation:
         return Observation(tuple(each for each in seen.pools if each.name in self._pools))

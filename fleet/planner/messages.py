@@ -33,6 +33,14 @@ def worker_prefix(pool: PoolName) -> str:
     return pool.replace("/", ".")
 
 
+MOST_TEXT = 400  # maximum length of a text that another program or a rule gave as a cause; some of them send megabytes
+
+
+def shortened(text: str) -> str:
+    """Return the text, or its beginning and its length if it is longer than `MOST_TEXT` characters."""
+    return text if len(text) <= MOST_TEXT else f"{text[: MOST_TEXT - 40]}… ({len(text)} characters)"
+
+
 MOST_REPLICAS = 10_000  # maximum number of replicas of one pool; a higher number is probably a typing error
 Replicas = Annotated[int, Meta(ge=0, le=MOST_REPLICAS)]
 

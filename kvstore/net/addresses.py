@@ -93,7 +93,7 @@ def check_http_url(field: str, url: str) -> None:
         usable = False
     if not usable or not all(" " < character < "\x7f" for character in url):
         raise ValueError(
-            f"{field}: {url!r} must be http://host:port or https://host:port, with a valid host and a port up to 65535"
+            f"{field}: {url!r} must be http://host:port or https://host:port, with a port up to 65535, and a valid host"
         )
 
 

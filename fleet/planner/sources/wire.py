@@ -8,6 +8,7 @@ from fleet.core.demand_reports import DemandReport, ModelDemand, SampledRequest,
 from fleet.core.duration_counts import EDGES, Counts
 from fleet.core.ids import Incarnation, ModelName, WorkerId
 from fleet.core.roles import Role
+from fleet.planner.messages import shortened
 from fleet.v1 import control_pb2 as pb
 
 BUCKETS = len(EDGES) + 1
@@ -22,7 +23,13 @@ _ROLES = frozenset(map(str, Role))
 
 
 class BadDemandReport(Exception):
-    """A demand report, or the answer that contains it, cannot be used. The message states the cause, such as the wrong field."""
+    """A demand report, or the answer that contains it, cannot be used. The message states the cause, such as the wrong field.
+
+    The message is shortened, because it may quote the answer. It goes into logs and recordings.
+    """
+
+    def __init__(self, cause: str) -> None:
+        super().__init__(shortened(cause))
 
 
 def encode_report(report: DemandReport) -> pb.DemandReport:

@@ -169,6 +169,7 @@ def vector(value, name="fleet_demand_uptime_seconds", **labels):
         ([b"SSH-2.0-OpenSSH_9.6\r\n"], "Bad status line"),
         ([answer("<html>no</html>")], "no answer of the HTTP API"),
         ([answer('{"status":"error","error":"bad_data: parse error"}', 400)], "status 400: bad_data: parse error"),
+        ([answer(f'{{"status":"error","error":"{"x" * 1_000_000}"}}', 400)], "xx… (1000012 characters)"),
         ([answer('{"status":"success","data":{"resultType":"matrix","result":[]}}')], "is a matrix, not a vector"),
         ([vector("many")], "'many' is no number"),
         ([vector("100")], "not scraped: the router for 900 s"),

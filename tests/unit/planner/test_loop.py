@@ -15,7 +15,7 @@ from fleet.planner.control.metrics import PlannerMetrics
 from fleet.planner.decisions import DecisionReason, PlanConditionType, PlanDecision, PlanGoals, PlannedPool
 from fleet.planner.demand import DemandWindow
 from fleet.planner.loop import OBSERVE_SECONDS, STARTING_SECONDS, PlannerLoop, decide_in_thread
-from fleet.planner.messages import Observation, PlanId, PoolName, PoolObservation
+from fleet.planner.messages import MOST_TEXT, Observation, PlanId, PoolName, PoolObservation
 from fleet.planner.ports import (
     ConnectorUnreachable,
     PlanConflict,
@@ -573,6 +573,26 @@ def test_failing_rule_is_a_condition_and_is_asked_again():
     assert world.loop.rule_failures == 3
     assert afterwards == ()
     assert world.states() == [PlanState.SETTLED]
+
+
+def test_long_cause_is_shortened_and_logged_once(caplog):
+    world = World()
+    told = []
+
+    def fail():
+        world.rule.error = ValueError("é" * 1_000_000)
+
+    def hide():
+        told.append(world.loop.status().conditions)
+        world.pools.fail = ConnectorUnreachable("x" * 1_000_000)
+
+    played(world, (2, fail), (5, hide), (5, lambda: told.append(world.loop.status().conditions)))
+
+    (failed,), (unreachable,) = told
+    assert failed.message.startswith("ValueError: éé")
+    assert failed.message.endswith("… (1000012 characters)")
+    assert max(len(failed.message), len(unreachable.message)) <= MOST_TEXT
+    assert [each.message for each in caplog.records] == ["rule failed, replicas stay as they are", "pools not observed"]
 
 
 @pytest.mark.parametrize(

@@ -228,10 +228,11 @@ def _document(content: Any, kind: str, namespace: str, of: type[Spec]) -> tuple[
 def _value_error(error: msgspec.ValidationError, kind: object) -> str:
     """Return the text of an error in a specification: the path of the field, and what is wrong."""
     cause, path = split_validation_error(error)
-    cause = with_allowed_values(cause, kind, path)
+    advised = with_allowed_values(cause, kind, path)
     if named := _NAMED.fullmatch(cause):
-        path, cause = f"{path}.{named[2]}", "is missing" if named[1] == "missing required" else "is not a known key"
-    return f"spec{path}: {cause}"
+        said = "is missing" if named[1] == "missing required" else "is not a known key"
+        return f"spec{path}.{named[2]}: {said}{advised.removeprefix(cause)}"
+    return f"spec{path}: {advised}"
 
 
 def _no_name() -> str:

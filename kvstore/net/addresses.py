@@ -89,7 +89,9 @@ def check_http_url(field: str, url: str) -> None:
         parts = urlsplit(url)
         usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
         (parts.hostname or "").encode("idna")
-    except ValueError:  # the port or an IPv6 host is invalid, or a part of the host is empty or longer than 63 characters
+    except (
+        ValueError
+    ):  # the port or an IPv6 host is invalid, or a part of the host is empty or longer than 63 characters
         usable = False
     if not usable or not all(" " < character < "\x7f" for character in url):
         raise ValueError(

@@ -44,7 +44,7 @@ def test_router_may_be_reached_over_a_unix_socket():
         (MetricsDemandSettings, {"urls": ["http://r/metrics"], "every_seconds": 1e-9}, "every_seconds"),
         (MetricsDemandSettings, {"urls": ["http://r/metrics"], "every_seconds": 20}, "stale_seconds"),
         (MetricsDemandSettings, {"urls": ["http://r/metrics", "http://r..svc:8000/metrics"]}, "urls\\[1\\]"),
-        (MetricsDemandSettings, {"urls": [f"http://{'a' * 64}/metrics"]}, "valid name of the host"),
+        (MetricsDemandSettings, {"urls": [f"http://{'a' * 64}/metrics"]}, "a valid host"),
         (MetricsDemandSettings, {"urls": ["http://r:99999/metrics"]}, "urls"),
         (MetricsDemandSettings, {"urls": ["router:8000"]}, "must be http://host:port"),
         (PrometheusDemandSettings, {"url": "http://p..svc:9090"}, "url"),

@@ -28,6 +28,7 @@ from fleet.planner.load_rule import LoadRule
 from fleet.planner.loop import PlannerLoop
 from fleet.planner.machine import PlannerMachine
 from fleet.planner.messages import PlanWriter
+from fleet.planner.price_books import priced_from_file
 from fleet.planner.records import PlanHistory
 from fleet.planner.settings import (
     LoadRuleSettings,
@@ -37,7 +38,6 @@ from fleet.planner.settings import (
     RouterDemandSettings,
 )
 from fleet.planner.sizing.capacity import StepCapacity
-from fleet.planner.sizing.price_books import priced_from_file
 from fleet.planner.sources.metrics import MetricsDemandSource
 from fleet.planner.sources.ports import DemandSource
 from fleet.planner.sources.prometheus import PrometheusDemandSource

@@ -17,6 +17,7 @@ from fleet.local.runs import PLANS
 from fleet.local.settings import SIMULATED, LocalPlannerSection, PoolSection, Topology
 from fleet.planner.decisions import PlannedPool, check_gpu_limit
 from fleet.planner.messages import PoolName
+from fleet.planner.price_books import priced_from_file
 from fleet.planner.settings import (
     FolderTarget,
     GpuEngineSettings,
@@ -24,7 +25,6 @@ from fleet.planner.settings import (
     PlannerSettings,
     RouterDemandSettings,
 )
-from fleet.planner.sizing.price_books import priced_from_file
 from kvstore.net.addresses import unix_path
 from kvstore.security.credentials import Credentials
 

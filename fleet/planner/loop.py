@@ -52,10 +52,10 @@ from fleet.planner.ports import (
     Rehearsal,
     RehearsalSkipped,
 )
-from fleet.planner.prediction_error import prediction_error
 from fleet.planner.records import PlanHistory, PlannerStatus, PlanRecord, PlanScore, PlanState
 from fleet.planner.server import carry_out
 from fleet.planner.settings import PlannerMode, PlannerSettings
+from fleet.planner.sizing.prediction_error import prediction_error
 from fleet.planner.sources.ports import DemandSource
 
 log = logging.getLogger(__name__)
@@ -197,7 +197,7 @@ class PlannerLoop:
         self._waiting_for = ""
         self._overflow = {"requests": 0.0, "dollars": 0.0}
         self.errors: dict[str, float] = {}
-        """Running means of the errors of the predicted latencies (`fleet.planner.prediction_error`), by name: `ttft` and
+        """Running means of the errors of the predicted latencies (`fleet.planner.sizing.prediction_error`), by name: `ttft` and
         `tpot`. A name is missing until the prediction of a rehearsal was compared with a measured latency."""
 
         self.rule_failures = 0

@@ -187,7 +187,7 @@ class PlannerMachine:
 
     @property
     def model_error(self) -> dict[str, float]:
-        """Typical errors of the corrected predictions of TTFT (`ttft`) and TPOT (`tpot`), by the formula of `fleet.planner.prediction_error`.
+        """Typical errors of the corrected predictions of TTFT (`ttft`) and TPOT (`tpot`), by the formula of `fleet.planner.sizing.prediction_error`.
 
         A latency is missing until a measurement was compared with a prediction that an earlier measurement had corrected.
         """

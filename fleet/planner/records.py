@@ -74,7 +74,7 @@ class PlanScore(Struct, frozen=True, kw_only=True):
     time."""
 
     ttft_error: float | None = None
-    """Error of the predicted TTFT (`fleet.planner.prediction_error`), or None if nothing was predicted or no request was
+    """Error of the predicted TTFT (`fleet.planner.sizing.prediction_error`), or None if nothing was predicted or no request was
     served. The prediction is that for the planned pools, or in shadow mode, that for the present pools."""
 
     tpot_error: float | None = None
@@ -146,7 +146,7 @@ class PlannerStatus(Struct, frozen=True, kw_only=True):
     """The largest value in `errors`, or None if `errors` is empty."""
 
     errors: dict[str, float] = {}
-    """Running means of the errors of the predicted latencies (`fleet.planner.prediction_error`), by name: `ttft` and `tpot`."""
+    """Running means of the errors of the predicted latencies (`fleet.planner.sizing.prediction_error`), by name: `ttft` and `tpot`."""
 
     plans: tuple[PlanRecord, ...] = ()
     """The last plans, the newest first."""

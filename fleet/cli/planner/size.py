@@ -215,7 +215,7 @@ def _model(named: Path) -> "SizedModel":
 
 
 def _book(file: Path | None) -> "PriceBook":
-    from fleet.planner.sizing.price_books import read_price_book  # noqa: PLC0415
+    from fleet.planner.price_books import read_price_book  # noqa: PLC0415
     from fleet.planner.sizing.prices import list_prices  # noqa: PLC0415
 
     if file is None:

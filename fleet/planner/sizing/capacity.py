@@ -44,7 +44,7 @@ from fleet.hardware.latency.open_loop import (
 from fleet.hardware.latency.step_model import StepModel
 from fleet.planner.decisions import PlanGoals, PlannedPool
 from fleet.planner.messages import PoolName
-from fleet.planner.prediction_error import prediction_error
+from fleet.planner.sizing.prediction_error import prediction_error
 
 GRID = 1.02
 """Ratio of two neighbouring values on the grid to which lengths are rounded."""
@@ -325,7 +325,7 @@ class LatencyCorrection:
 
     @property
     def error(self) -> float | None:
-        """Running mean of the errors of the corrected predictions (`fleet.planner.prediction_error`), from 0 to 1.
+        """Running mean of the errors of the corrected predictions (`fleet.planner.sizing.prediction_error`), from 0 to 1.
 
         The first pair of latencies does not count, because nothing had corrected its prediction. None before the second pair.
         """

@@ -27,6 +27,7 @@ class TracedRequest(Struct, frozen=True, kw_only=True):
     tenant: str = ""
     session: str = ""
     sampling: Sampling | None = None  # None: the sampling parameters are not known
+    unset: tuple[str, ...] = ()  # fields of `sampling` that the client has left out (`GenerateRequest.unset`)
 
 
 def traced_request(request: GenerateRequest) -> TracedRequest:
@@ -40,6 +41,7 @@ def traced_request(request: GenerateRequest) -> TracedRequest:
         tenant=request.tenant,
         session=request.session,
         sampling=request.sampling,
+        unset=request.unset,
     )
 
 

@@ -110,8 +110,10 @@ def _request_span(facts: RequestFacts) -> SpanRecord:
     }
     if (sampling := request.sampling) is not None:
         attributes["gen_ai.request.max_tokens"] = sampling.max_tokens
-        attributes["gen_ai.request.temperature"] = sampling.temperature
-        attributes["gen_ai.request.top_p"] = sampling.top_p
+        if "temperature" not in request.unset:
+            attributes["gen_ai.request.temperature"] = sampling.temperature
+        if "top_p" not in request.unset:
+            attributes["gen_ai.request.top_p"] = sampling.top_p
         if sampling.seed is not None:
             attributes["gen_ai.request.seed"] = sampling.seed
     if request.session:

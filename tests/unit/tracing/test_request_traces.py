@@ -97,9 +97,21 @@ class TracedRouter(RouterMachineDriver):
     def pass_ms(self, milliseconds: int) -> None:
         self.now = Nanos(self.now + milliseconds * MILLISECOND)
 
-    def begin(self, context: TraceContext | None = CALLER, request_id: str = "r1", **fields):
+    def begin(
+        self,
+        context: TraceContext | None = CALLER,
+        request_id: str = "r1",
+        unset: tuple[str, ...] = (),
+        **fields,
+    ):
         request = TracedRequest(
-            id=RequestId(request_id), operation="chat", model="m", stream=True, context=context, sampling=Sampling()
+            id=RequestId(request_id),
+            operation="chat",
+            model="m",
+            stream=True,
+            context=context,
+            sampling=Sampling(),
+            unset=unset,
         )
         trace = self.traces.begin(request, self.now)
         trace.follow(request)
@@ -142,6 +154,18 @@ def test_request_has_a_span_with_the_attributes_of_genai():
     assert span.attributes["gen_ai.response.time_to_first_chunk"] == pytest.approx(0.03)
     assert span.error == ""
     assert router.traces.live == 0
+
+
+@pytest.mark.parametrize("left_out", ["temperature", "top_p"])
+def test_span_leaves_out_parameters_that_the_client_left_out(left_out):
+    router = TracedRouter(("d1", Role.BOTH))
+    trace, commands = router.begin(unset=(left_out,))
+    router.step(the(Dispatch, commands), 5, finish=Finish.STOP)
+    trace.ended(finished())
+
+    (span,) = router.named("chat m")
+    names = {"gen_ai.request.temperature", "gen_ai.request.top_p"}
+    assert names - span.attributes.keys() == {f"gen_ai.request.{left_out}"}
 
 
 def test_attempt_goes_to_its_worker_with_the_span_of_the_router():

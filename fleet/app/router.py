@@ -5,7 +5,7 @@ import gc
 import logging
 import resource
 import secrets
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
@@ -113,7 +113,7 @@ async def run_router(settings: RouterSettings, announce: Announce) -> None:
         settings = await fetch_router_models(settings, SystemClock())
         shared = _Shared.build(settings)
         backends = _Backends.build(settings, shared)
-        async with _overflow(settings, shared) as overflow:
+        async with _overflow(settings, shared, backends.codecs) as overflow:
             with open_tracing(settings.tracing, "fleet-router", settings.router_id) as exporter:
                 traces = None if exporter is None else _traces(settings, shared, backends, exporter)
                 core = _Core.build(settings, shared, backends, overflow, traces)
@@ -254,10 +254,7 @@ class _Backends(Struct, frozen=True, kw_only=True):
         external = ExternalBackends(
             settings.openai_workers, settings.connect_timeout_seconds, shared.clock, external_codecs
         )
-        codecs = {
-            model: load_codec(folder, model_defaults=settings.model_defaults)
-            for model, folder in settings.models.items()
-        }
+        codecs = load_codecs(settings)
         check = TokenizerCheck(codecs)
         combined = CombinedBackends(own, external, check)
         return cls(
@@ -270,6 +267,17 @@ class _Backends(Struct, frozen=True, kw_only=True):
             combined=combined,
             selection_aware=SelectionAwareWorkers(combined),
         )
+
+
+def load_codecs(settings: RouterSettings) -> dict[ModelName, TextCodec]:
+    """Load the tokenizer, the chat template and, if `model_defaults` is on, the sampling defaults of each model of Fleet's own workers.
+
+    Raises:
+        ConfigurationRefused: A model folder is invalid.
+    """
+    return {
+        model: load_codec(folder, model_defaults=settings.model_defaults) for model, folder in settings.models.items()
+    }
 
 
 def _external_codecs(settings: RouterSettings) -> dict[ModelName, TextCodec]:
@@ -299,7 +307,9 @@ def check_overflow_models(settings: RouterSettings) -> None:
 
 
 @asynccontextmanager
-async def _overflow(settings: RouterSettings, shared: _Shared) -> "AsyncIterator[HostedOverflow | None]":
+async def _overflow(
+    settings: RouterSettings, shared: _Shared, codecs: Mapping[ModelName, TextCodec]
+) -> "AsyncIterator[HostedOverflow | None]":
     """Open the hosted endpoints. The `with` block gets None if the settings name no hosted endpoint.
 
     Raises:
@@ -319,6 +329,7 @@ async def _overflow(settings: RouterSettings, shared: _Shared) -> "AsyncIterator
         unix_seconds,
         connect_timeout_seconds=settings.connect_timeout_seconds,
         explained_requests=settings.explained_requests,
+        sampling_defaults={model: codecs[model].sampling_defaults for model in settings.overflow},
     ) as overflow:
         shared.metrics.registry.register(OverflowMetrics(overflow))
         yield overflow

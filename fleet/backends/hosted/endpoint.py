@@ -14,7 +14,7 @@ Rules:
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from http import HTTPStatus
 from typing import Annotated, Any
@@ -87,11 +87,22 @@ class EndpointFailed(Exception):
         self.at_fault = at_fault
 
 
-def hosted_body(body: bytes, model: str, max_answer_tokens: int, *, streams: bool) -> bytes:
-    """Return the body for the endpoint (rule 1). `body` is the client's body, which the router's OpenAI API has accepted."""
+def hosted_body(
+    body: bytes, model: str, max_answer_tokens: int, *, streams: bool, defaults: Mapping[str, float]
+) -> bytes:
+    """Return the body for the endpoint (rule 1).
+
+    Args:
+        body: The client's body, which the router's OpenAI API has accepted.
+        model: The name of the model at the endpoint.
+        max_answer_tokens: The limit of the answer if the body has none.
+        streams: Whether the answer is streamed.
+        defaults: Values of sampling parameters that the body leaves out.
+    """
     fields: dict[str, Any] = msgspec.json.decode(body)
     for name in ROUTER_FIELDS:
         fields.pop(name, None)
+    fields |= defaults
     fields["model"] = model
     limit = "max_completion_tokens" if fields.get("max_completion_tokens") is not None else "max_tokens"
     if fields.get(limit) is None:

@@ -7,7 +7,8 @@ Rules:
    does not overflow if the hosted endpoint could not answer it in the same way. This holds for requests that name a LoRA
    adapter, a worker or a label, that have images or token ids, or that want a longer answer than `max_answer_tokens`. It also
    holds for requests with fields that the endpoint does not know or treats differently. Requests of excluded tenants do not
-   overflow either.
+   overflow either. The endpoint gets the sampling defaults of the model, those of extended fields only if it knows such
+   fields (`extended_fields`).
 2. The limit `after_seconds` applies only while the endpoint would accept the request. So when the spending limit is
    reached, requests wait as they would without an endpoint.
 3. If the endpoint does not accept a request, the client gets the router's own rejection. Its message also gives the
@@ -76,8 +77,11 @@ async def open_overflow(
     *,
     connect_timeout_seconds: float,
     explained_requests: int,
+    sampling_defaults: Mapping[ModelName, Mapping[str, float]] | None = None,
 ) -> AsyncIterator["HostedOverflow"]:
     """Open the ledgers and the HTTP client of all hosted endpoints, until the end of the `with` block.
+
+    `sampling_defaults` has the values of sampling parameters that a client leaves out (`TextCodec.sampling_defaults`), by model.
 
     Raises:
         ConfigurationRefused: A ledger or a key file cannot be used.
@@ -88,7 +92,11 @@ async def open_overflow(
         with ExitStack() as held:
             models = {
                 model: _HostedModel(
-                    model, each, _ledger(model, each, unix_seconds, held), HostedEndpoint(each, session)
+                    model,
+                    each,
+                    _ledger(model, each, unix_seconds, held),
+                    HostedEndpoint(each, session),
+                    (sampling_defaults or {}).get(model, {}),
                 )
                 for model, each in settings.items()
             }
@@ -113,10 +121,20 @@ class _HostedModel:
     """Keeps the state of the hosted endpoint of one model: its ledger, its counters, and the pause after a failure."""
 
     def __init__(
-        self, model: ModelName, settings: OverflowSettings, ledger: SpendingLedger, endpoint: HostedEndpoint
+        self,
+        model: ModelName,
+        settings: OverflowSettings,
+        ledger: SpendingLedger,
+        endpoint: HostedEndpoint,
+        sampling_defaults: Mapping[str, float],
     ) -> None:
         self.model = model
         self.settings = settings
+        self.sampling_defaults = {
+            name: value
+            for name, value in sampling_defaults.items()
+            if settings.extended_fields or name not in _EXTENDED_FIELDS
+        }
         self.ledger = ledger
         self.endpoint = endpoint
         self.limit = round(settings.dollars_per_hour * NANODOLLARS / settings.routers)
@@ -308,6 +326,7 @@ class HostedOverflow:
             settings.hosted_model or hosted.model,
             settings.max_answer_tokens,
             streams=parsed.stream,
+            defaults={name: value for name, value in hosted.sampling_defaults.items() if name in parsed.request.unset},
         )
         headers = (
             ("x-request-id", parsed.request.id),

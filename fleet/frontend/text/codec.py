@@ -254,14 +254,14 @@ EncodeText = Callable[[str, bool], TokenBytes]
 """Function that encodes a text; if the flag is true, it also adds the model's special tokens."""
 
 
-def load_codec(model_dir: str | Path, *, model_defaults: bool = True) -> TextCodec:
-    """Read the tokenizer, the chat template, the end-of-sequence ids and the sampling defaults of a model folder.
+def load_codec(model_dir: str | Path, *, model_defaults: bool = False) -> TextCodec:
+    """Read the tokenizer, the chat template and the end-of-sequence ids of a model folder.
 
     This blocks for up to a second if the vocabulary is large.
 
     Args:
         model_dir: The folder.
-        model_defaults: False: the codec has no sampling defaults, whatever the folder names.
+        model_defaults: Whether to read the sampling defaults, too.
 
     Raises:
         ConfigurationRefused: The folder is not a usable model folder; the message says which file is missing or wrong.
@@ -528,7 +528,9 @@ def _sampling_defaults(folder: Path) -> Mapping[str, float]:
             found[name] = value
         elif value is not None:
             file = str(folder / GENERATION_CONFIG)
-            log.warning("sampling default ignored: out of range", extra={"file": file, "field": name, "value": value})
+            log.warning(
+                "sampling default ignored: no request may have it", extra={"file": file, "field": name, "value": value}
+            )
     return found
 
 

@@ -1,6 +1,7 @@
 """Tests of sampling parameters that clients leave out: the defaults of the model hold, in every API."""
 
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 
 import anthropic
@@ -8,17 +9,21 @@ import grpc
 import openai
 import pytest
 
-from fleet.core.requests import Sampling
+from fleet.app.router import load_codecs
+from fleet.core.requests import PoolingModel, PoolingTask, Sampling
 from fleet.frontend.kserve.service import KserveFrontend
+from fleet.router.settings.router import RouterSettings
 from fleet.v1 import inference_pb2 as pb
 from fleet.v1 import inference_pb2_grpc, kserve_pb2, kserve_pb2_grpc
 from tests.support.builders import MODEL
 from tests.support.frontend.frontends import Frontends, open_frontends
 from tests.support.frontend.text_model import END, EOS, write_json
+from tests.support.router.fake_router import a_model_card
 
 pytestmark = pytest.mark.integration
 
-DEFAULTS = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.05, "repetition_penalty": 1.05}
+PENALTIES = {"presence_penalty": 0.25, "frequency_penalty": 0.5, "repetition_penalty": 1.05}
+DEFAULTS = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.05, **PENALTIES}
 GIVEN = {"temperature": 0.0, "top_p": 0.5, "top_k": 3}
 
 
@@ -137,3 +142,22 @@ async def test_model_without_defaults_keeps_those_of_the_api(model_dir):
 
         neutral = Sampling()
         assert submitted(frontends) == {name: getattr(neutral, name) for name in DEFAULTS}
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_setting_of_the_router_turns_the_models_defaults_off(is_on, model_dir, tmp_path):
+    folder = shutil.copytree(model_dir, tmp_path / "model")
+    write_json(folder / "generation_config.json", DEFAULTS)
+
+    codecs = load_codecs(RouterSettings(models={MODEL: str(folder)}, model_defaults=is_on))
+
+    assert codecs[MODEL].sampling_defaults == (DEFAULTS if is_on else {})
+
+
+async def test_vectors_have_no_defaults_of_sampling(clients, frontends):
+    frontends.router.cards = (a_model_card(pooling=PoolingModel(task=PoolingTask.EMBED)),)
+    call = clients.grpc.Generate(pb.GenerateRequest(text="once", pooling=pb.Pooling(task="embed")))
+    with suppress(grpc.aio.AioRpcError):
+        [event async for event in call]
+
+    assert [each.sampling.temperature for each in frontends.router.submitted] == [1.0]

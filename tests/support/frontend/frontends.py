@@ -71,7 +71,7 @@ async def open_frontends(
     **settings: float,
 ) -> AsyncIterator[Frontends]:
     router = FakeRouter()
-    codec = load_codec(model_dir)
+    codec = load_codec(model_dir, model_defaults=True)
     registry = CollectorRegistry()
     clock = SystemClock()
     known_tenants = Tenants(tenants or {}, clock.now())
@@ -93,7 +93,13 @@ async def open_frontends(
     limits = HttpSettings(**settings)  # type: ignore[arg-type]  # by name
     async with (
         open_overflow(
-            overflow or {}, known_tenants, clock, unix_seconds, connect_timeout_seconds=20.0, explained_requests=100
+            overflow or {},
+            known_tenants,
+            clock,
+            unix_seconds,
+            connect_timeout_seconds=20.0,
+            explained_requests=100,
+            sampling_defaults={MODEL: codec.sampling_defaults},
         ) as hosted,
         open_http_frontend(
             "127.0.0.1:0",

@@ -1,6 +1,7 @@
 """Overflow to a hosted endpoint: which refused requests it gets, what it may cost, and what clients see."""
 
 import asyncio
+import shutil
 from contextlib import asynccontextmanager
 from hashlib import sha256
 
@@ -15,6 +16,7 @@ from fleet.router.tenants import TenantSettings
 from tests.support.backends.openai_servers import OpenAiServer, five_tokens, metered_tokens, token
 from tests.support.builders import MODEL
 from tests.support.frontend.frontends import open_frontends
+from tests.support.frontend.text_model import write_json
 from tests.support.waiting import until, until_answered
 
 pytestmark = pytest.mark.integration
@@ -97,6 +99,18 @@ async def test_request_refused_for_load_is_answered_by_the_endpoint(model_dir, t
     assert status.spent_dollars == pytest.approx(COST)
     assert metrics["fleet_overflow_requests_total", "served"] == 1
     assert metrics["fleet_overflow_dollars_total", ""] == pytest.approx(COST)
+
+
+@pytest.mark.parametrize("extended", [False, True])
+async def test_endpoint_gets_the_models_defaults(model_dir, tmp_path, extended):
+    folder = shutil.copytree(model_dir, tmp_path / "model")
+    write_json(folder / "generation_config.json", {"temperature": 0.6, "top_p": 0.95, "top_k": 20})
+    async with an_overflow(folder, tmp_path, extended_fields=extended) as (frontends, server):
+        frontends.router.refuse = FULL
+        async with a_client(frontends) as client:
+            await client.completions.create(**QUESTION, top_p=0.5)
+    expected = {"temperature": 0.6, "top_p": 0.5} | ({"top_k": 20} if extended else {})
+    assert server.seen[0].json == {"model": "big", "prompt": "A question", "max_tokens": 10} | expected
 
 
 @pytest.mark.parametrize("include_usage", [True, False])

@@ -310,9 +310,9 @@ def test_sampling_defaults_are_those_of_the_model(tmp_path, caplog):
     }
     write_json(folder / "generation_config.json", declared)
 
-    assert load_codec(folder).sampling_defaults == {"temperature": 0.6, "top_k": 20}
+    assert load_codec(folder, model_defaults=True).sampling_defaults == {"temperature": 0.6, "top_k": 20}
     assert [record.field for record in caplog.records] == ["top_p", "repetition_penalty"]
-    assert load_codec(folder, model_defaults=False).sampling_defaults == {}
+    assert load_codec(folder).sampling_defaults == {}
 
 
 @pytest.mark.parametrize(

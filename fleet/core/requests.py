@@ -426,9 +426,9 @@ class Admitted(Struct, frozen=True, kw_only=True):
     request_id: RequestId
     model: ModelName
     prompt_tokens: int
-    sampling: Sampling = (
-        Sampling()
-    )  # parameters of the answer, with the model's defaults; the defaults of `Sampling` in a client
+    sampling: Sampling | None = (
+        None  # parameters of the answer, with the model's defaults; None in a client, to which they are not sent
+    )
     tokens: TokenBytes = b""  # token ids of the prompt; empty in a client, to which they are not sent
     allowance: RateLimitStatus | None = None
     # Empty if `GenerateRequest.resumable` is false, if `late_token` is true, or if the router issues no resume tokens.

@@ -671,7 +671,11 @@ class Generation:
             digest = _digest(card, tokens, digests, request)
         if resumed is not None:
             in_engine = isinstance(answer, EngineParsedAnswer)
-            resumed.check(sampling, digest, codec.vocab_size, in_engine=in_engine, is_kept=request.is_kept)
+            # A default of the model may differ at the router that began the answer, so only the client's own temperature counts.
+            is_greedy = sampling.temperature == 0 and "temperature" not in request.unset
+            resumed.check(
+                sampling, digest, codec.vocab_size, in_engine=in_engine, is_kept=request.is_kept, is_greedy=is_greedy
+            )
             with self._affordable(resumed.claims, request.tenant):
                 if len(resumed.token_ids) <= INLINE_TOKENS:
                     resumed.replay(answer)

@@ -49,7 +49,9 @@ class ResumedAnswer(Struct, kw_only=True):
         """The known tokens: the beginning of the answer, from the client or from the worker that kept them."""
         return self.resume.token_ids
 
-    def check(self, sampling: Sampling, prompt: bytes, vocab_size: int, *, in_engine: bool, is_kept: bool) -> None:
+    def check(
+        self, sampling: Sampling, prompt: bytes, vocab_size: int, *, in_engine: bool, is_kept: bool, is_greedy: bool
+    ) -> None:
         """Check that the resume token and the known tokens fit the request, and compute `to_skip`.
 
         Args:
@@ -58,6 +60,7 @@ class ResumedAnswer(Struct, kw_only=True):
             vocab_size: Size of the vocabulary; all token ids must be smaller.
             in_engine: Whether the worker parses the answer.
             is_kept: Whether workers have kept the tokens, because the client keeps none.
+            is_greedy: Whether the client has asked for temperature 0.
 
         Raises:
             RequestRejected: INVALID_ARGUMENT if the request differs from the first one or its tokens are wrong; WORKER_LOST if the
@@ -81,7 +84,7 @@ class ResumedAnswer(Struct, kw_only=True):
                 "an answer that a worker parses cannot be resumed over this API; send the request again",
             )
         self.to_skip = max(0, resume.position - len(resume.token_ids))
-        if self.to_skip and (sampling.temperature != 0 or in_engine):
+        if self.to_skip and (not is_greedy or in_engine):
             raise RequestRejected(
                 Reason.WORKER_LOST,
                 f"of the {resume.position} tokens that the client has, only {len(resume.token_ids)} are known here, and only"

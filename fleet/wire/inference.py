@@ -105,7 +105,7 @@ def decode_request(message: pb.GenerateRequest, request_id: RequestId, deadline:
         model=ModelName(message.model),
         prompt=_decode_prompt(message),
         sampling=_decode_sampling(message.sampling, given),
-        unset=unset_fields(given),
+        unset=() if message.HasField("pooling") else unset_fields(given),
         stop=tuple(message.stop),
         priority=message.priority,
         deadline=deadline,

@@ -389,7 +389,8 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
 
     model_defaults: bool = True
     """Use the values in a model's generation_config.json for sampling parameters that a client leaves out: temperature, `top_p`, `top_k`,
-    `min_p` and the penalties. vLLM and SGLang do so, too. If off, or without such a value, the defaults of docs/api.md hold."""
+    `min_p` and the penalties. vLLM and SGLang do so, too. If off, or without such a value, the defaults of docs/api.md hold. All routers
+    of a cluster need the same value, because a stream may be resumed at another router."""
 
     hub: HubSettings = HubSettings()
     """Where the repositories in `models`, and in `tokenizer` of `openai_workers`, are downloaded from, and where they are kept."""

@@ -40,7 +40,7 @@ from fleet.frontend.text.tokenizer_threads import TokenizerThreads
 from fleet.router.server import AnswerKeyChanged
 from fleet.router.tenants import Tenants, TenantSettings
 from tests.support.builders import MODEL, a_request, token_ids
-from tests.support.frontend.text_model import EOS, write_model, write_seeing_model
+from tests.support.frontend.text_model import EOS, write_json, write_model, write_seeing_model
 from tests.support.router.fake_router import FakeRouter, FakeStream, a_model_card
 from tests.support.waiting import turns
 
@@ -581,6 +581,20 @@ async def test_missing_tokens_of_random_answers_are_refused(open_generation, cod
 
     assert refused.reason is Reason.WORKER_LOST
     assert "only 2 are known here" in refused.message
+
+
+async def test_missing_tokens_under_a_models_default_are_refused(open_generation, tmp_path):
+    """The router that began the answer may have had another default than temperature 0."""
+    folder = write_model(tmp_path)
+    write_json(folder / "generation_config.json", {"eos_token_id": EOS, "temperature": 0.0})
+    codec = load_codec(folder, model_defaults=True)
+    generation = open_generation(FakeRouter(token_ids(codec.encode("a text of tokens"))[1:]), codec=codec)
+    request = a_request(sampling=Sampling(max_tokens=100), unset=("temperature",), resumable=True)
+    seen = (await events_of(generation, request))[:5]
+
+    refused = await refusal_of(generation, structs.replace(request, resume=resumption(seen, known=2)))
+
+    assert refused.reason is Reason.WORKER_LOST
 
 
 @pytest.mark.parametrize("tokens", [(7,) * 101, (1 << 31,)])

@@ -209,6 +209,7 @@ def _reject(exchange: Exchange, refused: RequestRejected, form: ErrorForm | None
 
 
 def _start(admitted: Admitted, written: AnswerEvents) -> AnswerStart:
+    assert admitted.sampling is not None
     return AnswerStart(
         request_id=admitted.resumes or admitted.request_id,
         model=admitted.model,

@@ -27,7 +27,7 @@ from fleet.core.file_locks import ALIVE_FILE, hold_lock_file, is_abandoned, remo
 from fleet.core.system_clock import process_start
 from fleet.local.orphan_reaper import SILENT_FILE
 from fleet.local.process_group import end_group, members
-from fleet.net.control.address import THIS_HOST
+from fleet.net.control.address import EVERY_HOST, THIS_HOST, is_of_this_machine
 from fleet.planner.connectors.folder import REPORT
 from kvstore.security.credentials import Credentials
 
@@ -290,8 +290,16 @@ def _output(pid: int) -> Path:
 
 
 def _same(listen: str, address: str) -> bool:
-    """Return True if the addresses are equal, or if both are this machine (loopback or all interfaces) and have the same port."""
+    """Return True if a caller with this address reaches the listener, as in `fleet.net.control.address.find_control_socket`.
+
+    The addresses are equal, or they have the same port and both hosts are this machine (loopback or all interfaces). A
+    listener at all interfaces is also reached at the machine's other addresses.
+    """
     if listen == address:
         return bool(listen)
     (host, _, port), (own_host, _, own_port) = address.rpartition(":"), listen.rpartition(":")
-    return host in THIS_HOST and own_host in THIS_HOST and own_port == port
+    if own_port != port:
+        return False
+    if host in THIS_HOST:
+        return own_host in THIS_HOST
+    return own_host in EVERY_HOST and is_of_this_machine(host)

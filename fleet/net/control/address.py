@@ -66,7 +66,7 @@ def find_control_socket(grpc_address: str) -> str | None:
             path = folder / _socket_name(each)
             if not (_is_private(folder) and _is_own_socket(path)):
                 continue
-            if each == grpc_address or host in THIS_HOST or _is_of_this_machine(host):
+            if each == grpc_address or host in THIS_HOST or is_of_this_machine(host):
                 return f"unix:{path}"
     return None
 
@@ -159,7 +159,7 @@ def _is_dead(path: Path) -> bool:
         return probe.connect_ex(str(path)) == errno.ECONNREFUSED
 
 
-def _is_of_this_machine(host: str) -> bool:
+def is_of_this_machine(host: str) -> bool:
     """Return whether a host is this machine: a socket can be bound only to an address of this machine."""
     try:
         found = socket.getaddrinfo(host.removeprefix("[").removesuffix("]"), 0, type=socket.SOCK_DGRAM)

@@ -31,6 +31,7 @@ from fleet.core.system_clock import SystemClock
 from fleet.frontend.text.codec import load_codec
 from fleet.local.processes import ClusterFailed
 from fleet.local.settings import PoolSection, StorePlace, Topology
+from fleet.router.settings.router import AccessRecordSettings
 from workers.settings import SimulatedSettings
 
 LONGEST = 3000  # maximum number of tokens of a prompt of the check
@@ -283,7 +284,7 @@ def _reference(topology: Topology) -> Topology:
     """Return a topology with one engine that computes prompts and answers, with the settings of the given topology's decode workers."""
     worker = structs.replace(_pool(topology, Role.DECODE), role=Role.BOTH)
     return structs.replace(
-        _with_own_ports(topology), cluster=structs.replace(topology.cluster, kv_paths=()), pools=(worker,), planner=None
+        _beside_others(topology), cluster=structs.replace(topology.cluster, kv_paths=()), pools=(worker,), planner=None
     )
 
 
@@ -291,7 +292,7 @@ def disaggregated(topology: Topology, path: KvPath) -> Topology:
     """Return a topology with one prefill and one decode worker, which hand blocks over by one KV path."""
     pools = (_pool(topology, Role.PREFILL), _pool(topology, Role.DECODE))
     return structs.replace(
-        _with_own_ports(topology),
+        _beside_others(topology),
         cluster=structs.replace(topology.cluster, kv_paths=(path,)),
         pools=pools,
         planner=None,
@@ -302,10 +303,11 @@ def _subfolder(surroundings: LocalClusterOptions, name: str) -> LocalClusterOpti
     return structs.replace(surroundings, logs=surroundings.logs / name if surroundings.logs else None)
 
 
-def _with_own_ports(topology: Topology) -> Topology:
-    """Return the topology without fixed ports and peer routers, so that it can run beside another cluster, and with long time limits.
+def _beside_others(topology: Topology) -> Topology:
+    """Return the topology so that it can run beside the cluster that the same file describes, and with long time limits.
 
-    The store runs in its own process, because a store in a worker's process is for a single worker only.
+    It has no fixed ports, no peer routers, no backing tiers and no hosted endpoints, and its router writes no files. So it
+    neither needs what another cluster holds nor changes its files. The store runs in its own process, because a store in a worker's process is for a single worker only.
     """
     router = structs.replace(
         topology.router,
@@ -318,10 +320,13 @@ def _with_own_ports(topology: Topology) -> Topology:
         replicas_listen="",
         replicas=(),
         replicas_name="",
+        overflow={},
+        access_records=AccessRecordSettings(),
+        record="",
         heartbeat_timeout_seconds=SILENCE_SECONDS,
         max_queue_seconds=QUEUE_SECONDS,
     )
-    store = structs.replace(topology.store, place=StorePlace.PROCESS, metrics_listen="")
+    store = structs.replace(topology.store, place=StorePlace.PROCESS, tiers=(), metrics_listen="")
     return structs.replace(topology, router=router, store=store)
 
 

@@ -3,6 +3,7 @@
 import asyncio
 from pathlib import Path
 
+import msgspec
 import pytest
 from msgspec import structs
 
@@ -111,6 +112,28 @@ def test_router_of_the_check_queues_as_long_as_the_check(path):
 
     assert topology.router.max_queue_seconds * SECOND >= WITHIN[path]
     assert all(pool.watchdog.enabled for pool in topology.pools)
+
+
+@pytest.mark.parametrize("path", list(KvPath))
+def test_check_touches_no_file_of_a_running_cluster(path, tmp_path):
+    router = {
+        "record": f"{tmp_path}/record",
+        "access_records": {"path": f"{tmp_path}/access"},
+        "overflow": {
+            "tiny": {
+                "url": "https://b",
+                "dollars_per_hour": 1,
+                "dollars_per_million_prompt_tokens": 1,
+                "dollars_per_million_answer_tokens": 1,
+                "ledger": f"{tmp_path}/ledger",
+            }
+        },
+    }
+    tiers = [{"kind": "ssd", "directories": [f"{tmp_path}/ssd"], "capacity_bytes": 1 << 30}]
+    topology = msgspec.convert({"router": router, "store": {"tiers": tiers}}, Topology)
+
+    assert str(tmp_path) in str(topology)
+    assert str(tmp_path) not in str(disaggregated(topology, path))
 
 
 @pytest.mark.parametrize("max_tokens", [2, 33, 100, 239, 240, 3000])

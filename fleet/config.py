@@ -14,6 +14,7 @@ import os
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from importlib.resources import files
 from math import isfinite
 from pathlib import Path
@@ -39,25 +40,34 @@ MOST_BYTES = 64 << 20
 _NO_SHA256 = "Expected `str` matching regex '^[0-9a-f]{64}$'"
 
 
-def load(path: Path, kind: type[Settings], changes: Mapping[str, Any] | None = None) -> Settings:
+def load(
+    path: Path,
+    kind: type[Settings],
+    changes: Mapping[str, Any] | None = None,
+    *,
+    content: Mapping[str, Any] | None = None,
+) -> Settings:
     """Read settings from a file.
 
     Args:
         path: The file.
         kind: The Struct that the file describes.
         changes: Values that replace or complement the file's, by path (``router.policy``, ``pools.0.gpus``).
+        content: The content of the file, if the caller has it from `read_file`: a pipe can be read only once. It stays unchanged.
 
     Raises:
         ConfigurationRefused: The file cannot be read, is not TOML or JSON, or does not fit `kind`; or a change cannot be applied.
     """
-    raw = _read(path)
+    raw = _read(path) if content is None else content
     try:
+        if changes and content is not None:
+            raw = deepcopy(content)
         for where, value in (changes or {}).items():
             _change(raw, where, value)
         settings = msgspec.convert(raw, kind)
     except msgspec.ValidationError as error:
         raise ConfigurationRefused(f"{path}: {_with_path(error, kind, raw)}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigurationRefused(f"{path}: {_one_line(str(error))}") from error
     if (huge := _path_of(raw, _is_too_long)) is not None:
         raise ConfigurationRefused(f"{path}: {huge}: must be an integer of at most 64 bits")

@@ -61,8 +61,9 @@ def _check(file: Path, part: str | None, as_json: bool) -> int:
     If the file cannot be used, print the error as JSON if `as_json` is true. If `as_json` is false, raise ConfigurationRefused.
     """
     try:
-        part = part or _most_likely_part(file)
-        _check_content(file, KINDS[part])
+        content = read_file(file)  # only once, because the file may be a pipe
+        part = part or _most_likely_part(content)
+        _check_content(file, content, KINDS[part])
     except ConfigurationRefused as refused:
         if not as_json:
             raise
@@ -76,7 +77,7 @@ def _check(file: Path, part: str | None, as_json: bool) -> int:
     return DONE
 
 
-def _check_content(file: Path, kind: type[Struct]) -> None:
+def _check_content(file: Path, content: Mapping[str, Any], kind: type[Struct]) -> None:
     """Check a settings file, and the other files and names in it by which a process would fail when it starts.
 
     Raises:
@@ -85,12 +86,12 @@ def _check_content(file: Path, kind: type[Struct]) -> None:
     from fleet.app.planner import priced_settings, scaling_rule  # noqa: PLC0415 - the list of keys needs none of these
     from fleet.app.router import check_overflow_models  # noqa: PLC0415
 
-    settings = load(file, kind)
+    settings = load(file, kind, content=content)
     try:
         match settings:
             case Topology():
                 check_metrics_ranges(settings)
-                _check_overflow(settings, read_file(file))
+                _check_overflow(settings, content)
             case PlannerSettings():
                 scaling_rule(priced_settings(settings))
             case RouterSettings():
@@ -100,7 +101,7 @@ def _check_content(file: Path, kind: type[Struct]) -> None:
     except ConfigurationRefused as refused:
         raise ConfigurationRefused(f"{file}: {refused}") from refused
     if isinstance(settings, Topology):
-        _check_planner(file)
+        _check_planner(file, content)
 
 
 def _check_overflow(topology: Topology, raw: Mapping[str, Any]) -> None:
@@ -117,11 +118,11 @@ def _check_overflow(topology: Topology, raw: Mapping[str, Any]) -> None:
             raise ConfigurationRefused(f"router.overflow.{name}: this cluster serves no such model, only {names[-1]}")
 
 
-def _check_planner(file: Path) -> None:
+def _check_planner(file: Path, content: Mapping[str, Any]) -> None:
     from fleet.app.planner import scaling_rule  # noqa: PLC0415 - the list of keys needs none of these
     from fleet.cli.planner.topology_planner import topology_planner  # noqa: PLC0415
 
-    if (settings := topology_planner(file, read_file(file), ModelName("model"))) is None:
+    if (settings := topology_planner(file, content, ModelName("model"))) is None:
         return
     try:
         scaling_rule(settings)
@@ -129,12 +130,12 @@ def _check_planner(file: Path) -> None:
         raise ConfigurationRefused(f"{file}: planner.{refused}") from refused
 
 
-def _most_likely_part(file: Path) -> str:
-    """Return the part (`KINDS`) whose settings file may contain the largest number of this file's top-level keys.
+def _most_likely_part(content: Mapping[str, Any]) -> str:
+    """Return the part (`KINDS`) whose settings file may contain the largest number of the top-level keys in `content`.
 
-    A file without keys counts as a topology.
+    Content without keys counts as that of a topology.
     """
-    given = read_file(file).keys()
+    given = content.keys()
     known = {part: {field.encode_name for field in structs.fields(kind)} for part, kind in KINDS.items()}
     return max(("up", *KINDS), key=lambda part: len(given & known[part]))
 

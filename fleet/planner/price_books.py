@@ -15,12 +15,13 @@ def read_price_book(file: Path) -> PriceBook:
     Raises:
         ConfigurationRefused: The file cannot be read, or is no price book; the message begins with the file.
     """
-    if "regions" not in read_file(file):
+    content = read_file(file)
+    if "regions" not in content:
         raise ConfigurationRefused(
             f"{file}: regions: is missing; a price book has a table for each region, such as [regions.us-east], with a line"
             " for each GPU, such as h100 = 2.49"
         )
-    return load(file, PriceBook)
+    return load(file, PriceBook, content=content)
 
 
 def priced_from_file(pools: Sequence[PlannedPool], prices: str, region: str) -> tuple[PlannedPool, ...]:

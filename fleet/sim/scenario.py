@@ -213,11 +213,12 @@ def read_scenario(path: Path, changes: Mapping[str, Any] | None = None) -> Scena
         ConfigurationRefused: The file cannot be read, or a field is invalid; the message names the file and the invalid field.
             Or the file is the scenario of a replay, with the section `[planner]`.
     """
-    if "planner" in read_file(path):
+    content = read_file(path)
+    if "planner" in content:
         raise ConfigurationRefused(
             f"{path}: planner: only `fleet plan replay` changes the pools during a run; use it, or remove the section"
         )
-    return load(path, Scenario, changes)
+    return load(path, Scenario, changes, content=content)
 
 
 def pool_name(pool: SimulatedPoolSection) -> str:

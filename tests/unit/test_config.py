@@ -273,3 +273,12 @@ def test_unreadable_setting_file_is_refused_without_its_content(tmp_path, monkey
         read_file_changes([assignment])
 
     assert "hush" not in str(refused.value)
+
+
+def test_changes_leave_content_that_was_read_unchanged(tmp_path):
+    content = {"router": {"max_queued": 1}}
+
+    changed = load(tmp_path / "read.toml", Topology, {"router.max_queued": 2}, content=content)
+
+    assert changed.router.max_queued == 2
+    assert content == {"router": {"max_queued": 1}}

@@ -62,7 +62,7 @@ def _other_settings(file: Path, recorded: "PlannerSettings") -> "PlannerSettings
     if "planner" in raw:
         simulated = all(isinstance(engine, LinearEngineSettings) for engine in recorded.engines.values())
         settings = topology_planner(file, raw, recorded.model, simulated=simulated)
-    settings = settings or priced_settings(load(file, PlannerSettings))
+    settings = settings or priced_settings(load(file, PlannerSettings, content=raw))
     names = [pool.name for pool in recorded.pools]
     for pool in settings.pools:
         if pool.name not in names:

@@ -29,7 +29,8 @@ def topology_planner(
     """
     cluster = raw.get("cluster")
     is_named = isinstance(cluster, dict) and "engine" in cluster
-    topology = load(file, Topology, {"cluster.engine": SIMULATED} if simulated and not is_named else None)
+    changes = {"cluster.engine": SIMULATED} if simulated and not is_named else None
+    topology = load(file, Topology, changes, content=raw)
     if topology.planner is None:
         return None
     # A rule uses neither the folder nor the port.

@@ -105,8 +105,9 @@ def read_replay(path: Path, changes: dict[str, Any] | None = None) -> ReplayScen
         ConfigurationRefused: The file cannot be read, or a field is invalid; the message names the file and the invalid field.
             Or neither the file nor `changes` has the section `[planner]`.
     """
-    if PLANNER not in read_file(path) and not any(where.split(".")[0] == PLANNER for where in changes or {}):
+    content = read_file(path)
+    if PLANNER not in content and not any(where.split(".")[0] == PLANNER for where in changes or {}):
         raise ConfigurationRefused(
             f"{path}: planner: a replay needs this section, which says how large a rule may make the pools; see docs/simulator.md"
         )
-    return load(path, ReplayScenario, changes)
+    return load(path, ReplayScenario, changes, content=content)

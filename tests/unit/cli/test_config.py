@@ -8,6 +8,7 @@ import pytest
 
 from fleet.app.settings_reference import KINDS, settings_keys
 from fleet.cli.main import run
+from tests.support.sim.pipes import a_pipe
 
 
 def printed(capsys, *argv, status=0):
@@ -225,6 +226,13 @@ def test_check_accepts_planners_that_start(part, content, tmp_path, capsys):
     file.write_text(content)
 
     assert "a valid settings file" in printed(capsys, part, "--check", str(file)).out
+
+
+@pytest.mark.parametrize("part", [[], ["up"]])
+def test_check_reads_a_pipe_once(part, capsys):
+    goals = {"ttft_seconds": 1, "tpot_seconds": 0.05}
+    with a_pipe(json.dumps({"pools": [{"role": "both"}], "planner": {"goals": goals}})) as file:
+        assert "a valid settings file of fleet up" in printed(capsys, *part, "--check", str(file)).out
 
 
 def test_check_refuses_a_file_that_is_no_object(tmp_path, capsys):

@@ -13,6 +13,7 @@ from fleet.planner.decisions import PlanBudget, PlanGoals
 from fleet.planner.messages import PoolName
 from fleet.planner.settings import RehearsalSettings
 from fleet.router.settings.router import RouterSettings
+from tests.support.sim.pipes import a_pipe
 
 
 def test_bounds_of_a_pool_are_refused_by_its_name():
@@ -65,6 +66,11 @@ def priced_by(folder, region="", budget=None, prices=None, **pool):
 def test_price_book_prices_pools_by_gpu_and_region(tmp_path, region, dollars):
     pool = priced_by(tmp_path, region)
     assert (pool.dollars_per_hour, pool.replica_dollars) == (dollars, 4 * dollars)
+
+
+def test_price_book_can_come_from_a_pipe(tmp_path):
+    with a_pipe('{"regions": {"east": {"h100": 7.5}}}') as file:
+        assert priced_by(tmp_path, prices=str(file)).dollars_per_hour == 7.5
 
 
 def test_own_price_of_a_pool_goes_before_the_book(tmp_path):

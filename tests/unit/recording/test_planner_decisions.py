@@ -1,6 +1,7 @@
 """Recording of a planner: in a replay, the rule makes the same decisions; a damaged recording is refused with the line's number."""
 
 import argparse
+import tomllib
 from pathlib import Path
 
 import msgspec
@@ -16,6 +17,7 @@ from fleet.planner.rule_settings import PlannerRuleSettings
 from fleet.planner.settings import FolderTarget, LoadRuleSettings, PlannerSettings, RouterDemandSettings
 from fleet.planner.sizing.capacity import StepCapacity
 from fleet.recording.planner_decisions import MOST_LINE, PlannerRecorder, decide_again, read_recording
+from tests.support.sim.pipes import a_pipe
 from tests.unit.planner.engines import engine
 from tests.unit.planner.world import World, pool
 
@@ -94,6 +96,9 @@ def test_topology_with_a_planner_decides_again(tmp_path, capsys):
 
     assert decide.run(argparse.Namespace(recording=tmp_path / "r", config=other, json=True)) == 0
     assert msgspec.json.decode(capsys.readouterr().out)["decisions"] > 0
+
+    with a_pipe(msgspec.json.encode(tomllib.loads(TOPOLOGY)).decode()) as piped:
+        assert decide.run(argparse.Namespace(recording=tmp_path / "r", config=piped, json=True)) == 0
 
     other.write_text(TOPOLOGY + "[planner.pools.encode]\nmost = 2\n")
     with pytest.raises(ConfigurationRefused, match=r"cluster\.toml: planner\.pools\.encode: is not a pool"):

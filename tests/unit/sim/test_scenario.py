@@ -1,5 +1,6 @@
 """Scenarios: how stores and faults are read, and which scenarios are refused."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,11 @@ from fleet.core.ids import StoreId, WorkerId
 from fleet.core.roles import Role
 from fleet.hardware.gpus import GIB
 from fleet.sim.cluster.faults import NetworkCut, NodeLost, RoleFlip, StoreLost, WorkerLost, WorkerSlow
+from fleet.sim.planning.scenario import read_replay
 from fleet.sim.run import RunPlan
 from fleet.sim.run_plan import plan, run_scenario
 from fleet.sim.scenario import read_scenario
+from tests.support.sim.pipes import a_pipe
 
 MODEL = Path(__file__).parents[3] / "loadtests" / "studies" / "models" / "llama-3.1-70b.json"
 BLOCK_BYTES = 80 * 2 * 8 * 128 * 2 * 512  # 70B model: layers, K and V, heads, head size, bf16, tokens
@@ -113,3 +116,9 @@ def test_scenario_of_a_replay_is_refused_by_its_section(tmp_path):
         ConfigurationRefused, match=r"scenario.toml: planner: only `fleet plan replay` changes the pools"
     ):
         read_scenario(file)
+
+
+@pytest.mark.parametrize(("read", "more"), [(read_scenario, {}), (read_replay, {"planner": {}})])
+def test_scenario_can_come_from_a_pipe(read, more):
+    with a_pipe(json.dumps({"model": str(MODEL), "pools": [{"gpu": "h100", "gpus": 16}], **more})) as file:
+        assert read(file).model == str(MODEL)

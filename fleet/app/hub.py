@@ -31,7 +31,8 @@ from fleet.config import child_environment, default_cache_dir
 from fleet.core.clock import SECOND, Clock, Nanos
 from fleet.core.errors import ConfigurationRefused
 from fleet.core.hub import HubSettings, Repository, parse_repository
-from fleet.local.settings import SIMULATED, Topology
+from fleet.core.ids import ModelName
+from fleet.local.settings import SIMULATED, ClusterSection, Topology, named_folder, served_name
 from fleet.router.settings.router import RouterSettings
 from workers.settings import WorkerSettings
 from workers.start_phase import StartPhase, note_phase
@@ -96,12 +97,29 @@ async def fetch_topology_model(topology: Topology, relative_to: Path, clock: Clo
         ConfigurationRefused: The model cannot be downloaded.
     """
     cluster = topology.cluster
-    if (repository := parse_repository(cluster.model)) is None or _is_folder(relative_to / cluster.model):
+    if _repository(cluster, relative_to) is None:
         return topology
+    served = topology_model_name(topology, relative_to)
     weights = cluster.engine != SIMULATED
     model = await fetch_model(cluster.model, topology.hub, clock, field="cluster.model", weights=weights)
-    served = cluster.served_name or repository.name
     return structs.replace(topology, cluster=structs.replace(cluster, model=model.folder, served_name=served))
+
+
+def topology_model_name(topology: Topology, relative_to: Path) -> ModelName:
+    """Return the name under which a cluster serves the model of a topology, without downloading the model.
+
+    Raises:
+        ConfigurationRefused: The path of the model cannot be resolved.
+    """
+    cluster = topology.cluster
+    if (repository := _repository(cluster, relative_to)) is not None:
+        return ModelName(cluster.served_name or repository.name)
+    return served_name(cluster, named_folder(cluster, relative_to))
+
+
+def _repository(cluster: ClusterSection, relative_to: Path) -> Repository | None:
+    """Return the repository that the model of a cluster is downloaded from; None if the model is a folder or the tiny model."""
+    return None if _is_folder(relative_to / cluster.model) else parse_repository(cluster.model)
 
 
 async def fetch_model(named: str, hub: HubSettings, clock: Clock, *, field: str, weights: bool) -> ModelFolder:

@@ -13,10 +13,9 @@ from fleet.app.settings_reference import KINDS, SettingsKey, command_of, describ
 from fleet.cli.console.exits import CONFIGURATION_REFUSED, DONE
 from fleet.config import load, read_file
 from fleet.core.errors import ConfigurationRefused
-from fleet.core.hub import parse_repository
 from fleet.core.ids import ModelName
 from fleet.local.settings import Topology
-from fleet.local.topology import check_metrics_ranges
+from fleet.local.topology import check_metrics_ranges, check_overflow
 from fleet.planner.settings import PlannerSettings
 from fleet.router.settings.router import RouterSettings
 
@@ -90,8 +89,7 @@ def _check_content(file: Path, content: Mapping[str, Any], kind: type[Struct]) -
     try:
         match settings:
             case Topology():
-                check_metrics_ranges(settings)
-                _check_overflow(settings, content)
+                _check_topology(file, content, settings)
             case PlannerSettings():
                 scaling_rule(priced_settings(settings))
             case RouterSettings():
@@ -104,18 +102,13 @@ def _check_content(file: Path, content: Mapping[str, Any], kind: type[Struct]) -
         _check_planner(file, content)
 
 
-def _check_overflow(topology: Topology, raw: Mapping[str, Any]) -> None:
-    """Check that the hosted endpoints are for the model of the cluster, unless only an option of `fleet up` may name it."""
-    cluster = topology.cluster
-    if not cluster.served_name and "model" not in raw.get("cluster", {}):
-        return
-    repository = parse_repository(cluster.model)
-    names = [cluster.served_name] if cluster.served_name else [Path(cluster.model).name]
-    if repository is not None and not cluster.served_name:
-        names.append(repository.name)
-    for name in topology.router.overflow:
-        if name not in names:
-            raise ConfigurationRefused(f"router.overflow.{name}: this cluster serves no such model, only {names[-1]}")
+def _check_topology(file: Path, content: Mapping[str, Any], topology: Topology) -> None:
+    from fleet.app.hub import topology_model_name  # noqa: PLC0415 - the list of keys needs none of it
+
+    check_metrics_ranges(topology)
+    # without both keys, only an option of `fleet up` may name the model
+    if topology.cluster.served_name or "model" in content.get("cluster", {}):
+        check_overflow(topology, topology_model_name(topology, file.parent))
 
 
 def _check_planner(file: Path, content: Mapping[str, Any]) -> None:

@@ -373,7 +373,7 @@ def model_folder(cluster: ClusterSection, tiny: Path, relative_to: Path) -> Path
     """
     if cluster.model == TINY:
         return tiny
-    folder = (relative_to / Path(cluster.model).expanduser()).resolve()
+    folder = named_folder(cluster, relative_to)
     if not folder.is_dir():
         raise ConfigurationRefused(f"cluster.model: {folder} is not a folder")
     for needed in ("config.json", "tokenizer.json"):
@@ -382,6 +382,18 @@ def model_folder(cluster: ClusterSection, tiny: Path, relative_to: Path) -> Path
                 f"cluster.model: {folder} is not a Hugging Face model folder: it has no {needed}"
             )
     return folder
+
+
+def named_folder(cluster: ClusterSection, relative_to: Path) -> Path:
+    """Return the folder that `model` names, which may not exist. Links are resolved, because its last part names the model.
+
+    Raises:
+        ConfigurationRefused: The path cannot be resolved.
+    """
+    try:
+        return (relative_to / Path(cluster.model).expanduser()).resolve()
+    except (RuntimeError, ValueError) as error:  # an unknown user's home, a loop of links, or a null character
+        raise ConfigurationRefused(f"cluster.model: {cluster.model!r} is not a folder: {error}") from error
 
 
 def for_task(topology: Topology, model_dir: Path) -> Topology:

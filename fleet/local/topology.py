@@ -133,9 +133,7 @@ def plan(topology: Topology, *, folder: Path, model_dir: Path, model: ModelName)
     """
     _check_engine(topology.cluster.engine)
     _check_images(topology.router.images)
-    for name in topology.router.overflow:
-        if name != model:
-            raise ConfigurationRefused(f"router.overflow.{name}: this cluster serves no such model, only {model}")
+    check_overflow(topology, model)
     with ExitStack() as held:  # all ports are reserved at once, so that no two addresses get the same port
         http = claim_address("router.http_listen", topology.router.http_listen, held)
         grpc = claim_address("router.grpc_listen", topology.router.grpc_listen, held)
@@ -255,6 +253,17 @@ def _prompt_secret(router: RouterSettings) -> str:
     if router.prompt_secret or router.tenant_secret or not any(each.api_key_sha256 for each in router.tenants.values()):
         return router.prompt_secret
     return secrets.token_hex(32)
+
+
+def check_overflow(topology: Topology, model: ModelName) -> None:
+    """Check that the hosted endpoints are for the cluster's model, which is served as `model`.
+
+    Raises:
+        ConfigurationRefused: An endpoint is for another model.
+    """
+    for name in topology.router.overflow:
+        if name != model:
+            raise ConfigurationRefused(f"router.overflow.{name}: this cluster serves no such model, only {model}")
 
 
 def _store(topology: Topology, folder: Path) -> StoreSettings:

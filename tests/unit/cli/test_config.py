@@ -235,6 +235,42 @@ def test_check_reads_a_pipe_once(part, capsys):
         assert "a valid settings file of fleet up" in printed(capsys, *part, "--check", str(file)).out
 
 
+@pytest.mark.parametrize(
+    ("model", "served"),
+    [
+        ("current", "Qwen3-0.6B"),  # a link
+        ("Qwen3-0.6B/.", "Qwen3-0.6B"),
+        (".", "FOLDER"),
+        ("Qwen/Qwen3-0.6B@v1", "Qwen/Qwen3-0.6B"),
+        ("models/llama", "llama"),  # exists, and is no repository
+        ("tiny", "tiny"),
+    ],
+)
+@pytest.mark.parametrize("other", ["current", "Qwen3-0.6B@v1", "llama/"])
+def test_check_names_the_model_as_the_start_does(model, served, other, tmp_path, capsys):
+    (tmp_path / "Qwen3-0.6B").mkdir()
+    (tmp_path / "current").symlink_to("Qwen3-0.6B")
+    (tmp_path / "models" / "llama").mkdir(parents=True)
+    file, name = tmp_path / "up.toml", served.replace("FOLDER", tmp_path.name)
+    topology = f"[cluster]\nmodel = '{model}'\n[[pools]]\nrole = 'both'\n[router.overflow.'NAME']\n{HOSTED}"
+
+    file.write_text(topology.replace("NAME", name))
+    printed(capsys, "up", "--check", str(file))
+
+    file.write_text(topology.replace("NAME", other))
+    err = printed(capsys, "up", "--check", str(file), status=3).err
+    assert err == f"fleet: {file}: router.overflow.{other}: this cluster serves no such model, only {name}\n"
+
+
+@pytest.mark.parametrize("model", ["~nobody-here/m", "a\\u0000"])
+def test_model_without_a_path_is_refused(model, tmp_path, capsys):
+    file = tmp_path / "up.toml"
+    file.write_text(f'[cluster]\nmodel = "{model}"\n[[pools]]\nrole = "both"\n')
+
+    err = printed(capsys, "up", "--check", str(file), status=3).err
+    assert err.startswith(f"fleet: {file}: cluster.model: ")
+
+
 def test_check_refuses_a_file_that_is_no_object(tmp_path, capsys):
     file = tmp_path / "settings.json"
     file.write_text("[1]")

@@ -101,7 +101,7 @@ async def run_worker(settings: WorkerSettings, announce: Announce) -> None:
         except InvalidArgument as error:
             raise ConfigurationRefused(f"store: {error}") from error
         except BadCredentials as error:
-            raise ConfigurationRefused(f"store_{error}") from error
+            raise ConfigurationRefused(str(error)) from error
         tracing = held.enter_context(open_tracing(settings.tracing, "fleet-worker", settings.worker_id))
         digests = await asyncio.to_thread(folder_tokenizer_digests, settings.model_dir, engine.facts.block_tokens)
         worker = WorkerServer(

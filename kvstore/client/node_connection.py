@@ -88,13 +88,14 @@ class NodeConnection:
         call_timeout: Nanos,
         prefer: tuple[DataPath, ...],
         credentials: Credentials,
+        credentials_field: str,
         clock: Clock,
     ):
         """Prepare the channel. The caller then has to call `open` or `open_early`.
 
         Raise BadCredentials if a file of the credentials cannot be used.
         """
-        self._access = load(credentials)
+        self._access = load(credentials, field=credentials_field)
         self._channel = self._access.channel(address, CHANNEL_OPTIONS)
         self.stub = pb_grpc.BlockStoreStub(self._channel)
         self.counting = CounterAccumulator()

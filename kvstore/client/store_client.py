@@ -92,6 +92,7 @@ class StoreClient:
         call_timeout_seconds: float,
         prefer: Sequence[str],
         credentials: Credentials | None,
+        credentials_field: str,
         clock: Clock | None,
     ):
         self._clock = clock or MonotonicClock()
@@ -104,6 +105,7 @@ class StoreClient:
             call_timeout=self._call_timeout,
             prefer=tuple(DataPath(path) for path in prefer),
             credentials=credentials or Credentials(),
+            credentials_field=credentials_field,
             clock=self._clock,
         )
 
@@ -117,6 +119,7 @@ class StoreClient:
         call_timeout_seconds: float = 1.0,
         prefer: Sequence[str] = (DataPath.SHM, DataPath.NIXL, DataPath.TCP),
         credentials: Credentials | None = None,
+        credentials_field: str = "credentials",
         clock: Clock | None = None,
     ) -> Self:
         """Connect to a node and perform the handshake.
@@ -129,6 +132,7 @@ class StoreClient:
             prefer: Data paths in order of preference, best first.
             credentials: Files by which this client and a node on another host authenticate each other; None: no
                 authentication.
+            credentials_field: Setting of the caller that names these files, for error messages.
             clock: Clock of all deadlines; by default the monotonic clock of the system.
 
         Raises:
@@ -146,6 +150,7 @@ class StoreClient:
             call_timeout_seconds=call_timeout_seconds,
             prefer=prefer,
             credentials=credentials,
+            credentials_field=credentials_field,
             clock=clock,
         )
         client.connection.open(Nanos(client._clock.now() + nanos(timeout_seconds)))
@@ -161,6 +166,7 @@ class StoreClient:
         call_timeout_seconds: float = 1.0,
         prefer: Sequence[str] = (DataPath.SHM, DataPath.NIXL, DataPath.TCP),
         credentials: Credentials | None = None,
+        credentials_field: str = "credentials",
         clock: Clock | None = None,
     ) -> Self:
         """Connect to a node, or make a client that connects as soon as the node answers.
@@ -181,6 +187,7 @@ class StoreClient:
                     call_timeout_seconds=call_timeout_seconds,
                     prefer=prefer,
                     credentials=credentials,
+                    credentials_field=credentials_field,
                     clock=clock,
                 )
             except StoreUnreachable as error:
@@ -191,6 +198,7 @@ class StoreClient:
             call_timeout_seconds=call_timeout_seconds,
             prefer=prefer,
             credentials=credentials,
+            credentials_field=credentials_field,
             clock=clock,
         )
         client.connection.open_early(failure)

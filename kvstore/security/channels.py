@@ -51,6 +51,8 @@ class LoadedCredentials(Struct, frozen=True, kw_only=True):
     insecure: bool = False
     files: Credentials = Credentials()
     """The paths of the files that were read, for error messages and TLS diagnoses."""
+    field: str = "credentials"
+    """Name of the settings section that names the files, for error messages."""
     purpose: Purpose = Purpose.CONTROL
     """The purpose for which proofs on calls are made. A proof for one kind of port is not accepted at another kind."""
 
@@ -143,7 +145,7 @@ class LoadedCredentials(Struct, frozen=True, kw_only=True):
         then probably has no TLS either.
         """
         timeout_seconds = TIMEOUT_SECONDS if self.has_authority else PLAIN_TIMEOUT_SECONDS
-        return diagnose_address(address, self.files, timeout_seconds=timeout_seconds)
+        return diagnose_address(address, self.files, field=self.field, timeout_seconds=timeout_seconds)
 
 
 def renewed_server_credentials(files: CertificateFiles) -> grpc.ServerCredentials:
@@ -194,6 +196,7 @@ def load(
         insecure=credentials.insecure,
         files=credentials,
         purpose=purpose,
+        field=field,
     )
 
 

@@ -55,7 +55,13 @@ async def open_store_thread(
         patience = CONNECT_SECONDS if wait_seconds is None else wait_seconds
         run = partial(asyncio.get_running_loop().run_in_executor, thread)
         client = await run(
-            lambda: StoreClient.join(address, kv.at_rest, wait_seconds=patience, credentials=credentials)
+            lambda: StoreClient.join(
+                address,
+                kv.at_rest,
+                wait_seconds=patience,
+                credentials=credentials,
+                credentials_field="store_credentials",
+            )
         )
         try:
             yield StoreThread(client, thread)

@@ -117,10 +117,10 @@ class TlsNodes:
     def log(self, name: str) -> str:
         return (self.folder / f"{name}.log").read_text()
 
-    def refusal(self, address: str, credentials: Credentials) -> str:
+    def refusal(self, address: str, credentials: Credentials, **fields: str) -> str:
         """Return the error of a client of the node."""
         with pytest.raises(StoreUnreachable) as refused:
-            a_store_client(address, a_namespace(), credentials=credentials, timeout_seconds=1)
+            a_store_client(address, a_namespace(), credentials=credentials, timeout_seconds=1, **fields)
         return str(refused.value)
 
     def close(self) -> None:
@@ -157,6 +157,8 @@ def test_plain_peers_are_named_on_both_sides(tls_nodes):
     good = Credentials(authority=tls_nodes.authority.file, **tls_nodes.authority.issue("good"))
     assert "does not speak TLS, and this client does" in tls_nodes.refusal(tls_nodes.plain, good)
     assert "set credentials.authority" in tls_nodes.refusal(tls_nodes.sound, Credentials())
+    says = tls_nodes.refusal(tls_nodes.sound, Credentials(), credentials_field="store_credentials")
+    assert "set store_credentials.authority" in says
     eventually(lambda: "WRONG_VERSION_NUMBER" in tls_nodes.log("sound"))
     assert "shows no certificate" in tls_nodes.refusal(tls_nodes.sound, Credentials(authority=tls_nodes.authority.file))
     eventually(lambda: "PEER_DID_NOT_RETURN_A_CERTIFICATE" in tls_nodes.log("sound"))

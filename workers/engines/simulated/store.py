@@ -83,7 +83,13 @@ class SimulatedStore:
         try:
             client = await asyncio.get_running_loop().run_in_executor(
                 threads,
-                lambda: StoreClient.join(address, kv.at_rest, wait_seconds=CONNECT_SECONDS, credentials=credentials),
+                lambda: StoreClient.join(
+                    address,
+                    kv.at_rest,
+                    wait_seconds=CONNECT_SECONDS,
+                    credentials=credentials,
+                    credentials_field="store_credentials",
+                ),
             )
         except BaseException:
             threads.shutdown(wait=False)

@@ -154,6 +154,7 @@ class FleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
                 wait_seconds=STORE_SECONDS,
                 call_timeout_seconds=CALL_SECONDS[role],
                 credentials=settings.store_credentials,
+                credentials_field="store_credentials",
             )
             if settings.store
             else None

@@ -30,7 +30,7 @@ from fleet.core.roles import KvPath, Phase
 from fleet.core.work import KvEvent, LoadReport, Progress, PulledBlocks, Rejected, Start
 from kvstore.block import HashAlgorithm, blocks_for
 from kvstore.client.store_client import StoreClient
-from kvstore.errors import StoreError
+from kvstore.errors import BadCredentials, StoreError
 from kvstore.layouts.fingerprint import describe
 from kvstore.namespace import KvNamespace
 from workers.acceptance import field_beyond_vocabulary, refusal
@@ -264,8 +264,14 @@ def meet_store(settings: WorkerSettings, namespace: KvNamespace) -> "tuple[Store
     """
     try:
         client = StoreClient.join(
-            settings.store, namespace, wait_seconds=STORE_SECONDS, credentials=settings.store_credentials
+            settings.store,
+            namespace,
+            wait_seconds=STORE_SECONDS,
+            credentials=settings.store_credentials,
+            credentials_field="store_credentials",
         )
+    except BadCredentials as error:
+        raise ConfigurationRefused(str(error)) from error
     except StoreError as error:
         raise ConfigurationRefused(f"store: {error}") from error
     if not client.joined:

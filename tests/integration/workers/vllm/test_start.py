@@ -9,6 +9,7 @@ import pytest
 
 from fleet.core.errors import ConfigurationRefused
 from fleet.local.tiny_model import MAX_MODEL_LEN, build_tiny_model
+from kvstore.security.credentials import Credentials
 from tests.support.kvstore.builders import a_node
 from tests.support.workers.vllm_engines import tiny_namespace, vllm_worker
 from workers.engines.vllm import launch as vllm_launch
@@ -104,6 +105,14 @@ def test_several_ranks_need_the_memory_of_a_node_on_their_host(model_dir):
             ConfigurationRefused, match=r"^store: 2 ranks write a block together.* reach this one by tcp"
         ):
             meet_store(two, tiny_namespace(model_dir))
+
+
+def test_unreadable_secret_of_the_store_is_named(model_dir):
+    credentials = Credentials(secret_file="/nowhere/secret")
+    worker = msgspec.structs.replace(vllm_worker(model_dir), store="unix:/nowhere/kv", store_credentials=credentials)
+
+    with pytest.raises(ConfigurationRefused, match=r"^store_credentials\.secret_file: /nowhere/secret cannot be read"):
+        meet_store(worker, tiny_namespace(model_dir))
 
 
 def test_revision_depends_on_weights_not_on_the_folder(model_dir, tmp_path):

@@ -99,22 +99,27 @@ def run(arguments: argparse.Namespace) -> int:
     from fleet.planner.decisions import PlanBudget, PlanGoals  # noqa: PLC0415
     from fleet.planner.sizing.capacity import OfferedLoad  # noqa: PLC0415
     from fleet.planner.sizing.proposal import propose_pools  # noqa: PLC0415
+    from fleet.planner.sizing.solver import SolverTimeout  # noqa: PLC0415
 
     _check(arguments)
     _warn_of_milliseconds(arguments)
     book = _book(arguments.prices)
     region = _region(arguments, book)
     shape = RequestShape(prompt_tokens=arguments.prompt, answer_tokens=arguments.answer, cached_tokens=arguments.cached)
-    proposal = propose_pools(
-        _model(arguments.model),
-        _gpus(arguments, book, region),
-        OfferedLoad(shape=shape, prompt_spread=arguments.spread**2, dispersion=arguments.dispersion),
-        arguments.rate,
-        PlanGoals(ttft_seconds=arguments.ttft, tpot_seconds=arguments.tpot, percentile=arguments.percentile),
-        PlanBudget(gpus=arguments.most_gpus, dollars_per_hour=arguments.most_dollars),
-        headroom=arguments.headroom,
-        backend=arguments.backend,
-    )
+    try:
+        proposal = propose_pools(
+            _model(arguments.model),
+            _gpus(arguments, book, region),
+            OfferedLoad(shape=shape, prompt_spread=arguments.spread**2, dispersion=arguments.dispersion),
+            arguments.rate,
+            PlanGoals(ttft_seconds=arguments.ttft, tpot_seconds=arguments.tpot, percentile=arguments.percentile),
+            PlanBudget(gpus=arguments.most_gpus, dollars_per_hour=arguments.most_dollars),
+            headroom=arguments.headroom,
+            backend=arguments.backend,
+        )
+    except SolverTimeout as error:
+        print(f"fleet plan size: {error}; name fewer GPU types with --gpus", file=sys.stderr)
+        return FAILED
     answer = msgspec.to_builtins(proposal) | _break_even(arguments, proposal)
     if arguments.json is None:
         print("\n".join(_lines(arguments, proposal, answer)))

@@ -6,6 +6,8 @@ import pytest
 
 from fleet.cli.console.exits import CONFIGURATION_REFUSED, DONE, FAILED
 from fleet.cli.main import run
+from fleet.planner.sizing import proposal
+from fleet.planner.sizing.solver import SolverTimeout
 
 LOAD = ["--model", "meta-llama/Llama-3.1-70B-Instruct", "--rate", "20", "--prompt", "3000", "--answer", "300"]
 GOALS = ["--ttft", "1", "--tpot", "0.03"]
@@ -38,6 +40,16 @@ def test_looser_goals_never_cost_more(capsys):
     goals = [["--ttft", ttft, "--tpot", "0.05"] for ttft in ("0.2", "0.3", "0.5", "0.6", "1")]
     dollars = [size(capsys, load=load, goals=each)["dollars_per_hour"] for each in goals]
     assert dollars == sorted(dollars, reverse=True)
+
+
+def test_timeout_of_the_solver_says_what_to_do(capsys, monkeypatch):
+    def slow(*_):
+        raise SolverTimeout("no solution within 5 s")
+
+    monkeypatch.setattr(proposal, "solve", slow)
+
+    assert run(["plan", "size", *LOAD, *GOALS]) == FAILED
+    assert capsys.readouterr().err == "fleet plan size: no solution within 5 s; name fewer GPU types with --gpus\n"
 
 
 def test_bursty_load_needs_more(capsys):

@@ -72,16 +72,18 @@ def test_solution_is_the_best_of_all(rate, most, least, gpus, dollars, ratio) ->
     rate=st.floats(0.5, 30),
     losses=st.lists(st.floats(0, 1), min_size=5, max_size=5),
     gpus=st.none() | st.integers(4, 16),
+    now=st.lists(st.integers(0, 10), min_size=5, max_size=5),
 )
-@example(rate=8.0, losses=[1.0, 1.0, 1.0, 1.0, 0.9], gpus=None)
-def test_solution_is_the_best_if_replicas_gain_by_sharing(rate, losses, gpus) -> None:
-    """A lone replica of a pool may serve nothing, and each further replica makes all of them better."""
+@example(rate=8.0, losses=[1.0, 1.0, 1.0, 1.0, 0.9], gpus=None, now=[0] * 5)
+@example(rate=2.2, losses=[0.9] * 5, gpus=None, now=[10] * 5)
+def test_solution_is_the_best_if_replicas_gain_by_sharing(rate, losses, gpus, now) -> None:
+    """A lone replica of a pool may serve nothing, each further replica makes all of them better, and a pool may be above its maximum."""
     lost = dict(zip(RATES, losses, strict=True))
 
     def shared(pool: PlannedPool, replicas: int) -> float:
         return RATES[pool.name] * replicas * (1.0 - lost[pool.name] / replicas)
 
-    candidates = [Candidate(pool=each, least=0, most=5) for each in POOLS]
+    candidates = [Candidate(pool=each, least=0, most=5, now=ours) for each, ours in zip(POOLS, now, strict=True)]
     budget = PlanBudget(gpus=gpus)
     found, wanted = solve(candidates, rate, shared, budget), best(candidates, rate, budget, shared)
     assert found is not None
@@ -89,6 +91,27 @@ def test_solution_is_the_best_if_replicas_gain_by_sharing(rate, losses, gpus) ->
     assert within_budget(candidates, found.replicas, budget)
     assert found.served == pytest.approx(-wanted[0], abs=1e-4)
     assert found.dollars <= wanted[1] * 1.02 + 1e-6  # the solver counts a new replica 1 % dearer
+
+
+def test_later_timeout_gives_the_mix_that_was_found_before(monkeypatch) -> None:
+    draw = random.Random(1)
+    many = [
+        Candidate(pool=pool(f"both-{n}", Role.BOTH, gpus=1, dollars_per_hour=draw.uniform(1, 9)), least=0, most=40)
+        for n in range(60)
+    ]
+    speeds = {each.pool.name: draw.uniform(1.0, 9.0) for each in many}
+    asked = 0
+
+    def shared(pool: PlannedPool, replicas: int) -> float:
+        nonlocal asked
+        asked += 1
+        if asked > 2 * len(many):  # the first ranges are made, and the first program has ended
+            monkeypatch.setattr(solver, "TIME_LIMIT_SECONDS", 0.0)
+        return speeds[pool.name] * (replicas - 0.5)
+
+    found = solve(many, 500.0, shared, PlanBudget(gpus=90))
+    assert found is not None
+    assert found.served > 0.0
 
 
 def test_solution_without_agreement_serves_the_rate(monkeypatch) -> None:

@@ -402,7 +402,8 @@ class PlannerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     record: str = ""
     """File for a recording that `fleet plan decide` can read; empty: nothing is recorded. A recording contains all plans and
     all decisions, each decision with the demand and the observation from which it was made. Each start begins a new file, and
-    keeps the earlier one as `.1`. If another planner is recording to the file, this one records nothing, and logs a warning."""
+    keeps the earlier one as `.1`. While another planner is recording to the file, this one records nothing, and logs a
+    warning; its recording begins when the other one ends."""
 
     record_mib: Annotated[int, Meta(ge=1, le=1 << 20)] = 256
     """Size in MiB at which a recording ends; later decisions are not recorded. One MiB holds about an hour with a

@@ -8,7 +8,8 @@ Rules:
    remembers earlier inputs, so it can repeat its decisions only from the start. An existing file is renamed to `.1`, and replaces an
    earlier `.1`.
 3. A recorder locks its file (flock). If another recorder holds the lock, this one leaves the file as it is, records nothing, and logs a
-   warning. So a second planner with the same settings does not take the file away from the first one.
+   warning. So a second planner with the same settings does not take the file away from the first one. It tries again at decisions, at
+   most every `RETRY_SECONDS`, and begins its recording when the lock is free: a planner may start before its predecessor has ended.
 4. If a line cannot be written, the recording ends, this is logged, and the planner continues.
 """
 
@@ -22,7 +23,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from fleet.core.clock import Nanos
+from fleet.core.clock import SECOND, Nanos
 from fleet.core.errors import ConfigurationRefused
 from fleet.planner.decisions import PlanDecision, ScalingRule
 from fleet.planner.demand import DemandWindow
@@ -33,6 +34,9 @@ from fleet.planner.settings import PlannerSettings
 log = logging.getLogger(__name__)
 
 FORMAT = 1
+RETRY_SECONDS = 5
+"""Minimum time between two tries to begin a recording in a file that another recorder has locked."""
+
 MOST_LINE = 16 << 20
 """Maximum length of a line. A decision with 10,000 workers has 2 MB."""
 
@@ -66,22 +70,27 @@ class PlannerRecorder:
     """Writes the recording of a planner. The planner's loop uses it as its `fleet.planner.loop.DecisionRecorder`."""
 
     def __init__(self, path: Path, most_bytes: int, settings: PlannerSettings) -> None:
-        """Open the recording and write its first line; record nothing if another recorder has the file (rule 3).
+        """Open the recording and write its first line; if another recorder has the file, begin later (rule 3).
 
         Raises:
             ConfigurationRefused: The path is not a regular file, or cannot be written.
         """
         self._path = path
         self._left = most_bytes
+        self._head = PlannerRecordingHead(format=FORMAT, settings=settings)
+        self._file: int | None = None
+        self._next_try: Nanos | None = None  # None: the recording has begun or has ended
         try:
-            self._file: int | None = _new_file(path)
+            begun = self._begin()
         except OSError as error:
             raise ConfigurationRefused(f"record: {path}: {error.strerror}") from error
-        if self._file is None:
+        if not begun:
+            self._next_try = Nanos(0)
             log.warning("planner records nothing", extra={"file": str(path), "cause": "another planner records there"})
-        self._write(PlannerRecordingHead(format=FORMAT, settings=settings))
 
     def decided(self, now: Nanos, demand: DemandWindow, seen: Observation, decision: PlanDecision) -> None:
+        if self._next_try is not None and now >= self._next_try:
+            self._try_again(now)
         self._write(RecordedDecision(now=now, demand=demand, seen=seen, decision=decision))
 
     def planned(self, plan: PlanRecord) -> None:
@@ -89,9 +98,34 @@ class PlannerRecorder:
 
     def close(self) -> None:
         """End the recording, and close its file."""
+        self._next_try = None
         if self._file is not None:
             os.close(self._file)
             self._file = None
+
+    def _begin(self) -> bool:
+        """Open the file and write the first line; return False if another recorder has the file.
+
+        Raises:
+            ConfigurationRefused: The path is not a regular file.
+            OSError: The file cannot be opened, locked or renamed.
+        """
+        if (file := _new_file(self._path)) is None:
+            return False
+        self._file = file
+        self._write(self._head)
+        return True
+
+    def _try_again(self, now: Nanos) -> None:
+        """Begin the recording if the other recorder has ended its own; end it if the file cannot be used (rule 4)."""
+        self._next_try = Nanos(now + RETRY_SECONDS * SECOND)
+        try:
+            if self._begin():
+                self._next_try = None
+                log.info("planner recording begun", extra={"file": str(self._path)})
+        except (ConfigurationRefused, OSError) as error:
+            log.warning("planner recording ended", extra={"file": str(self._path), "cause": str(error)})
+            self.close()
 
     def _write(self, line: PlannerLine) -> None:
         if self._file is None:

@@ -160,6 +160,29 @@ def test_second_recorder_leaves_the_file_to_the_first_one(tmp_path, caplog):
     assert (tmp_path / "r.1").read_bytes() == before
 
 
+def test_second_recorder_begins_when_the_first_has_ended(tmp_path):
+    path = tmp_path / "r"
+    first = PlannerRecorder(path, 1 << 20, SETTINGS)
+    before = path.read_bytes()
+    second = PlannerRecorder(path, 1 << 20, SETTINGS)
+    world = World(RecordedRule(a_rule(), second), POOLS, {"prefill": 1, "decode": 1})
+
+    world.run(60, lambda _: 20.0)
+    assert path.read_bytes() == before
+    first.close()
+    earlier = len(world.decisions)
+    world.run(60, lambda _: 20.0)
+    second.close()
+    world.run(60, lambda _: 20.0)
+
+    head, *lines = read_recording(path)
+    assert head.settings == SETTINGS
+    decisions = [msgspec.json.encode(each.decision) for each in lines]
+    assert decisions == [msgspec.json.encode(each) for each in world.decisions[earlier : earlier + len(lines)]]
+    assert len(lines) > 5
+    assert (tmp_path / "r.1").read_bytes() == before
+
+
 @pytest.mark.parametrize(
     ("damage", "said"),
     [

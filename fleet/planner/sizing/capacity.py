@@ -328,6 +328,8 @@ class LatencyCorrection:
         """Running mean of the errors of the corrected predictions (`fleet.planner.sizing.prediction_error`), from 0 to 1.
 
         The first pair of latencies does not count, because nothing had corrected its prediction. None before the second pair.
+        The corrected predictions are those of the learnt correction without limits. Plans use a factor that is limited to the
+        range from 0.8 to 4 (`fleet.planner.sizing.corrected`), so their error may be larger if the engine differs more.
         """
         return self._error if self._compared else None
 

@@ -442,19 +442,13 @@ class PlannerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         for name in self.engines:
             if name not in names:
                 raise ValueError(f"engines.{name}: `pools` has no such pool")
-        for index, pool in enumerate(self.pools):
-            if not pool.gpu and isinstance(self.engines.get(pool.name), GpuEngineSettings):
-                raise ValueError(
-                    f'pools[{index}].gpu: is needed, because engines.{pool.name} is of kind "gpu"; name one of'
-                    f" {', '.join(gpus())}"
-                )
+        _check_gpus(self.pools, self.engines)
         if isinstance(self.rule, FleetRuleSettings) and (
             missing := [name for name in names if name not in self.engines]
         ):
             raise ValueError(
                 f'engines: has no engine of pool {missing[0]}, which the rule `fleet` needs; or use rule.kind "load"'
             )
-        _check_gpus(self.pools, self.engines)
         if isinstance(self.rule, LoadRuleSettings):
             _refuse_ratio(self.budget)
 
@@ -462,11 +456,19 @@ class PlannerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 def _check_gpus(
     pools: Sequence[PlannedPool], engines: Mapping[PoolName, LinearEngineSettings | GpuEngineSettings]
 ) -> None:
-    """Check that each pool counts the GPUs that its engine takes, because budgets and prices depend on this number."""
+    """Check that each pool whose engine is of kind `gpu` names its GPU type, and counts the GPUs that its engine takes.
+
+    Budgets and prices depend on this number.
+    """
     for index, pool in enumerate(pools):
         engine = engines.get(pool.name)
-        if not pool.gpu or not isinstance(engine, GpuEngineSettings):
+        if not isinstance(engine, GpuEngineSettings):
             continue
+        if not pool.gpu:
+            raise ValueError(
+                f'pools[{index}].gpu: is needed, because engines.{pool.name} is of kind "gpu"; name one of'
+                f" {', '.join(gpus())}"
+            )
         taken = engine.tp * engine.pp * engine.dp  # `ep` distributes experts over the same GPUs
         if pool.gpus != taken:
             raise ValueError(

@@ -10,7 +10,7 @@ Rules:
 2. The file is rotated at `MOST_BYTES`; one older file remains, with the suffix `.1`. If the file cannot be written, a warning is logged
    once for each cause, and plans are still carried out.
 3. Several planners may append to one file, each record by one write. The file is locked while it is renamed, so that only one of them
-   rotates it. If the disk is full in the middle of a record, the next record begins on a new line.
+   rotates it. On a file system without locks, it is renamed without a lock. If the disk is full in the middle of a record, the next record begins on a new line.
 """
 
 import errno
@@ -199,7 +199,7 @@ class PlanHistory:
         except FileNotFoundError:
             return
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(descriptor)
             if os.path.samestat(path.stat(), os.fstat(descriptor)):
                 path.replace(_older(path))
         except (BlockingIOError, FileNotFoundError):  # another planner renames the file, or has renamed it
@@ -242,6 +242,20 @@ class PlanHistory:
 
 def _older(path: Path) -> Path:
     return path.with_name(f"{path.name}.1")
+
+
+def _lock(descriptor: int) -> None:
+    """Lock a file, if its file system has locks.
+
+    Raises:
+        BlockingIOError: Another process has locked the file.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError:  # rotating without a lock is better than a file that grows or takes no more records
+        log.debug("plan records cannot be locked", exc_info=True)
 
 
 def _line_break(path: Path) -> bytes:

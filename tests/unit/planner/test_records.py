@@ -1,5 +1,6 @@
 """Tests of the records of plans: the last state of a plan counts, files are rotated, and a damaged line costs only itself."""
 
+import errno
 import fcntl
 import os
 
@@ -70,6 +71,20 @@ def test_file_that_another_planner_rotates_is_left(tmp_path):
 
     history.keep(a_record(3))
     assert sorted(each.name for each in tmp_path.iterdir()) == ["plans.jsonl", "plans.jsonl.1"]
+
+
+def test_file_is_rotated_on_a_file_system_without_locks(tmp_path, monkeypatch, caplog):
+    def refuse(_descriptor, _operation):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    history = PlanHistory(tmp_path / "plans.jsonl", most_bytes=1)
+    history.keep(a_record(1))
+    history.keep(a_record(2))
+
+    assert [each.id for each in PlanHistory(tmp_path / "plans.jsonl").latest(5)] == ["plan-2", "plan-1"]
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["plans.jsonl", "plans.jsonl.1"]
+    assert not caplog.records
 
 
 def test_damaged_lines_are_left_out(tmp_path):

@@ -7,8 +7,8 @@ are metrics.
 
 import asyncio
 import io
-import logging
 import re
+from functools import partial
 from pathlib import Path
 from typing import Never
 
@@ -21,9 +21,8 @@ from fleet.planner.aggregate import DemandAggregator
 from fleet.planner.demand import DemandWindow, RecentRequest
 from fleet.planner.settings import MetricsDemandSettings
 from fleet.planner.sources.samples import USED, MetricSample, demand_reports
+from fleet.planner.sources.supervision import read_for_ever
 from fleet.planner.sources.wire import BadDemandReport
-
-log = logging.getLogger(__name__)
 
 CALL_SECONDS = 5.0
 """Time limit in seconds to read a whole page."""
@@ -56,34 +55,23 @@ class MetricsDemandSource:
     async def run(self) -> Never:
         async with asyncio.TaskGroup() as tasks:
             for url in self._settings.urls:
-                tasks.create_task(self._follow(url))
+                reading = partial(self._read, url)
+                tasks.create_task(read_for_ever(url, reading, self._aggregator, self._settings.every_seconds))
         raise AssertionError("the tasks never end")
 
-    async def _follow(self, url: str) -> Never:
-        logged_cause = ""
-        cause: str
-        unexpected: Exception | None
-        while True:
-            try:
-                page = await _page(url, _key_header(self._settings.key_file))
-                now = self._clock.now()
-                # in a thread, because parsing takes seconds for the longest pages, and leader election runs in this event loop
-                for report in await asyncio.to_thread(parse_page, page, now):
-                    self._aggregator.hear(url, report, now)
-                cause, unexpected = "", None
-            except (aiohttp.ClientError, OSError, BadDemandReport, BadKeyFile) as error:
-                cause, unexpected = str(error) or type(error).__name__, None
-                if isinstance(error, TimeoutError):
-                    cause = "no answer in time"
-            except Exception as error:  # noqa: BLE001 - supervisor: any error makes this page stale, and the planner goes on
-                cause, unexpected = f"{type(error).__name__}: {error}", error
-            if cause:
-                self._aggregator.failed(url, cause)
-                if cause != logged_cause:
-                    extra = {"source": url, "cause": cause}
-                    log.warning("demand source lost", extra=extra, exc_info=unexpected)
-            logged_cause = cause
-            await asyncio.sleep(self._settings.every_seconds)
+    async def _read(self, url: str) -> str:
+        """Add the reports on a page to the demand. Return why this failed, or an empty string."""
+        try:
+            page = await _page(url, _key_header(self._settings.key_file))
+            now = self._clock.now()
+            # in a thread, because parsing takes seconds for the longest pages, and leader election runs in this event loop
+            for report in await asyncio.to_thread(parse_page, page, now):
+                self._aggregator.hear(url, report, now)
+        except TimeoutError:
+            return "no answer in time"
+        except (aiohttp.ClientError, OSError, BadDemandReport, BadKeyFile) as error:
+            return str(error) or type(error).__name__
+        return ""
 
 
 def parse_page(page: str, now: Nanos) -> tuple[DemandReport, ...]:

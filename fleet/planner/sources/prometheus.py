@@ -13,9 +13,9 @@ Rules:
 """
 
 import asyncio
-import logging
 import ssl
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Never
 
@@ -38,9 +38,8 @@ from fleet.planner.sources.samples import (
     process_name,
     process_of,
 )
+from fleet.planner.sources.supervision import read_for_ever
 from fleet.planner.sources.wire import BadDemandReport
-
-log = logging.getLogger(__name__)
 
 MOST_BYTES = 64 << 20
 SERIES = f"fleet_demand_.+|fleet_worker_({'|'.join(WORKERS)})"
@@ -96,29 +95,20 @@ class PrometheusDemandSource:
         return ()
 
     async def run(self) -> Never:
-        settings, logged_cause = self._settings, ""
-        cause: str
-        unexpected: Exception | None
-        timeout = aiohttp.ClientTimeout(total=None)
-        async with aiohttp.ClientSession(timeout=timeout) as session:
-            while True:
-                try:
-                    async with asyncio.timeout(settings.deadline_seconds):
-                        await self._round(session)
-                    cause, unexpected = "", None
-                except (aiohttp.ClientError, OSError, BadDemandReport, ConfigurationRefused) as error:
-                    cause, unexpected = str(error) or type(error).__name__, None
-                    if isinstance(error, TimeoutError):
-                        cause = f"no answer within {settings.deadline_seconds:g} s"
-                except Exception as error:  # noqa: BLE001 - supervisor: any error makes this source stale, and the planner goes on
-                    cause, unexpected = f"{type(error).__name__}: {error}", error
-                if cause:
-                    self._aggregator.failed(settings.url, cause)
-                    if cause != logged_cause:
-                        extra = {"source": settings.url, "cause": cause}
-                        log.warning("demand source lost", extra=extra, exc_info=unexpected)
-                logged_cause = cause
-                await asyncio.sleep(settings.every_seconds)
+        settings = self._settings
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session:
+            await read_for_ever(settings.url, partial(self._read, session), self._aggregator, settings.every_seconds)
+
+    async def _read(self, session: aiohttp.ClientSession) -> str:
+        """Carry out one round of queries. Return why it failed, or an empty string."""
+        try:
+            async with asyncio.timeout(self._settings.deadline_seconds):
+                await self._round(session)
+        except TimeoutError:
+            return f"no answer within {self._settings.deadline_seconds:g} s"
+        except (aiohttp.ClientError, OSError, BadDemandReport, ConfigurationRefused) as error:
+            return str(error) or type(error).__name__
+        return ""
 
     async def _round(self, session: aiohttp.ClientSession) -> None:
         """Query the samples of all router processes once, and add them to the demand.

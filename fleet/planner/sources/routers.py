@@ -10,7 +10,7 @@ Rules:
 """
 
 import asyncio
-import logging
+from functools import partial
 from typing import Any, Never
 
 import grpc
@@ -21,13 +21,12 @@ from fleet.net.control.access import ControlAccess
 from fleet.planner.aggregate import DemandAggregator
 from fleet.planner.demand import DemandWindow, RecentRequest
 from fleet.planner.settings import RouterDemandSettings
+from fleet.planner.sources.supervision import read_for_ever
 from fleet.planner.sources.wire import BadDemandReport, decode_report
 from fleet.v1 import control_pb2 as pb
 from fleet.v1 import control_pb2_grpc
 from kvstore.protocol.range_messages import agree_with_server, range_message
 from kvstore.protocol.versions import NoCommonProtocol
-
-log = logging.getLogger(__name__)
 
 AGAIN_SECONDS = 1.0
 
@@ -68,22 +67,7 @@ class RouterDemandSource:
 
     async def follow(self, name: str, address: str) -> Never:
         """Add the reports of one connection to the demand until cancelled; open the connection again if it fails."""
-        logged_trouble = ""
-        trouble: str
-        unexpected: Exception | None
-        while True:
-            try:
-                trouble, unexpected = await self._watch(name, address), None
-            except Exception as error:  # noqa: BLE001 - supervisor: any error makes this source stale, and the planner goes on
-                trouble, unexpected = f"{type(error).__name__}: {error}", error
-            finally:
-                self._reached.pop(name, None)
-            self._aggregator.failed(name, trouble)
-            if trouble != logged_trouble:
-                logged_trouble = trouble
-                extra = {"source": name, "cause": trouble}
-                log.warning("demand source lost", extra=extra, exc_info=unexpected)
-            await asyncio.sleep(AGAIN_SECONDS)
+        await read_for_ever(name, partial(self._watch, name, address), self._aggregator, AGAIN_SECONDS)
 
     async def _watch(self, name: str, address: str) -> str:
         """Add the reports of one connection to the demand until the connection fails; return why it failed."""
@@ -113,3 +97,5 @@ class RouterDemandSource:
             return f"no report for {self._settings.stale_seconds:g} s"
         except (BadDemandReport, NoCommonProtocol) as error:
             return str(error)
+        finally:
+            self._reached.pop(name, None)

@@ -252,19 +252,25 @@ def check_limits(pools: Sequence[PlannedPool], budget: PlanBudget) -> None:
             raise ValueError(f"pools.{each.name}: gpus must be at least 1 and dollars_per_hour a number of at least 0")
     if budget.least_ratio is not None and budget.most_ratio is not None and budget.least_ratio > budget.most_ratio:
         raise ValueError(f"budget.least_ratio: {budget.least_ratio} is above most_ratio, which is {budget.most_ratio}")
-    if not _ratio_can_hold(pools, budget):
+    if cause := impossible_ratio(pools, budget):
         field = "most_ratio" if budget.least_ratio is None else "least_ratio"
-        raise ValueError(
-            f"budget.{field}: no numbers within `least` and `most` of the pools keep it: prefill has"
-            f" {_range(pools, Role.PREFILL)} replicas, decode {_range(pools, Role.DECODE)},"
-            f" and the ratio must be {_ratio_bounds(budget)}"
-        )
+        raise ValueError(f"budget.{field}: no numbers within `least` and `most` of the pools keep it: {cause}")
     for field, limit, floor in (
         ("gpus", budget.gpus, sum(each.least * each.replica_gpus for each in pools)),
         ("dollars_per_hour", budget.dollars_per_hour, sum(each.least * each.replica_dollars for each in pools)),
     ):
         if limit is not None and floor > limit:
             raise ValueError(f"budget.{field}: {limit} is below what the floors of the pools take, which is {floor}")
+
+
+def impossible_ratio(pools: Sequence[PlannedPool], budget: PlanBudget) -> str:
+    """Return why no numbers within the bounds of the pools keep the bounds of the ratio of prefill to decode; empty if some do."""
+    if _ratio_can_hold(pools, budget):
+        return ""
+    return (
+        f"prefill has {_range(pools, Role.PREFILL)} replicas, decode {_range(pools, Role.DECODE)},"
+        f" and the ratio must be {_ratio_bounds(budget)}"
+    )
 
 
 def check_gpu_limit(pools: Sequence[PlannedPool], budget: PlanBudget) -> None:

@@ -22,7 +22,7 @@ from fleet.core.ids import ModelName
 from fleet.core.roles import Role
 from fleet.hardware.gpus import gpus
 from fleet.hardware.known_models import model_by_repository
-from fleet.planner.decisions import PlanBudget, PlanGoals, PlannedPool
+from fleet.planner.decisions import PlanBudget, PlanGoals, PlannedPool, impossible_ratio
 from fleet.planner.messages import PoolName
 from fleet.planner.rule_settings import PlannerRuleSettings
 from fleet.planner.settings import (
@@ -122,11 +122,17 @@ def _settings(
 
     Raises:
         ValueError: Two fields contradict each other; the message names the field.
-        PlanNotObeyed: An engine's model, GPU type or option in a podTemplate is not known.
+        PlanNotObeyed: The bounds of the roles exclude the deployment's ratio, or an engine's model, GPU type or option in a
+            podTemplate is not known.
     """
     spec, goals, by_load = deployment.spec, plan.objective, plan.requests_per_replica > 0
     if by_load:  # the rule `load` keeps no ratio, but the operator does, when it carries out a plan
         budget = structs.replace(budget, least_ratio=None, most_ratio=None)
+    if cause := impossible_ratio(pools, budget):  # in the planner's settings, the ratio is a field of the budget
+        text = (
+            f"balance.ratio of the deployment: no numbers of replicas within the bounds of the roles keep it: {cause}"
+        )
+        raise PlanNotObeyed(SPECIFICATION_REFUSED, text)
     return PlannerSettings(
         model=ModelName(spec.model.name),
         mode=MODES[plan.mode],

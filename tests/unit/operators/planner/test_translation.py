@@ -166,6 +166,12 @@ def test_requests_per_replica_need_no_known_model():
         (None, {"roles": [{"role": "decode", "least": 7}]}, "SpecificationRefused", "decode needs at least 7 replicas"),
         (None, {"budget": {"gpus": 7}}, "SpecificationRefused", "spec.budget.gpus: 7 is below what the floors"),
         (
+            a_deployment(balance={"ratio": {"least": "8:1"}}),
+            {},
+            "SpecificationRefused",
+            "balance.ratio of the deployment: no numbers of replicas within the bounds of the roles keep it: prefill has 1 to 6",
+        ),
+        (
             a_deployment(a_role("aggregated", gpus={"perReplica": 4, "product": "Unheard-Of"})),
             {},
             "SpecificationRefused",

@@ -379,9 +379,9 @@ class PlannerLoop:
         open_pools = [each for each in seen.pools if each.unfinished and not each.pinned]
         if not open_pools:
             return
-        written_id = open_pools[0].plan
-        plan_id = recorded_id(written_id)
-        alike = [each for each in open_pools if each.plan == written_id]
+        plan_id = recorded_id(open_pools[0].plan)
+        # A leader that ended while it adopted the plan may have written the new id for only some of the pools.
+        alike = [each for each in open_pools if recorded_id(each.plan) == plan_id]
         plan = Plan(
             id=adopted_id(plan_id, self._wall_ms()),
             replicas={each.name: each.wanted for each in alike},

@@ -450,6 +450,24 @@ def test_new_leader_goes_on_with_an_unfinished_plan(start, state, last):
     assert world.pools.pools[DECODE].wanted == last
 
 
+def test_half_written_adoption_is_finished_for_all_pools():
+    """An earlier leader has ended between the two writes with which it adopted a plan."""
+    world = World(decode=1, prefill=1)
+    for name, plan in ((DECODE, "old-adopted-5"), (PREFILL, "old")):
+        unfinished = PoolObservation(name=name, wanted=4, ready=1, plan=PlanId(plan), before=1, version="7")
+        world.pools.pools[name] = unfinished
+    world.pools.start = None
+    world.rule.replicas = {DECODE: 4, PREFILL: 4}
+
+    def content():
+        world.rule.replicas = {DECODE: 1, PREFILL: 1}
+
+    played(world, (2, content), (60, nothing))
+
+    assert [replicas for _, replicas in world.pools.applied] == [{DECODE: 4, PREFILL: 4}, {DECODE: 1, PREFILL: 1}]
+    assert [(each.id, each.state) for each in world.history.latest(5)] == [("old", PlanState.ROLLED_BACK)]
+
+
 def test_unreachable_orchestrator_is_a_condition():
     world = World()
     told = []

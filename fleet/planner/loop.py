@@ -367,7 +367,11 @@ class PlannerLoop:
             ):
                 return
             self._stop_plan(PlanState.SUPERSEDED, f"a higher need supersedes it: {decision.message}")
-            pending = {each.name: each.wanted for each in seen.pools if each.plan == flying.plan.id and each.pending}
+            # The write of an adopted plan may still be under way, so its pools have the earlier id or the new one.
+            superseded = recorded_id(flying.plan.id)
+            pending = {
+                each.name: each.wanted for each in seen.pools if recorded_id(each.plan) == superseded and each.pending
+            }
             changes = {name: count for name, count in pending.items() if not _pinned(seen, name)} | changes
         if changes and self._clock.now() >= self._retry_at:
             state = PlanState.UNDER_WAY if self._rehearsal is None else PlanState.REHEARSED

@@ -468,6 +468,22 @@ def test_half_written_adoption_is_finished_for_all_pools():
     assert [(each.id, each.state) for each in world.history.latest(5)] == [("old", PlanState.ROLLED_BACK)]
 
 
+def test_plan_superseding_an_unwritten_adoption_has_its_pools():
+    world = World(decode=1, prefill=1)
+    unfinished = PoolObservation(name=PREFILL, wanted=4, ready=1, plan=PlanId("old"), before=1, version="7")
+    world.pools.pools[PREFILL] = unfinished
+    world.pools.start = None
+    world.rule.replicas = {DECODE: 3, PREFILL: 4}
+
+    def content():
+        world.rule.replicas = {DECODE: 1, PREFILL: 1}
+
+    played(world, (2, content), (60, nothing))
+
+    assert [replicas for _, replicas in world.pools.applied] == [{DECODE: 3, PREFILL: 4}, {DECODE: 1, PREFILL: 1}]
+    assert world.states() == [PlanState.SUPERSEDED, PlanState.ROLLED_BACK]
+
+
 def test_unreachable_orchestrator_is_a_condition():
     world = World()
     told = []

@@ -67,7 +67,12 @@ def rollback(plan: Plan, before: Observation, seen: Observation) -> Plan | None:
         kept = max(each.ready, was.fallback) if each.pending else min(each.ready, was.wanted)
         if (each.pending and kept < each.wanted) or (each.why is PoolGapReason.LIMITED and kept > each.wanted):
             replicas[each.name] = kept
-    return Plan(id=PlanId(f"{plan.id}-taken-back"), replicas=replicas, within=plan.within) if replicas else None
+    return Plan(id=rollback_id(plan.id), replicas=replicas, within=plan.within) if replicas else None
+
+
+def rollback_id(plan: PlanId) -> PlanId:
+    """Return the id of the plan that rolls a plan back."""
+    return PlanId(f"{plan}-taken-back")
 
 
 def to_write(plan: Plan, seen: Observation, there: Observation) -> list[PoolObservation]:

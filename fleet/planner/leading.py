@@ -4,8 +4,10 @@ Rules:
 
 1. Each call first checks that the planner leads. A planner may have been suspended for longer than its election lease, so
    the check is made again before each attempt of a write, and it compares the present instant with the end of the lease.
-2. A planner can also be suspended between this check and its write. Then the next leader has adopted the plan under
-   another id (`adopted_id`), so the write ends with a conflict (`fleet.planner.execution.to_write`).
+2. A planner can also be suspended between this check and its write. If the next leader has written the pool meanwhile, or
+   has adopted the pool's unfinished plan under another id (`adopted_id`), the write ends with a conflict
+   (`fleet.planner.execution.to_write`). Otherwise this one write succeeds late. If the pool is not settled then, the leader
+   adopts the late plan, because it did not write the plan itself (`fleet.planner.loop`).
 """
 
 import re

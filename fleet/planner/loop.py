@@ -9,9 +9,9 @@ Rules:
    or, for a pool that is not in the plan, than the pool's present number. Every other decision has no effect while the plan is
    carried out. The new plan also contains the pools of the superseded plan whose replicas do not all serve yet. So these
    replicas are rolled back too if they do not serve in time.
-3. A new leader continues an unfinished plan of an earlier leader: it writes the plan under another id, waits for the
-   replicas, and rolls back those that do not serve in time. An earlier leader that still runs does not write any more
-   (`fleet.planner.leading`).
+3. A leader continues unfinished plans of earlier leaders, one after another: it writes the plan under another id, waits for
+   the replicas, and rolls back those that do not serve in time. It looks for such plans whenever it carries out no plan,
+   because a write of an earlier leader may arrive late (`fleet.planner.leading`).
 4. The loop limits the numbers of each decision to the bounds of the pools, because a rule may have a fault. Pinned pools
    keep their number in a decision, even if it is out of the bounds, and plans do not contain them.
 5. A plan that only shrinks pools is held back if its rehearsal misses a goal that the present pools keep. The
@@ -22,8 +22,9 @@ Rules:
 
 import asyncio
 import logging
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Never, Protocol
 
 from msgspec import Struct, structs
@@ -39,9 +40,9 @@ from fleet.planner.decisions import (
 )
 from fleet.planner.demand import DemandWindow
 from fleet.planner.election.ports import PlanElection
-from fleet.planner.execution import PlanOutcome
+from fleet.planner.execution import PlanOutcome, rollback_id
 from fleet.planner.leading import LeaderConnector, LeadershipLost, adopted_id, recorded_id
-from fleet.planner.messages import Observation, Plan, PlanId, PoolName, shortened
+from fleet.planner.messages import Observation, Plan, PlanId, PoolName, PoolObservation, shortened
 from fleet.planner.ports import (
     CALL_SECONDS,
     ConnectorError,
@@ -78,6 +79,9 @@ connector that exceeds it."""
 
 RETRY_SECONDS = 10.0
 """Seconds to wait before the next plan begins, if the last plan was held back, failed, or ended without being settled."""
+
+KNOWN_PLANS = 16
+"""Number of plan ids that the loop remembers for each pool, so that it does not adopt its own plans."""
 
 _ENDED = {
     PlanOutcome.SETTLED: PlanState.SETTLED,
@@ -184,7 +188,8 @@ class PlannerLoop:
         self._decide = decide
         self._pools = {pool.name: pool for pool in settings.pools}
         self._in_flight: _PlanInFlight | None = None
-        self._adopted = False  # True when this planner has looked for an unfinished plan of an earlier leader
+        # Ids of plans that this planner does not adopt while it leads: its own, and those whose pools it has seen settled.
+        self._known: defaultdict[PoolName, deque[PlanId]] = defaultdict(lambda: deque(maxlen=KNOWN_PLANS))
         self._retry_at = Nanos(0)
         self._shadowed: Mapping[PoolName, int] = {}
         self._scored: deque[_ScoredPlan] = deque(maxlen=8)
@@ -288,7 +293,7 @@ class PlannerLoop:
         elif self._election.leads():
             self._act(decision, window, seen, tasks)
         else:
-            self._adopted = False
+            self._known.clear()
             self._stop_plan(PlanState.HANDED_OVER, "another planner leads")
 
     def _not_observed(self, cause: str) -> None:
@@ -356,8 +361,7 @@ class PlannerLoop:
     def _act(self, decision: PlanDecision, window: DemandWindow, seen: Observation, tasks: asyncio.TaskGroup) -> None:
         if self._in_flight is not None and self._in_flight.task.done():
             self._in_flight = None
-        if self._in_flight is None and not self._adopted:
-            self._adopted = True
+        if self._in_flight is None:
             self._adopt(seen, tasks)
         changes = self._changes(decision, seen)
         if (flying := self._in_flight) is not None:
@@ -379,9 +383,18 @@ class PlannerLoop:
             self._start(record, self._plan_of(record, seen), window, seen, tasks)
 
     def _adopt(self, seen: Observation, tasks: asyncio.TaskGroup) -> None:
-        """Continue an unfinished plan that an earlier leader has written, if there is one."""
-        open_pools = [each for each in seen.pools if each.unfinished and not each.pinned]
-        if not open_pools:
+        """Continue an unfinished plan that an earlier leader has written, if there is one.
+
+        The plan of a pool that was seen settled or pinned is known from then on. So it is not adopted if a replica of the pool
+        fails later.
+        """
+        open_pools = list[PoolObservation]()
+        for each in seen.pools:
+            if each.unfinished and not each.pinned and each.plan not in self._known[each.name]:
+                open_pools.append(each)
+            else:
+                self._know(each.name, each.plan)
+        if not open_pools or self._clock.now() < self._retry_at:
             return
         plan_id = recorded_id(open_pools[0].plan)
         # A leader that ended while it adopted the plan may have written the new id for only some of the pools.
@@ -413,6 +426,13 @@ class PlannerLoop:
         log.info("plan adopted", extra={"plan": plan_id})
         self._start(structs.replace(record, state=PlanState.UNDER_WAY, ended_ms=0), plan, None, before, tasks)
 
+    def _know(self, pool: PoolName, plan: PlanId) -> None:
+        """Remember that this planner does not adopt a plan for a pool; the id that was remembered last is kept longest."""
+        known = self._known[pool]
+        with suppress(ValueError):
+            known.remove(plan)
+        known.append(plan)
+
     # Carrying out plans.
 
     def _start(
@@ -424,6 +444,9 @@ class PlannerLoop:
         tasks: asyncio.TaskGroup,
     ) -> None:
         self._keep(record)
+        for name in plan.replicas:
+            self._know(name, rollback_id(plan.id))
+            self._know(name, plan.id)
         log.info("plan begins", extra={"plan": plan.id, "replicas": dict(plan.replicas), "why": record.message})
         self._in_flight = _PlanInFlight(record, plan, tasks.create_task(self._carry_out(record, plan, window, seen)))
 
@@ -453,6 +476,8 @@ class PlannerLoop:
             state, detail = PlanState.CONFLICT, str(error)
         except PlanRefused as error:
             state, detail = PlanState.REFUSED, str(error)
+            if (refused := seen.pool(error.pool)) is not None:  # do not adopt its plan again
+                self._know(refused.name, refused.plan)
         except OrchestratorGone as error:
             detail = str(error)
         except ConnectorError as error:
@@ -462,8 +487,8 @@ class PlannerLoop:
         self._end(record, state, detail)
 
     def _hand_over(self, record: PlanRecord, detail: str) -> None:
-        """End a plan because this planner does not lead; if it leads again, it looks for an unfinished plan first."""
-        self._adopted = False
+        """End a plan because this planner does not lead; if it leads again, it also adopts its own unfinished plans."""
+        self._known.clear()
         self._end(record, PlanState.HANDED_OVER, detail)
 
     def _held_back(self, record: PlanRecord, seen: Observation) -> bool:

@@ -484,6 +484,70 @@ def test_plan_superseding_an_unwritten_adoption_has_its_pools():
     assert world.states() == [PlanState.SUPERSEDED, PlanState.ROLLED_BACK]
 
 
+def test_late_first_write_of_an_earlier_leader_is_adopted():
+    """The earlier leader was suspended before the first write of its plan, which no rule of the present leader wants."""
+    world = World(decode=1, prefill=1)
+    world.pools.start = None
+
+    def write():
+        for name in (DECODE, PREFILL):  # two plans
+            pool = world.pools.pools[name]
+            world.pools.pools[name] = structs.replace(
+                pool, wanted=4, plan=PlanId(f"late-{name}"), before=1, version="1"
+            )
+
+    world.rule.replicas = {DECODE: 1, PREFILL: 1}
+
+    played(world, (5, write), (200, nothing))
+
+    assert [each.id for each in reversed(world.history.latest(5))] == ["late-decode", "late-prefill"]
+    assert world.states() == [PlanState.ROLLED_BACK] * 2
+    assert [each.wanted for each in world.pools.pools.values()] == [1, 1]
+
+
+def test_replica_failing_after_its_plan_settled_adopts_nothing():
+    world = World()
+    settled = PoolObservation(name=DECODE, wanted=4, ready=4, plan=PlanId("old"), before=1, version="7")
+    world.pools.pools[DECODE] = settled
+    world.rule.replicas = {DECODE: 4}
+
+    def fail():
+        world.pools.start = None
+        world.pools.pools[DECODE] = structs.replace(settled, ready=2)
+
+    played(world, (3, fail), (100, nothing))
+
+    assert world.pools.applied == []
+
+
+@pytest.mark.parametrize(
+    ("error", "first", "written"),
+    [
+        (PlanConflict(DECODE), PlanState.CONFLICT, ["old-adopted-10000"]),
+        (PlanRefused(DECODE, "no right"), PlanState.REFUSED, []),
+    ],
+    ids=["conflict", "refusal"],
+)
+def test_adoption_is_tried_again_after_a_conflict_only(error, first, written):
+    world = World()
+    world.pools.pools[DECODE] = PoolObservation(
+        name=DECODE, wanted=4, ready=2, plan=PlanId("old"), before=2, version="7"
+    )
+    world.pools.start = None
+    world.pools.fail = error
+    world.rule.replicas = {DECODE: 4}
+    told = []
+
+    def mend():
+        told.append(world.states())
+        world.pools.fail = None
+
+    played(world, (3, mend), (20, nothing))
+
+    assert told == [[first]]
+    assert [plan for plan, _ in world.pools.applied] == written
+
+
 def test_unreachable_orchestrator_is_a_condition():
     world = World()
     told = []

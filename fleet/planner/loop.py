@@ -251,8 +251,11 @@ class PlannerLoop:
         )
 
     def explain(self, plan: PlanId) -> PlanRecord | None:
-        """Return the record of a plan, or None if there is none; the call may read a file and block."""
-        return self._history.find(plan)
+        """Return the record of a plan, also by an id of its adoption, or None if there is none.
+
+        The call may read a file and block.
+        """
+        return self._history.find(recorded_id(plan))
 
     # Deciding.
 

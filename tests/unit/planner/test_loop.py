@@ -447,6 +447,7 @@ def test_new_leader_goes_on_with_an_unfinished_plan(start, state, last):
     assert world.history.latest(1)[0].id == "old"
     assert world.states() == [state]
     assert world.pools.applied[0] == ("old-adopted-0", {DECODE: 4}), "the earlier leader does not know this id"
+    assert world.loop.explain(PlanId("old-adopted-0")) == world.history.latest(1)[0]
     assert world.pools.pools[DECODE].wanted == last
 
 

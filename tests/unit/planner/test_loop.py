@@ -11,11 +11,14 @@ from prometheus_client import CollectorRegistry, generate_latest
 from fleet.core.clock import SECOND, Nanos
 from fleet.core.duration_counts import EDGES, bucket_of
 from fleet.core.roles import Role
+from fleet.core.system_clock import utc_now
+from fleet.planner.connectors.folder import FolderRecords
+from fleet.planner.connectors.virtual import PlanReport, PoolReport, VirtualConnector
 from fleet.planner.control.metrics import PlannerMetrics
 from fleet.planner.decisions import DecisionReason, PlanConditionType, PlanDecision, PlanGoals, PlannedPool
 from fleet.planner.demand import DemandWindow
 from fleet.planner.loop import OBSERVE_SECONDS, STARTING_SECONDS, PlannerLoop, decide_in_thread
-from fleet.planner.messages import MOST_TEXT, Observation, PlanId, PoolName, PoolObservation
+from fleet.planner.messages import MOST_TEXT, Observation, PlanId, PlanWriter, PoolName, PoolObservation
 from fleet.planner.ports import (
     ConnectorUnreachable,
     PlanConflict,
@@ -148,7 +151,7 @@ def _prediction(attainment, ttft):
 
 
 class World:
-    def __init__(self, mode=PlannerMode.ACTIVE, rehearsal=None, **wanted):
+    def __init__(self, mode=PlannerMode.ACTIVE, rehearsal=None, connector=None, **wanted):
         self.rule, self.demand, self.pools, self.election = Rule(), Demand(), Pools(**wanted), Election()
         self.history = PlanHistory(None)
         bounds = {"least": 0, "most": 6, "start_seconds": 10.0, "drain_seconds": 5.0}
@@ -168,7 +171,7 @@ class World:
             settings,
             self.rule,
             self.demand,
-            self.pools,
+            connector or self.pools,
             self.election,
             self.history,
             clock,
@@ -547,6 +550,67 @@ def test_adoption_is_tried_again_after_a_conflict_only(error, first, written):
 
     assert told == [[first]]
     assert [plan for plan, _ in world.pools.applied] == written
+
+
+class SuspendedBeforeWrites(VirtualConnector):
+    """Connector of a planner that can be suspended after it has checked that it leads, and before it writes."""
+
+    def __init__(self, records):
+        super().__init__(records, PlanWriter.PLANNER, utc_now)
+        self.goes_on, self.suspended = asyncio.Event(), False
+        self.goes_on.set()
+
+    async def apply(self, plan, seen):
+        self.suspended = not self.goes_on.is_set()
+        await self.goes_on.wait()
+        await super().apply(plan, seen)
+
+
+@pytest.mark.parametrize("wrote_before", [True, False], ids=["adopted", "first_write"])
+def test_late_write_after_a_change_of_leaders(tmp_path, wrote_before):
+    """A late write is refused if the new leader has adopted the earlier plan of the pool; else it is adopted itself."""
+
+    async def play():
+        records = FolderRecords(tmp_path)
+        records.report(PlanReport(pools={DECODE: PoolReport(asked=1, ready=1)}))  # nobody carries the plans out
+        connector = SuspendedBeforeWrites(records)
+        early = World(connector=connector)
+        late = World(connector=VirtualConnector(records, PlanWriter.PLANNER, utc_now))
+        late.election.lead = False
+        for world in (early, late):
+            world.rule.interval = Nanos(SECOND // 50)
+
+        def planned():
+            return records.intent().pools.get(DECODE)
+
+        async with early.running(), late.running():
+            if wrote_before:
+                early.rule.replicas = {DECODE: 3}
+                await until(planned)
+            connector.goes_on.clear()
+            early.rule.replicas = {DECODE: 5}
+            await until(lambda: connector.suspended)
+            early.rule.interval = Nanos(1000 * SECOND)
+            asked = early.rule.asked
+            await until(lambda: early.rule.asked > asked)  # the last round of the suspended planner
+            early.election.lead, late.election.lead = False, True
+            if wrote_before:
+                await until(lambda: "-adopted-" in planned().plan)
+            else:
+                asked = late.rule.asked
+                await until(lambda: late.rule.asked > asked + 2)
+            connector.goes_on.set()
+            await until(lambda: early.states()[-1] in {PlanState.CONFLICT, PlanState.HANDED_OVER})
+            await until(lambda: "-adopted-" in planned().plan)
+            return early.history.latest(5), late.loop.explain(planned().plan), planned().replicas
+
+    early, adopted, replicas = asyncio.run(play())
+
+    assert [each.state for each in early] == (
+        [PlanState.CONFLICT, PlanState.SUPERSEDED] if wrote_before else [PlanState.HANDED_OVER]
+    )
+    assert (adopted.id, adopted.state) == (early[-1].id, PlanState.UNDER_WAY), "found by its adopted id"
+    assert replicas == (3 if wrote_before else 5)
 
 
 def test_unreachable_orchestrator_is_a_condition():

@@ -30,7 +30,7 @@ from fleet.core.duration_counts import Counts, added
 from fleet.core.ids import Incarnation, ModelName, WorkerId, longest_prefix
 from fleet.core.roles import Role
 from fleet.planner.demand import DemandWindow, RecentRequest, WorkerDemand
-from fleet.planner.messages import PoolName, worker_prefix
+from fleet.planner.messages import PoolName, shortened, worker_prefix
 
 STALE_AFTER = Nanos(5 * SECOND)  # default of `stale_after`: five reports, because routers report once a second
 SAMPLED = 512
@@ -163,8 +163,8 @@ class DemandAggregator:
         return tuple(self._report_times)
 
     def failed(self, source: str, why: str) -> None:
-        """Record why a source does not report at present; the texts of `stale` contain this reason."""
-        self._troubles[source] = why
+        """Record why a source does not report at present; the texts of `stale` contain this reason, which is shortened."""
+        self._troubles[source] = shortened(why)
 
     def sample(self) -> tuple[RecentRequest, ...]:
         """Return the last `SAMPLED` requests of the reports' samples, in the order of their arrival."""

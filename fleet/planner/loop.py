@@ -536,6 +536,7 @@ class PlannerLoop:
         self._keep(record)
 
     def _end(self, record: PlanRecord, state: PlanState, detail: str) -> None:
+        detail = shortened(detail)  # it may quote the orchestrator
         log.info("plan ended", extra={"plan": record.id, "state": state, "detail": detail})
         ended = structs.replace(record, state=state, detail=detail, ended_ms=self._wall_ms())
         self._finish(ended, score=state is PlanState.SETTLED)
@@ -597,7 +598,7 @@ class PlannerLoop:
         self._seen = self._planned(seen)
 
     def _warn(self, cause: str) -> None:
-        log.warning("plan delayed", extra={"cause": cause})
+        log.warning("plan delayed", extra={"cause": shortened(cause)})
 
     # Scoring: measuring the effects of plans.
 

@@ -104,7 +104,7 @@ class PlanRecord(Struct, frozen=True, kw_only=True):
     """Wall-clock time at which the plan ended, in milliseconds since 1970, or 0 if it has not ended."""
 
     detail: str = ""
-    """Why the plan ended as it did, or the last message of the orchestrator."""
+    """Why the plan ended as it did, or the last message of the orchestrator; shortened (`fleet.planner.messages.shortened`)."""
 
     score_due_ms: int = 0
     """Wall-clock time at which the plan gets its score, in milliseconds since 1970. 0 if the plan has not ended, or gets no

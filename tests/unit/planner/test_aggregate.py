@@ -11,7 +11,7 @@ from fleet.core.duration_counts import EDGES, bucket_of
 from fleet.core.ids import Incarnation, ModelName, WorkerId
 from fleet.core.roles import Role
 from fleet.planner.aggregate import STALE_AFTER, DemandAggregator
-from fleet.planner.messages import PoolName
+from fleet.planner.messages import MOST_TEXT, PoolName
 
 MODEL = ModelName("m")
 POOLS = {PoolName("prefill"): Role.PREFILL, PoolName("decode"): Role.DECODE, PoolName("decode-big"): Role.DECODE}
@@ -308,6 +308,15 @@ def test_stale_is_exactly_what_was_silent_too_long(pauses):
         now = Nanos(now + pause * SECOND)
         assert bool(aggregator.stale(now)) == (pause * SECOND > STALE_AFTER)
         aggregator.hear("a", a_report(), now)
+
+
+def test_long_reason_of_a_silent_source_is_shortened():
+    aggregator = an_aggregator()
+    aggregator.failed("a", "x" * 1_000_000)
+
+    (text,) = aggregator.stale(at(1))
+    assert text.startswith("a: has not reported yet (xx")
+    assert len(text) <= MOST_TEXT + len("a: has not reported yet ()")
 
 
 def test_expected_source_is_stale_until_it_reports():

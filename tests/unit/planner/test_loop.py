@@ -776,6 +776,18 @@ def test_failed_plan_is_tried_again_after_a_pause(error, state):
     assert world.states() == [state, PlanState.SETTLED]
 
 
+def test_long_cause_of_a_failed_plan_is_shortened():
+    world = World()
+    world.pools.fail = PlanRefused(DECODE, "x" * 1_000_000)
+    world.rule.replicas = {DECODE: 3}
+
+    played(world, (3, nothing))
+
+    (record,) = world.history.latest(5)
+    assert record.detail.startswith("decode: xx")
+    assert len(record.detail) <= MOST_TEXT
+
+
 def test_shrink_that_misses_a_goal_in_rehearsal_is_held_back():
     world = World(rehearsal=FixedRehearsal(present=0.99, planned=0.5), decode=3)
     world.rule.replicas = {DECODE: 1}

@@ -1,6 +1,6 @@
 """Requests: define requests and answers in the form that frontends, routers and workers share."""
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
 
 from msgspec import Struct
@@ -152,21 +152,10 @@ class Sampling(Struct, frozen=True, kw_only=True):
         )
 
 
-MODEL_DEFAULTS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
+MODEL_DEFAULTS = frozenset(
+    ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 )
 """Fields of `Sampling` for which the folder of a model may name a default (``generation_config.json``)."""
-
-
-def unset_fields(given: Container[str]) -> tuple[str, ...]:
-    """Return those of `MODEL_DEFAULTS` that are not among the given names."""
-    return tuple([name for name in MODEL_DEFAULTS if name not in given])
 
 
 STATE_FIELDS = (
@@ -299,7 +288,7 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     prompt: Prompt
     sampling: Sampling = Sampling()
     # The fields of `sampling` that the client has left out. If the model names a default for one of them, it replaces the value in `sampling`.
-    unset: tuple[str, ...] = ()
+    unset: frozenset[str] = frozenset()
     # True: the answer may fill the rest of the model's context, and `sampling.max_tokens` is ignored.
     fill_context: bool = False
     # True: if `sampling.max_tokens` do not fit into the model's context, the answer may be only as long as the context allows. False: such

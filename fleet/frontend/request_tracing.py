@@ -27,7 +27,7 @@ class TracedRequest(Struct, frozen=True, kw_only=True):
     tenant: str = ""
     session: str = ""
     sampling: Sampling | None = None  # None: the sampling parameters are not known
-    unset: tuple[str, ...] = ()  # fields of `sampling` that the client has left out (`GenerateRequest.unset`)
+    unset: frozenset[str] = frozenset()  # fields of `sampling` that the client has left out (`GenerateRequest.unset`)
 
 
 def traced_request(request: GenerateRequest) -> TracedRequest:

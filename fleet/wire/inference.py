@@ -12,6 +12,7 @@ from fleet.core.clock import Nanos
 from fleet.core.errors import invalid
 from fleet.core.ids import ModelName, RequestId
 from fleet.core.requests import (
+    MODEL_DEFAULTS,
     Admitted,
     AnswerParsing,
     ChatMessage,
@@ -37,7 +38,6 @@ from fleet.core.requests import (
     TokenPrompt,
     ToolChoice,
     Usage,
-    unset_fields,
 )
 from fleet.core.roles import KvPath, Phase, Placement
 from fleet.v1 import inference_pb2 as pb
@@ -105,7 +105,7 @@ def decode_request(message: pb.GenerateRequest, request_id: RequestId, deadline:
         model=ModelName(message.model),
         prompt=_decode_prompt(message),
         sampling=_decode_sampling(message.sampling, given),
-        unset=() if message.HasField("pooling") else unset_fields(given),
+        unset=frozenset() if message.HasField("pooling") else MODEL_DEFAULTS.difference(given),
         stop=tuple(message.stop),
         priority=message.priority,
         deadline=deadline,

@@ -522,7 +522,7 @@ def _sampling_defaults(folder: Path) -> Mapping[str, float]:
     """
     declared = _load_object(folder / GENERATION_CONFIG)
     found: dict[str, float] = {}
-    for name in MODEL_DEFAULTS:
+    for name in sorted(MODEL_DEFAULTS):
         value = declared.get(name)
         if value is not None and is_valid_default(name, value):
             found[name] = value

@@ -589,7 +589,7 @@ async def test_missing_tokens_under_a_models_default_are_refused(open_generation
     write_json(folder / "generation_config.json", {"eos_token_id": EOS, "temperature": 0.0})
     codec = load_codec(folder, model_defaults=True)
     generation = open_generation(FakeRouter(token_ids(codec.encode("a text of tokens"))[1:]), codec=codec)
-    request = a_request(sampling=Sampling(max_tokens=100), unset=("temperature",), resumable=True)
+    request = a_request(sampling=Sampling(max_tokens=100), unset=frozenset({"temperature"}), resumable=True)
     seen = (await events_of(generation, request))[:5]
 
     refused = await refusal_of(generation, structs.replace(request, resume=resumption(seen, known=2)))

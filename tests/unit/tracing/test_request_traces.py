@@ -101,7 +101,7 @@ class TracedRouter(RouterMachineDriver):
         self,
         context: TraceContext | None = CALLER,
         request_id: str = "r1",
-        unset: tuple[str, ...] = (),
+        unset: frozenset[str] = frozenset(),
         **fields,
     ):
         request = TracedRequest(
@@ -159,7 +159,7 @@ def test_request_has_a_span_with_the_attributes_of_genai():
 @pytest.mark.parametrize("left_out", ["temperature", "top_p"])
 def test_span_leaves_out_parameters_that_the_client_left_out(left_out):
     router = TracedRouter(("d1", Role.BOTH))
-    trace, commands = router.begin(unset=(left_out,))
+    trace, commands = router.begin(unset=frozenset({left_out}))
     router.step(the(Dispatch, commands), 5, finish=Finish.STOP)
     trace.ended(finished())
 

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from fleet.core.errors import RequestRejected
 from fleet.core.ids import ModelName, RequestId
 from fleet.core.requests import (
+    MODEL_DEFAULTS,
     Admitted,
     ChatMessage,
     ChatPrompt,
@@ -136,7 +137,8 @@ def test_a_request_arrives_as_it_was_sent(request, sampling, timeout_ms):
 
     assert message.timeout_ms == timeout_ms
     sent = {name: _as_float32(value) for name, value in sampling.items()}
-    assert decoded == GenerateRequest(**{**_fields(request), "sampling": Sampling(**sent)})
+    unset = MODEL_DEFAULTS.difference(sampling) if request.pooling is None else frozenset()
+    assert decoded == GenerateRequest(**{**_fields(request), "sampling": Sampling(**sent), "unset": unset})
 
 
 def _fields(struct_: object) -> dict:

@@ -311,7 +311,7 @@ def test_sampling_defaults_are_those_of_the_model(tmp_path, caplog):
     write_json(folder / "generation_config.json", declared)
 
     assert load_codec(folder, model_defaults=True).sampling_defaults == {"temperature": 0.6, "top_k": 20}
-    assert [record.field for record in caplog.records] == ["top_p", "repetition_penalty"]
+    assert [record.field for record in caplog.records] == ["repetition_penalty", "top_p"]
     assert load_codec(folder).sampling_defaults == {}
 
 

@@ -19,7 +19,11 @@ def test_line_has_at_most_the_allowed_points(count):
 
 
 def test_pools_that_never_had_a_replica_are_named(tmp_path):
-    replay, page, none = a_replay(tmp_path, {"workload.requests": 20}), StringIO(), {"both": 0}
+    replay, page, none = (
+        a_replay(tmp_path, {"workload.requests": 20, "planner.warm_up_seconds": 0}),
+        StringIO(),
+        {"both": 0},
+    )
     result = replay.run_rule("hpa", rule_settings("hpa", None))
     steps = [structs.replace(step, wanted=none, ready=none, held=none) for step in result.steps]
 

@@ -403,7 +403,7 @@ def test_every_kind_and_field_has_a_description(kind):
         ("disaggdeployments.spec.roles.scaling.mode", "`Planner`: A ServingPlan scales the role's RoleScaler."),
         ("disaggdeployments.status.conditions.reason", "Reason of the status, as one word for programs."),
         ("rolescalers.spec.replicas", "Requested number of replicas of the role."),
-        ("servingplans.status", "Results of the planner."),
+        ("servingplans.status", "Results of the planner for one ServingPlan"),
         ("servingrequests.spec.workload", "The expected requests."),
     ],
 )

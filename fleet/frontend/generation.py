@@ -87,7 +87,7 @@ from fleet.frontend.request_tracing import RequestEnd, RequestTrace, RequestTrac
 from fleet.frontend.resume_tokens import FIELD as RESUME_FIELD
 from fleet.frontend.resume_tokens import NO_RESUME_TOKENS, ResumeClaims, ResumeTokens, prompt_digest, shaped_digest
 from fleet.frontend.resumed_answer import Answer, EndedAnswer, ResumedAnswer
-from fleet.frontend.text.answer_text import AnswerText
+from fleet.frontend.text.codec import AnswerText
 from fleet.frontend.text.image_keys import image_digests, image_keys
 from fleet.frontend.text.parsed_answer import EngineParsedAnswer
 from fleet.frontend.text.parsing_plan import ParsingPlans

@@ -28,7 +28,7 @@ from fleet.core.ids import RequestId
 from fleet.core.requests import Delta, Finish, KvPhase, Resume, Sampling
 from fleet.core.work import Progress
 from fleet.frontend.resume_tokens import FIELD, ResumeClaims
-from fleet.frontend.text.answer_text import AnswerText
+from fleet.frontend.text.codec import AnswerText
 from fleet.frontend.text.parsed_answer import EngineParsedAnswer, TemplateParsedAnswer
 from fleet.router.messages import Complete
 

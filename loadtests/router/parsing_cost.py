@@ -25,7 +25,7 @@ from msgspec import Struct
 from fleet.core.ids import RequestId
 from fleet.core.requests import AnswerParsers, CallDelta, Delta
 from fleet.core.work import ParsedDelta, Progress
-from fleet.frontend.text.answer_text import AnswerText
+from fleet.frontend.text.codec import AnswerText
 from fleet.frontend.text.parsed_answer import EngineParsedAnswer, TemplateParsedAnswer
 from fleet.frontend.text.response_templates import ResponseTemplates
 from loadtests import host

@@ -28,7 +28,7 @@ from fleet.core.errors import Reason, RequestRejected
 from fleet.core.ids import RequestId
 from fleet.core.requests import CallDelta, Delta, Logprobs, ToolCall, join_calls, merge_calls, without_surrogates
 from fleet.core.work import ParsedDelta, Progress
-from fleet.frontend.text.answer_text import AnswerText
+from fleet.frontend.text.codec import AnswerText
 from fleet.frontend.text.delimiters import Search
 from fleet.frontend.text.response_templates import CONTENT, REASONING, TOOL_CALLS, CompiledTemplate
 

@@ -30,7 +30,7 @@ from fleet.core.requests import (
     ToolChoice,
 )
 from fleet.core.work import ParsingTask
-from fleet.frontend.text.answer_text import AnswerText
+from fleet.frontend.text.codec import AnswerText
 from fleet.frontend.text.parsed_answer import EngineParsedAnswer, TemplateParsedAnswer
 from fleet.frontend.text.response_templates import (
     REASONING,

@@ -32,8 +32,7 @@ from fleet.frontend.access_log import AccessLog
 from fleet.frontend.generation import INLINE_CHARACTERS, INLINE_TOKENS, Generation
 from fleet.frontend.resume_tokens import ResumeClaims, ResumeTokens
 from fleet.frontend.resumed_answer import ResumedAnswer
-from fleet.frontend.text.answer_text import AnswerText
-from fleet.frontend.text.codec import load_codec
+from fleet.frontend.text.codec import AnswerText, load_codec
 from fleet.frontend.text.parsed_answer import EngineParsedAnswer, TemplateParsedAnswer
 from fleet.frontend.text.response_templates import ResponseTemplates
 from fleet.frontend.text.tokenizer_threads import TokenizerThreads

@@ -29,8 +29,7 @@ from typing import TYPE_CHECKING, Any
 from fleet.core.errors import ConfigurationRefused
 from fleet.core.requests import AnswerParsers, CallDelta, ToolCallForm, ToolChoice, without_surrogates
 from fleet.core.work import ParsedDelta, ParsingTask, Start
-from fleet.frontend.text.answer_text import AnswerText
-from fleet.frontend.text.codec import IncrementalDecoder
+from fleet.frontend.text.codec import AnswerText, IncrementalDecoder
 from workers.engines.parser_names import AUTO
 from workers.engines.vllm import requests as vllm_requests
 from workers.settings import WorkerSettings

@@ -16,7 +16,7 @@ from fleet.core.errors import Reason, RequestRejected
 from fleet.core.ids import RequestId
 from fleet.core.requests import AnswerParsers, CallDelta, Delta, join_calls
 from fleet.core.work import ParsedDelta, Progress
-from fleet.frontend.text.answer_text import AnswerText
+from fleet.frontend.text.codec import AnswerText
 from fleet.frontend.text.parsed_answer import MAX_DELIMITER_CHARACTERS, EngineParsedAnswer, TemplateParsedAnswer
 from fleet.frontend.text.response_templates import CompiledTemplate, ResponseTemplates
 from tests.support.counted_calls import count_calls

@@ -3,7 +3,7 @@ from itertools import pairwise
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from fleet.frontend.text.answer_text import StopStrings
+from fleet.frontend.text.codec import StopStrings
 
 TEXTS = st.text("abc", max_size=40)
 STOPS = st.lists(st.text("abc", min_size=1, max_size=5), min_size=1, max_size=4)

@@ -298,7 +298,7 @@ class Reject(Struct, frozen=True, kw_only=True):
 
 
 class CacheDriftChanged(Struct, frozen=True, kw_only=True):
-    """Command: report that a worker's cache has begun to drift, or no longer drifts (`fleet.router.kv_index.prefix_index`, rule 7)."""
+    """Command: report that a worker's cache has begun to drift, or no longer drifts (`fleet.router.kv_index.prefix_index`, rule 12)."""
 
     worker_id: WorkerId
     knowledge: Knowledge

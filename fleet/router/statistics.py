@@ -5,7 +5,7 @@ Rules:
 1. The decisions of the latest `explained_requests` requests are kept for explanations, whether the requests have ended or not. If a request
    reuses the id of an older one, the decisions of the older one are forgotten.
 2. Predicted and reported cached tokens are compared once for each prompt, on the worker that computed it
-   (`fleet.router.kv_index.prefix_index`, rule 5).
+   (`fleet.router.kv_index.prefix_index`, rule 10).
 
 Rules of demand (`RouterDemand`). The planner learns from it what clients ask for and how well they are served.
 

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from itertools import islice
 
 from fleet.core.clock import Nanos
-from fleet.router.kv_index.radix_tree import Chain, ChainHolder, Keys, RadixTree
+from fleet.router.kv_index.prefix_index import Chain, ChainHolder, Keys, RadixTree
 
 # Maximum number of block keys of all prompts together, as a multiple of the capacity in blocks. A block that several prompts share counts
 # once for each prompt. Beyond it, the least recently sent prompts are forgotten.

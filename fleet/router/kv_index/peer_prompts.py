@@ -30,7 +30,7 @@ from operator import itemgetter
 from msgspec import Struct
 
 from fleet.core.ids import WorkerId
-from fleet.router.kv_index.radix_tree import Chain, ChainHolder, Keys, RadixTree
+from fleet.router.kv_index.prefix_index import Chain, ChainHolder, Keys, RadixTree
 
 # A prompt is announced by rule 1 if the worker has to compute at least this many of its tokens. A large GPU computes 512 tokens in about
 # 30 ms; an announcement costs a router with three peers about 10 us.

@@ -99,7 +99,7 @@ class KnowledgeSnapshot(Struct, frozen=True, kw_only=True):
     model: ModelName
     knowledge: Knowledge
     workers: int
-    drifting: int  # number of workers whose caches drift (`fleet.router.kv_index.prefix_index`, rule 7)
+    drifting: int  # number of workers whose caches drift (`fleet.router.kv_index.prefix_index`, rule 12)
     prompts: int  # number of prompts since the start whose predicted and reported cached tokens were compared
     total: CacheComparison  # sums over the comparisons of all these prompts
     recent: CacheComparison  # sums over the latest comparisons of each worker that is present now

@@ -15,7 +15,7 @@ Rules of reservations. A reservation begins when a request is placed on a worker
 4. Prefill tokens are released when the prompt is computed. Everything else is released when the request leaves the worker, for whatever
    reason.
 5. When reservations change, their sums are written to the worker's column of the table. The block keys of their prompts are kept in one
-   radix tree for the whole table (`fleet.router.kv_index.radix_tree`). So a placement need not read each worker's reservations.
+   radix tree for the whole table (`fleet.router.kv_index.prefix_index`, rule 6). So a placement need not read each worker's reservations.
 6. If there are peer routers, prompts with many tokens to compute are announced to them (`fleet.router.kv_index.peer_prompts`).
 
 Rules of the wait for a first token (`FirstTokenRate`).
@@ -55,13 +55,16 @@ from fleet.router.kv_index.peer_prompts import (
 )
 from fleet.router.kv_index.prefix_index import (
     CacheAccuracy,
+    Chain,
+    ChainHolder,
+    Keys,
     Knowledge,
     PrefixIndex,
+    RadixTree,
     StoreNamespace,
     engine_cache_holder,
     store_tier_holder,
 )
-from fleet.router.kv_index.radix_tree import Chain, ChainHolder, Keys, RadixTree
 from fleet.router.messages import ReservationTotals
 from fleet.router.native.costs import spread, spread_live
 from fleet.router.placement.candidate_table import CandidateTable, PoolTopology, ServingWorkers, max_requests

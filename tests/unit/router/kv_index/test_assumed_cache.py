@@ -11,8 +11,7 @@ from fleet.core.requests import Finish
 from fleet.core.roles import Role
 from fleet.router.kv_index.assumed_cache import MAX_LISTED_FACTOR, AssumedCache
 from fleet.router.kv_index.peer_prompts import PlacedPrompt
-from fleet.router.kv_index.prefix_index import Knowledge
-from fleet.router.kv_index.radix_tree import RadixTree
+from fleet.router.kv_index.prefix_index import Knowledge, RadixTree
 from fleet.router.messages import CacheAged, PeerPlaced
 from fleet.router.state.live_requests import hash_prompt
 from tests.support.builders import a_joined_worker, a_prompt, an_arrival

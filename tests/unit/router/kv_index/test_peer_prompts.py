@@ -20,8 +20,7 @@ from fleet.router.kv_index.peer_prompts import (
     marks,
     with_peer_prompts,
 )
-from fleet.router.kv_index.prefix_index import Knowledge
-from fleet.router.kv_index.radix_tree import ChainHolder, RadixTree
+from fleet.router.kv_index.prefix_index import ChainHolder, Knowledge, RadixTree
 from fleet.router.messages import PeerLeft, PeerPlaced, PeerReserved
 from tests.support.builders import a_joined_worker, a_prompt, an_arrival
 from tests.support.router.machine_driver import Dispatch, RouterMachineDriver, the

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleet.router.kv_index import radix_tree as subject
-from fleet.router.kv_index.radix_tree import JOIN_ABOVE, Chain, ChainHolder, RadixTree
+from fleet.router.kv_index import prefix_index as subject
+from fleet.router.kv_index.prefix_index import JOIN_ABOVE, Chain, ChainHolder, RadixTree
 
 HOLDERS = 4
 

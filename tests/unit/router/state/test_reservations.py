@@ -9,7 +9,7 @@ from fleet.core.clock import SECOND, Nanos
 from fleet.core.ids import RequestId
 from fleet.core.requests import Sampling
 from fleet.core.roles import Role
-from fleet.router.kv_index.radix_tree import RadixTree
+from fleet.router.kv_index.prefix_index import RadixTree
 from fleet.router.policy import ACTIVE_BLOCKS, QUANTITIES, TOKEN_SECONDS
 from fleet.router.state.worker_table import WorkerReservations
 from tests.support.builders import an_arrival

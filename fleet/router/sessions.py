@@ -6,7 +6,7 @@ Rules:
    binding also ends when a request is rejected because that worker has gone.
 2. The number of sessions is limited; the one that has been idle longest is forgotten first.
 3. The setting `RouterSettings.session_affinity` decides what a binding means; `fleet.router.placer` (`with_session`) applies it.
-   "soft" is a preference (`fleet.router.placement.policies.fleet`, item 8), "hard" is a condition (`must_keep` in
+   "soft" is a preference (`fleet.router.placement.policies.pipeline`, item 8), "hard" is a condition (`must_keep` in
    `fleet.router.placement.candidate_table`).
 4. A session's requests may come through any router of the cluster. So each router announces its new and its ended bindings to its peers. A
    binding from a peer counts like one of this router, but is not passed on. One announcement has at most `MAX_SESSION_NEWS` bindings.

@@ -40,7 +40,7 @@ def fleet_costs(
     prefill: bool,
     /,
 ) -> None:
-    """Compute the cost of each candidate by `fleet.router.placement.policies.fleet`, without the term for the session.
+    """Compute the cost of each candidate by `fleet.router.placement.policies.pipeline`, without the term for the session.
 
     Args:
         columns: The table of the candidates, with the rows of `fleet.router.policy`.
@@ -108,7 +108,7 @@ def credit_of(
 ) -> tuple[Floats, Floats]:
     """Return the credit of each worker, and how many blocks of the worker's backlog the request needs itself.
 
-    The module `fleet.router.placement.policies.fleet` defines both (items 2, 3 and 6).
+    The module `fleet.router.placement.policies.pipeline` defines both (items 2, 3 and 6).
     """
     credit: Floats = engine * columns[ENGINE_BLOCKS]
     coming = columns[COMING_BLOCKS]
@@ -135,7 +135,7 @@ def credit_of(
 def price_of(columns: Floats, others: float, stall: float, prefill: bool) -> Floats:
     """Return, for each worker, what computing one block on it costs other requests, in blocks of prefill.
 
-    Item 4 of `fleet.router.placement.policies.fleet` defines this price.
+    Item 4 of `fleet.router.placement.policies.pipeline` defines this price.
     """
     count = columns.shape[1]
     busy = int(np.count_nonzero(columns[BACKLOG_TOKENS] > 0))

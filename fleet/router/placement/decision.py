@@ -4,7 +4,7 @@ Rules:
 
 1. The decode worker is chosen first, as if it also had to compute the prompt: the policy chooses among the eligible workers
    (`fleet.router.placement.candidate_table`). The default policy's cost is counted in blocks of prefill
-   (`fleet.router.placement.policies.fleet`).
+   (`fleet.router.placement.policies.pipeline`).
 2. The function `split` defines whether another worker computes the prompt. The client may demand one worker, or a pair. If it demands
    neither, another worker computes a prompt that has enough uncached tokens, provided that a compatible prefill worker has room. Enough is
    `remote_prefill_min_tokens`, or the number that the router has learned (`fleet.router.placement.break_even`).

@@ -17,9 +17,8 @@ from fleet.router.placement.policies.baselines import (
     Uniform,
 )
 from fleet.router.placement.policies.composed import Composed, PolicyCatalog
-from fleet.router.placement.policies.fleet import Fleet, FleetCost, HeadroomFilter
 from fleet.router.placement.policies.operating_price import PriceScorer
-from fleet.router.placement.policies.pipeline import Lowest, Softmax, TwoChoices
+from fleet.router.placement.policies.pipeline import Fleet, FleetCost, HeadroomFilter, Lowest, Softmax, TwoChoices
 from fleet.router.placement.policies.published.aibrix import Aibrix
 from fleet.router.placement.policies.published.dynamo import Dynamo, DynamoCost
 from fleet.router.placement.policies.published.infera import Infera

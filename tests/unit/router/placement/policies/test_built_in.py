@@ -95,7 +95,7 @@ GOLDEN = [
     ({"prefill": True, "active_blocks": 50, "store_blocks": 6}, 5.5),
     ({"prefill": True, "prefill_speed": 3, "backlog_tokens": 96}, 4.333333333333333),
 ]
-"""Costs that were computed by hand by the docstring of `fleet.router.placement.policies.fleet`: blocks of 32 tokens, batch of 16."""
+"""Costs that were computed by hand by the docstring of `fleet.router.placement.policies.pipeline`: blocks of 32 tokens, batch of 16."""
 
 
 def test_low_decode_weight_keeps_shared_prefix_together():
@@ -123,7 +123,7 @@ PRICES = [  # workers, computing workers, requests on this worker; price of its 
 
 @pytest.mark.parametrize(("workers", "busy", "requests", "price"), PRICES)
 def test_price_of_work_grows_with_computing_workers(workers, busy, requests, price):
-    """Check rule 4 of `fleet.router.placement.policies.fleet` with a prompt of ten blocks, six of which must be computed."""
+    """Check item 4 of `fleet.router.placement.policies.pipeline` with a prompt of ten blocks, six of which must be computed."""
     rows = [
         a_candidate(
             f"w{place}", prompt_tokens=320, engine_blocks=4, backlog_tokens=32 * (place < busy), requests=requests

@@ -31,7 +31,7 @@ Rules, in the order in which `PlannerMachine.decide` applies them:
    by the share `deadband`. If the present pools cannot serve so much either, the smaller pools must serve as much as the
    present pools.
    Shrinking also waits in these cases: a change is under way, the last growth or the start of the planner is less than a
-   cool-down ago, a mean length has changed in the last `LENGTHS_SECONDS`, or more requests are late than the goals allow.
+   cool-down ago (or less than `UNDO_HORIZONS` horizons, unless the load has ended), a mean length has changed in the last `LENGTHS_SECONDS`, or more requests are late than the goals allow.
    One step removes at most half of a pool, because the caches of removed replicas are lost; if the load has ended, this
    limit does not hold.
    In two cases, pools shrink without waiting. If one phase grows because a mean length has changed, the other phase
@@ -105,6 +105,11 @@ not help then."""
 LENGTHS_SECONDS = 60.0
 """Seconds after a change of the mean lengths in which no pool shrinks. The reason is that the length of an answer is
 known only when the answer has ended."""
+
+UNDO_HORIZONS = 1.25
+"""Horizons that must have passed since the last growth or the start of the planner before a pool shrinks under load, even
+if the cool-down is shorter. A replica that is missed after its removal serves again only after a horizon. After more than one
+horizon, at least one forecast could be compared with the load."""
 
 RATIO_GAIN = 1.05
 """If the budget is used up, the planner may remove replicas of one pool in favour of another pool. It does so only if
@@ -448,7 +453,10 @@ class PlannerMachine:
             replicas, reason = view.named(smaller), DecisionReason.LOAD_DOWN
         if replicas == wanted or self._served(view, replicas, rate) < self._served(view, wanted, rate) * ENOUGH_SERVED:
             return _decision(now, view, wanted, DecisionReason.WITHIN_BAND, "", conditions)
-        rest = self._settings.cool_down_seconds - (self._elapsed - self._pool_history.last_growth)
+        wait = self._settings.cool_down_seconds
+        if not view.quiet:
+            wait = max(wait, UNDO_HORIZONS * view.horizon)
+        rest = wait - (self._elapsed - self._pool_history.last_growth)
         cause = "a growth" if self._pool_history.has_grown else "the start of the planner"
         lengths = min(LENGTHS_SECONDS, self._settings.cool_down_seconds) - self._demand.since_shape_change
         if not view.quiet and lengths > rest:

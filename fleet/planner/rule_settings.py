@@ -19,7 +19,7 @@ class PlannerRuleSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     cool_down_seconds: PositiveSeconds = 300.0
     """Time after a growth during which nothing shrinks, and time for which a lower load must last before pools shrink;
-    as in Kubernetes' HPA."""
+    as in Kubernetes' HPA. If replicas start slowly, nothing shrinks under load for 1.25 times as long as they need to serve."""
 
     deadband: Annotated[float, Meta(ge=0, le=1)] = 0.1
     """Pools shrink only if the smaller pools can still serve the highest rate of the last cool-down plus this share of it."""

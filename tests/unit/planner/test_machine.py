@@ -374,3 +374,20 @@ def test_restarted_planner_shrinks_nothing_for_a_cool_down() -> None:
 
     world.run(60, 0.0)
     assert world.wanted["decode"] < 4
+
+
+@pytest.mark.parametrize(
+    ("start", "ended", "shrinks"), [(100.0, False, True), (600.0, False, False), (600.0, True, True)]
+)
+def test_slow_start_of_replicas_delays_a_shrink(start: float, ended: bool, shrinks: bool) -> None:
+    """A replica that is removed too early is missed for as long as its successor needs to start."""
+    pools = (
+        pool("decode", Role.DECODE, least=1, start_seconds=start),
+        pool("prefill", Role.PREFILL, least=1, start_seconds=start),
+    )
+    planner = PlannerMachine(PlannerRuleSettings(), pools, GOALS, CAPACITY)
+    world = World(planner, pools, {"prefill": 4, "decode": 4})
+    world.run(700, 0.0 if ended else 5.0)
+    assert (world.wanted["decode"] < 4) == shrinks
+    world.run(200, 0.0 if ended else 5.0)
+    assert world.wanted["decode"] < 4

@@ -18,7 +18,7 @@ Rules:
 5. In each period a client must read all bytes that waited at the beginning of the period, or at least a minimum number
    of bytes (`SlowReader`). A client that reads one byte now and then is therefore disconnected like one that reads
    nothing. A client that reads a long answer over a slow network is not. How much may wait for a slow client is limited
-   by the connections themselves (`fleet.net.http.connection`, rule 4; `fleet.net.grpc.http2_call`).
+   by the connections themselves (`fleet.net.http.server`, rule 4; `fleet.net.grpc.http2_call`).
 """
 
 from collections import OrderedDict

@@ -4,9 +4,9 @@ The connection adds the bytes that it receives, and one consumer reads them. Whe
 stream is full, and the connection stops reading from its client until the consumer has read them. Memory is therefore
 bounded, however long the body is.
 
-This module is only for bodies that a handler reads while they arrive (`fleet.net.http.connection`, rule 7). Other bodies are
+This module is only for bodies that a handler reads while they arrive (`fleet.net.http.server`, rule 7). Other bodies are
 complete before their request is served. `HttpSettings.max_body_bytes` (`fleet.net.settings`) limits their size, and
-`fleet.net.http.connection` applies this limit.
+`fleet.net.http.server` applies this limit.
 """
 
 import asyncio

@@ -18,7 +18,7 @@ from fleet.core.errors import ConfigurationRefused
 from fleet.core.requests import Logprobs
 from fleet.frontend.openai.service import open_http_frontend
 from fleet.net import connection_limits
-from fleet.net.http.connection import MAX_LINGERING
+from fleet.net.http.server import MAX_LINGERING
 from fleet.net.settings import HttpSettings
 from tests.support.frontend.frontends import Frontends, open_frontends
 from tests.support.frontend.http_clients import RawHttpClient, error_of, get, post, raw_http_client

@@ -110,7 +110,7 @@ async def test_streamed_chat_crosses_few_files(tmp_path, model_dir):
 
     files = crossed()
     assert len(files) <= CROSSED, files
-    assert {"net/http/connection.py", "router/machine.py", "wire/worker.py"} <= set(files)
+    assert {"net/http/server.py", "router/machine.py", "wire/worker.py"} <= set(files)
     text = " ".join(ARCHITECTURE.read_text().split())
     assert re.findall(r"runs functions in (\d+) files of the router", text) == [str(CROSSED)]
     assert [file for file in files if f"{Path(file).name}`" not in text] == []

@@ -26,9 +26,9 @@ with atheris.instrument_imports(include=["fleet"]):
     from fleet.core.validation import validate
     from fleet.frontend.openai.requests import read_chat, read_completion
     from fleet.net.connection_limits import ConnectionTable
-    from fleet.net.http.connection import HttpConnection
     from fleet.net.http.errors import http_error_body
     from fleet.net.http.exchange import HeadCache, HeldBodyBytes
+    from fleet.net.http.server import HttpConnection
     from fleet.net.limit_log import ClientLog
     from fleet.net.settings import HttpSettings
     from fleet.v1 import inference_pb2, kserve_pb2

@@ -7,8 +7,8 @@ from fleet.core.clock import SECOND
 from fleet.core.errors import RequestRejected
 from fleet.core.system_clock import SystemClock
 from fleet.net.connection_limits import ConnectionTable
-from fleet.net.http.connection import HttpConnection
 from fleet.net.http.exchange import HeadCache, HeldBodyBytes, HttpHead
+from fleet.net.http.server import HttpConnection
 from fleet.net.limit_log import ClientLog
 from fleet.net.settings import HttpSettings
 from tests.support.kvstore.builders import ManualClock

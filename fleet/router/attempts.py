@@ -12,7 +12,7 @@ Rules:
    (`fleet.router.placement.wait_or_reject`).
 3. A queued prompt holds the same reservations as a sent one; only its dispatch is delayed. So placement sees the same
    loads with prefill queues and without.
-4. The prompt with the lowest queue position is sent first (`fleet.router.queueing.admission_queue`). The position depends on the arrival,
+4. The prompt with the lowest queue position is sent first (`fleet.router.state.live_requests`). The position depends on the arrival,
    on the priority and, if the settings say so, on the length of the prompt. It is an instant that never changes, so no prompt is overtaken
    for ever.
 5. The tokens of a sent prompt count against the window until the prompt is computed, or until its attempt ends for another reason. A prompt
@@ -35,9 +35,8 @@ from fleet.core.roles import Phase
 from fleet.core.work import Handoff, Start
 from fleet.router.messages import CancelAttempt, Command, Dispatch
 from fleet.router.placement.decision import Decision
-from fleet.router.queueing.admission_queue import OrderedRequests, queue_position
 from fleet.router.settings.router import RouterSettings
-from fleet.router.state.live_requests import Attempt, LiveRequest, attempt_id
+from fleet.router.state.live_requests import Attempt, LiveRequest, OrderedRequests, attempt_id, queue_position
 
 # Seconds of computing after which the weight of a measurement has fallen to 1/e. A worker computes about 100,000 prompt tokens in
 # this time.

@@ -72,13 +72,13 @@ from fleet.router.placement.wait_or_reject import Rejection, RejectionCause, Wai
 from fleet.router.placer import Placer
 from fleet.router.policy import NEW_BLOCKS, PlacementPolicy, RandomSource
 from fleet.router.queueing.admission import QueueAdmission
-from fleet.router.queueing.admission_queue import OrderedRequests
 from fleet.router.queueing.wait_groups import UNKNOWN_WORKERS, BusyWorkers
 from fleet.router.sessions import SessionTable
 from fleet.router.settings.router import RouterSettings, Thresholds
 from fleet.router.state.live_requests import (
     Attempt,
     LiveRequest,
+    OrderedRequests,
     PromptHasher,
     RequestStage,
     RequestTransition,

@@ -22,12 +22,12 @@ from collections.abc import Callable, Mapping
 from fleet.core.clock import SECOND, Nanos
 from fleet.core.ids import ModelName, RequestId, WorkerId
 from fleet.router.messages import Arrived, ReservationTotals
-from fleet.router.queueing.admission_queue import AdmissionQueue, QueuedRequest, QueueSearch, queue_position
+from fleet.router.queueing.admission_queue import AdmissionQueue, QueuedRequest, QueueSearch
 from fleet.router.queueing.prediction_errors import PredictionErrors
 from fleet.router.queueing.wait_groups import BusyWorkers
 from fleet.router.sessions import SessionKey
 from fleet.router.settings.router import RouterSettings
-from fleet.router.state.live_requests import LiveRequest
+from fleet.router.state.live_requests import LiveRequest, queue_position
 from fleet.router.state.worker_registry import WorkerRegistry
 from fleet.router.state.worker_table import RegisteredWorker
 

@@ -11,7 +11,8 @@ Rules:
    *clock*. A tenant that begins to wait starts at least at the clock of the tenant that was served last, so it gains nothing by having been
    idle. When the queue is empty, all clocks start again at 0.
 3. Among the requests of a tenant, the lowest queue position is next. The position is a fixed instant: the arrival, made earlier by a
-   priority and, if the settings say so, later by a long prompt (`queue_position`). So no request is overtaken for ever.
+   priority and, if the settings say so, later by a long prompt (`queue_position` in `fleet.router.state.live_requests`). So no request is
+   overtaken for ever.
 4. When the queue is full, the last request of the tenant with the most waiting tokens, divided by its weight, is dropped. That may be the
    new request. A request that had been placed before stays, because its client may have begun to read the answer.
 5. The predicted wait is the backlog before a request (by rules 2 and 3), divided by the rate at which requests have left the queue. Both
@@ -25,85 +26,20 @@ from math import inf
 
 from msgspec import Struct
 
-from fleet.core.clock import SECOND, Nanos
+from fleet.core.clock import Nanos
 from fleet.core.ids import ModelName, RequestId, WorkerId
 from fleet.router.placement.candidate_table import WorkerSizes
 from fleet.router.queueing.wait_groups import UNKNOWN_WORKERS, BusyWorkers, HasRoom, WaitGroup, WaitGroups
 from fleet.router.sessions import SessionKey
 from fleet.router.state.departure_rate import DepartureRate
+from fleet.router.state.live_requests import OrderedRequests, QueuePosition
 
-# Larger values of `priority_seconds` and `size_seconds` count as this value, because infinity cannot be used in sums.
-MAX_SECONDS = 1e9
 # Maximum number of untried wait groups (`fleet.router.queueing.wait_groups`, rule 3) that one `QueueSearch` tries without success, in
 # addition to its limited number of other failing tries. 1024 tries take about 35 ms.
 MAX_FIRST_TRIES = 1024
 # Number of clocks that are kept for tenants without waiting requests. If there are more, those clocks are removed that are not ahead of the
 # clock of the tenant that was served last, because they make no difference (rule 2).
 MAX_IDLE_CLOCKS = 64
-
-QueuePosition = tuple[int, int, RequestId]
-"""The rank of a request (`QueuedRequest.rank`), its number in the order of arrival, and its id. The lowest position goes first."""
-
-
-class OrderedRequests:
-    """Keeps request ids in the order of their ranks, the lowest first. Requests with equal ranks are in the order of their arrival (`seq`).
-
-    The ids are in a sorted list, because a request may be removed from any position. A removal from a thousand entries takes less than a
-    microsecond.
-    """
-
-    def __init__(self) -> None:
-        self._entries: list[QueuePosition] = []
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def __iter__(self) -> Iterator[RequestId]:
-        """Iterate from the lowest rank. The iterator becomes invalid when an entry is added or removed."""
-        return (request_id for _, _, request_id in self._entries)
-
-    def __reversed__(self) -> Iterator[RequestId]:
-        """Iterate from the highest rank. The iterator becomes invalid when an entry is added or removed."""
-        return (request_id for _, _, request_id in reversed(self._entries))
-
-    def add(self, rank: int, seq: int, request_id: RequestId) -> None:
-        insort(self._entries, (rank, seq, request_id))
-
-    def discard(self, rank: int, seq: int, request_id: RequestId) -> bool:
-        """Remove the entry with exactly these values. Return False if there is no such entry."""
-        entry = (rank, seq, request_id)
-        place = bisect_left(self._entries, entry)
-        if place == len(self._entries) or self._entries[place] != entry:
-            return False
-        del self._entries[place]
-        return True
-
-    @property
-    def first(self) -> RequestId | None:
-        return self._entries[0][2] if self._entries else None
-
-    @property
-    def place(self) -> QueuePosition:
-        """The first entry: its rank, `seq` and request id. The list must not be empty."""
-        return self._entries[0]
-
-    @property
-    def lowest(self) -> int | None:
-        """The rank of the first entry; None if the list is empty."""
-        return self._entries[0][0] if self._entries else None
-
-    def before(self, rank: int) -> int:
-        """Return how many entries are before a new entry with this rank."""
-        return bisect_left(self._entries, (rank + 1,))
-
-    def copy(self) -> "OrderedRequests":
-        copy = OrderedRequests()
-        copy._entries = self._entries.copy()
-        return copy
-
-    def ids(self) -> list[RequestId]:
-        return list(self)
-
 
 GroupHead = tuple[int, int, RequestId, WaitGroup]
 """Queue position of the first request of a wait group, and the group."""
@@ -126,22 +62,6 @@ class QueuedRequest(Struct, frozen=True, kw_only=True):
     # The session, if only the worker to which it is bound may serve the request; otherwise None.
     session: SessionKey | None = None
     stays: bool = False  # True if the request must not be dropped when the queue is full (rule 4)
-
-
-def queue_position(arrived: Nanos, priority: int, tokens: int, *, priority_seconds: float, size_seconds: float) -> int:
-    """Return the queue position of a request among those of its tenant, as an instant.
-
-    Args:
-        arrived: The instant of the request's arrival.
-        priority: A higher priority goes first.
-        tokens: Tokens of the prompt.
-        priority_seconds: Seconds by which each step of priority makes the position earlier. Zero: priorities do not count; very large:
-            strict priorities.
-        size_seconds: Seconds by which each thousand tokens make the position later. Zero: the size does not count; large: the shortest
-            prompt goes first, which gives the lowest mean wait (W. E. Smith, Naval Research Logistics 1956).
-    """
-    step, thousand = min(priority_seconds, MAX_SECONDS), min(size_seconds, MAX_SECONDS)
-    return arrived - round(priority * step * SECOND) + round(tokens * thousand * SECOND / 1000)
 
 
 class _TenantQueue:

@@ -1,4 +1,4 @@
-"""Live requests: what the router remembers of each request from its arrival to its end, and the stages that it goes through.
+"""Live requests: what the router remembers of each request from its arrival to its end, its stages, and the order in which requests wait.
 
         Dispatched            HandedOver            FirstToken
 QUEUED ------------> PREFILLING ----------> HANDED_OVER ----------> DECODING
@@ -9,7 +9,8 @@ QUEUED ------------> PREFILLING ----------> HANDED_OVER ----------> DECODING
 A request is in exactly one stage. The table `NEXT` lists every allowed transition.
 """
 
-from collections.abc import Callable, Hashable
+from bisect import bisect_left, insort
+from collections.abc import Callable, Hashable, Iterator
 from enum import IntEnum, auto
 
 from msgspec import Struct, structs
@@ -24,6 +25,12 @@ from fleet.router.placement.decision import Decision
 from fleet.router.policy import PlacementRequest
 from fleet.router.sessions import SessionKey
 from kvstore.block import chain
+
+# Larger values of `priority_seconds` and `size_seconds` count as this value, because infinity cannot be used in sums.
+MAX_SECONDS = 1e9
+
+QueuePosition = tuple[int, int, RequestId]
+"""The rank of a request (`queue_position`), its number in the order of arrival, and its id. The lowest position goes first."""
 
 PromptHasher = Callable[[TokenBytes, int, bytes], tuple[int, ...]]
 """A function that returns the block keys of a prompt's full blocks. It gets the prompt, the number of tokens of a block, and the salt."""
@@ -311,3 +318,79 @@ class LiveRequest(Struct):
         kv_reports[attempt.id] = KvPhase(phase=attempt.phase, worker_id=attempt.worker_id, report=report)
         self.kv = tuple(kv_reports.values())
         self.cached_tokens = min(self.own_tokens, *[phase.report.cached_tokens for phase in self.kv])
+
+
+def queue_position(arrived: Nanos, priority: int, tokens: int, *, priority_seconds: float, size_seconds: float) -> int:
+    """Return the queue position of a request among those of its tenant, as an instant.
+
+    Args:
+        arrived: The instant of the request's arrival.
+        priority: A higher priority goes first.
+        tokens: Tokens of the prompt.
+        priority_seconds: Seconds by which each step of priority makes the position earlier. Zero: priorities do not count; very large:
+            strict priorities.
+        size_seconds: Seconds by which each thousand tokens make the position later. Zero: the size does not count; large: the shortest
+            prompt goes first, which gives the lowest mean wait (W. E. Smith, Naval Research Logistics 1956).
+    """
+    step, thousand = min(priority_seconds, MAX_SECONDS), min(size_seconds, MAX_SECONDS)
+    return arrived - round(priority * step * SECOND) + round(tokens * thousand * SECOND / 1000)
+
+
+class OrderedRequests:
+    """Keeps request ids in the order of their ranks, the lowest first. Requests with equal ranks are in the order of their arrival (`seq`).
+
+    The ids are in a sorted list, because a request may be removed from any position. A removal from a thousand entries takes less than a
+    microsecond.
+    """
+
+    def __init__(self) -> None:
+        self._entries: list[QueuePosition] = []
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[RequestId]:
+        """Iterate from the lowest rank. The iterator becomes invalid when an entry is added or removed."""
+        return (request_id for _, _, request_id in self._entries)
+
+    def __reversed__(self) -> Iterator[RequestId]:
+        """Iterate from the highest rank. The iterator becomes invalid when an entry is added or removed."""
+        return (request_id for _, _, request_id in reversed(self._entries))
+
+    def add(self, rank: int, seq: int, request_id: RequestId) -> None:
+        insort(self._entries, (rank, seq, request_id))
+
+    def discard(self, rank: int, seq: int, request_id: RequestId) -> bool:
+        """Remove the entry with exactly these values. Return False if there is no such entry."""
+        entry = (rank, seq, request_id)
+        place = bisect_left(self._entries, entry)
+        if place == len(self._entries) or self._entries[place] != entry:
+            return False
+        del self._entries[place]
+        return True
+
+    @property
+    def first(self) -> RequestId | None:
+        return self._entries[0][2] if self._entries else None
+
+    @property
+    def place(self) -> QueuePosition:
+        """The first entry: its rank, `seq` and request id. The list must not be empty."""
+        return self._entries[0]
+
+    @property
+    def lowest(self) -> int | None:
+        """The rank of the first entry; None if the list is empty."""
+        return self._entries[0][0] if self._entries else None
+
+    def before(self, rank: int) -> int:
+        """Return how many entries are before a new entry with this rank."""
+        return bisect_left(self._entries, (rank + 1,))
+
+    def copy(self) -> "OrderedRequests":
+        copy = OrderedRequests()
+        copy._entries = self._entries.copy()
+        return copy
+
+    def ids(self) -> list[RequestId]:
+        return list(self)

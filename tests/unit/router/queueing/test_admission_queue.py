@@ -7,8 +7,9 @@ import pytest
 
 from fleet.core.clock import SECOND, Nanos
 from fleet.core.ids import ModelName, RequestId
-from fleet.router.queueing.admission_queue import AdmissionQueue, QueuedRequest, queue_position
+from fleet.router.queueing.admission_queue import AdmissionQueue, QueuedRequest
 from fleet.router.state.departure_rate import EVIDENCE
+from fleet.router.state.live_requests import queue_position
 
 MODEL = ModelName("tiny")
 NOBODY: dict[str, float] = {}

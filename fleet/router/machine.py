@@ -15,8 +15,7 @@ Rules:
    worker can continue the answer (`_hindrance`), the answer starts over, provided that the client has seen nothing of it
    (`Arrived.whole`). If the client has seen a part, the request is rejected with WORKER_LOST. An answer that another router has begun
    (`Arrived.answered`) is continued by the same rule.
-5. Messages of attempts that were aborted are ignored, because each attempt has an id of its own
-   (`fleet.router.attempts`).
+5. Messages of attempts that were aborted are ignored, because each attempt has an id of its own (`fleet.router.state.live_requests`).
 6. A deadline ends a request in any stage; the server sends `RouterTicked` when `next_deadline()` has come.
 7. A request whose client has gone (`RequestCancelled`) ends at once, and its workers get `CancelAttempt`.
 """
@@ -32,7 +31,6 @@ from fleet.core.ids import ModelName, RequestId, WorkerId
 from fleet.core.requests import Finish, ModelCard
 from fleet.core.roles import Phase, Role
 from fleet.core.work import Handoff, Progress, Rejected
-from fleet.router.attempts import Attempts
 from fleet.router.kv_index.peer_prompts import PlacedPrompt, PromptAnnouncements
 from fleet.router.messages import (
     Arrived,
@@ -77,6 +75,7 @@ from fleet.router.sessions import SessionTable
 from fleet.router.settings.router import RouterSettings, Thresholds
 from fleet.router.state.live_requests import (
     Attempt,
+    Attempts,
     LiveRequest,
     OrderedRequests,
     PromptHasher,

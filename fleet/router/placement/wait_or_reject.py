@@ -5,7 +5,7 @@ Rules:
 1. If some worker is excluded only because it is at its limit, the request waits, whatever excludes the other workers. The request is
    still rejected if the admission queue is full or the predicted wait is too long (`fleet.router.queueing.admission`). The order of the
    waiting requests is decided in `fleet.router.queueing.admission_queue`. After a request was placed, its prompt may wait once more in the
-   prefill queue of its worker (`fleet.router.attempts`, rule 2).
+   prefill queue of its worker (`fleet.router.state.live_requests`, rule 2).
 2. Otherwise the request is rejected. If there are several causes, most demands of the client (a worker, structured output, a session, a
    pair, a length) are named before the state of the workers. A length is named only if the request fits on no worker that meets the other
    demands, so that a client does not give up a request that would fit on a draining worker.

@@ -1,4 +1,4 @@
-"""Live requests: what the router remembers of each request from its arrival to its end, its stages, and the order in which requests wait.
+"""Live requests of a router: their stages and their order, their attempts on workers, and the prefill queues in which prompts wait.
 
         Dispatched            HandedOver            FirstToken
 QUEUED ------------> PREFILLING ----------> HANDED_OVER ----------> DECODING
@@ -7,27 +7,58 @@ QUEUED ------------> PREFILLING ----------> HANDED_OVER ----------> DECODING
    +---------- Lost -----+------------------ Lost ---------------------+      any stage: ends
 
 A request is in exactly one stage. The table `NEXT` lists every allowed transition.
+
+Rules:
+
+1. A request has at most one attempt at a time. An attempt's id is never used again. So the router recognises and ignores late messages
+   of an aborted attempt, and a client may reuse the id of a request that has ended.
+2. An engine computes prompts in the order in which it gets them, and a long prompt delays all later prompts. So a worker is sent prompts
+   only while it has fewer than `prefill_window_tokens` tokens to compute (0: there is no limit). The other prompts wait in the worker's
+   prefill queue in this router, where a prompt with a lower queue position can still overtake them. The attempts of waiting prompts have
+   begun, but nothing was sent to the worker for them. If the router may never learn when a prompt is computed, the prompt is sent at once,
+   even if the worker has more tokens to compute. A request that has no worker waits in the admission queue instead
+   (`fleet.router.placement.wait_or_reject`).
+3. A queued prompt holds the same reservations as a sent one; only its dispatch is delayed. So placement sees the same
+   loads with prefill queues and without.
+4. The prompt with the lowest queue position (`queue_position`) is sent first. The position depends on the arrival, on the priority and, if
+   the settings say so, on the length of the prompt. It is an instant that never changes, so no prompt is overtaken for ever.
+5. The tokens of a sent prompt count against the window until the prompt is computed, or until its attempt ends for another reason. A prompt
+   that is longer than the window is also sent as soon as the worker has fewer tokens to compute than the window.
+6. The predicted wait of a prompt in a prefill queue is computed from the worker's prefill rate: the computed prompt tokens, divided by the
+   seconds in which the worker had tokens to compute. Recent tokens count more. The router does not know how many tokens of the prompts that
+   were sent are computed already. But it knows when the worker began to compute these prompts, and subtracts the time since then from their
+   predicted time.
+7. What follows the loss of a worker, such as another attempt elsewhere, is decided in `fleet.router.machine` (its rule 4).
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from enum import IntEnum, auto
+from math import exp
 
 from msgspec import Struct, structs
 
-from fleet.core.clock import SECOND, Nanos
+from fleet.core.clock import MILLISECOND, SECOND, Nanos
 from fleet.core.ids import Incarnation, RequestId, WorkerId
 from fleet.core.requests import TOKEN_BYTES, KvPhase, KvReport, Sampling, TokenBytes, state_fields
 from fleet.core.roles import KvPath, Phase, Placement
+from fleet.core.work import Handoff, Start
 from fleet.router.kv_index.prefix_index import keys_of
-from fleet.router.messages import Arrived
+from fleet.router.messages import Arrived, CancelAttempt, Command, Dispatch
 from fleet.router.placement.decision import Decision
 from fleet.router.policy import PlacementRequest
 from fleet.router.sessions import SessionKey
+from fleet.router.settings.router import RouterSettings
 from kvstore.block import chain
 
 # Larger values of `priority_seconds` and `size_seconds` count as this value, because infinity cannot be used in sums.
 MAX_SECONDS = 1e9
+# Seconds of computing after which the weight of a measurement has fallen to 1/e. A worker computes about 100,000 prompt tokens in
+# this time.
+MEMORY_SECONDS = 20.0
+# Number of a worker's prompts that are measured before its prefill rate is used. The first measurement may include a compilation in the
+# engine.
+EVIDENCE = 3
 
 QueuePosition = tuple[int, int, RequestId]
 """The rank of a request (`queue_position`), its number in the order of arrival, and its id. The lowest position goes first."""
@@ -85,6 +116,7 @@ def advance(stage: RequestStage, turn: RequestTransition) -> RequestStage:
 
 # These names exist because reading a module variable is three to ten times as fast as reading an enum attribute.
 _AUTO, _AGGREGATED = Placement.AUTO, Placement.AGGREGATED
+_PREFILL, _DECODE = Phase.PREFILL, Phase.DECODE
 
 
 class Attempt(Struct, frozen=True, kw_only=True):
@@ -394,3 +426,360 @@ class OrderedRequests:
 
     def ids(self) -> list[RequestId]:
         return list(self)
+
+
+class Attempts:
+    """Keeps all attempts of one router, and the prefill queues of its workers."""
+
+    def __init__(self, settings: RouterSettings):
+        self.settings = settings
+        self._queues = PrefillQueues(settings.prefill_window_tokens)
+        self._attempts: dict[RequestId, Attempt] = {}
+        self._rates: dict[WorkerId, PrefillRate] = {}  # prefill rates of the workers that were sent a prompt to compute
+        self._begun = 0
+        # Workers whose prefill queues may send a prompt now. If there are any at the end of an event, the router machine calls `move`.
+        self.opened = self._queues.opened
+        self.get = self._attempts.get
+        """Return the attempt with this id; None if it has ended or never existed."""
+
+    @property
+    def waiting(self) -> int:
+        """The number of prompts in the prefill queues of all workers."""
+        return len(self._queues)
+
+    def is_waiting(self, live: LiveRequest) -> bool:
+        """Return whether a request's prompt is in a prefill queue."""
+        return self._queues.holds(live.id)
+
+    def begin(
+        self,
+        live: LiveRequest,
+        worker_id: WorkerId,
+        phase: Phase,
+        now: Nanos,
+        out: list[Command],
+        *,
+        handoff: Handoff | None = None,
+    ) -> None:
+        """Begin an attempt of a request on a worker: send it now, or let its prompt wait in the prefill queue, from which `move` sends it."""
+        self._begun += 1
+        attempt = Attempt(id=attempt_id(live.id, self._begun), request_id=live.id, worker_id=worker_id, phase=phase)
+        live.attempt = attempt
+        self._attempts[attempt.id] = attempt
+        if phase is _DECODE or self._goes_at_once(live, worker_id, now):
+            self._send(live, attempt, now, out, handoff)
+
+    def computed(self, live: LiveRequest, now: Nanos) -> None:
+        """Record that the worker has computed the prompt of a request: measure the prefill rate, and let the prefill queue send more prompts."""
+        if (tokens := self._queues.leave(live.id)) and live.attempt is not None:
+            self._rates[live.attempt.worker_id].computed(tokens, now)
+            self._note_idle(live.attempt.worker_id)
+
+    def _note_idle(self, worker_id: WorkerId) -> None:
+        """Stop counting time for the worker's prefill rate if the worker has no more tokens to compute."""
+        if not self._queues.sent_tokens(worker_id):
+            self._rates[worker_id].idle()
+
+    def seconds_to_wait(self, live: LiveRequest, placed: Decision, now: Nanos) -> float | None:
+        """Return the estimated seconds that a prompt would wait in the prefill queue of the chosen worker.
+
+        The result is None if the prompt would not wait in the prefill queue, or if too little was measured.
+        """
+        worker_id = placed.prefill or placed.decode
+        if live.arrived.external or not self._queues.full(worker_id):
+            return None
+        held = self._queues.held_tokens(worker_id, live.arrived.priority)
+        return self._rates[worker_id].seconds_to_wait(self._queues.sent_tokens(worker_id), held, now)
+
+    def full_prefill_queues(self) -> list[WorkerId]:
+        """Return the workers for which a new prompt has to wait in the prefill queue."""
+        return self._queues.full_workers()
+
+    def forget(self, worker_id: WorkerId) -> None:
+        """Forget the measured prefill rate of a worker that has left the cluster."""
+        self._rates.pop(worker_id, None)
+
+    def stop(self, live: LiveRequest, out: list[Command]) -> None:
+        """Cancel the attempt of a request on its worker, if it was sent to the worker."""
+        if live.attempt is not None and not self._queues.holds(live.id):
+            out.append(CancelAttempt(worker_id=live.attempt.worker_id, request_id=live.attempt.id))
+
+    def end(self, live: LiveRequest) -> None:
+        """Forget the attempt of a request, without a message to its worker. Do nothing if the request has no attempt."""
+        if live.attempt is not None:
+            if self._queues.leave(live.id) and live.attempt.worker_id in self._rates:
+                self._note_idle(live.attempt.worker_id)
+            del self._attempts[live.attempt.id]
+            live.attempt = None
+
+    def move(self, requests: Mapping[RequestId, LiveRequest], now: Nanos, out: list[Command]) -> None:
+        """Send queued prompts to all workers that have fewer tokens to compute than the prefill window.
+
+        Args:
+            requests: All live requests.
+            now: The present instant.
+            out: The list to which the commands are appended.
+        """
+        while (request_id := self._queues.next()) is not None:
+            live = requests[request_id]
+            assert live.attempt is not None
+            self._rates[live.attempt.worker_id].busy(now)
+            self._send(live, live.attempt, now, out)
+
+    def _goes_at_once(self, live: LiveRequest, worker_id: WorkerId, now: Nanos) -> bool:
+        """Return True if a prompt can be sent to its worker now. Otherwise put it into the prefill queue, from which `move` sends it."""
+        arrived, settings = live.arrived, self.settings
+        if arrived.only_end or arrived.external:
+            return True  # sent at once, because the router may never learn when this prompt is computed
+        assert live.placed is not None
+        tokens = live.placed.prefill_tokens
+        if self._queues.enter(live.id, worker_id, tokens):
+            if tokens and settings.prefill_window_tokens:
+                if (rate := self._rates.get(worker_id)) is None:
+                    rate = self._rates[worker_id] = PrefillRate()
+                rate.busy(now)
+            return True
+        place = queue_position(
+            live.since,
+            arrived.priority,
+            tokens,
+            priority_seconds=settings.priority_seconds,
+            size_seconds=settings.prefill_size_seconds,
+        )
+        self._queues.wait(live.id, worker_id, tokens, rank=place, seq=live.seq, priority=arrived.priority)
+        return False
+
+    def _send(
+        self, live: LiveRequest, attempt: Attempt, now: Nanos, out: list[Command], handoff: Handoff | None = None
+    ) -> None:
+        if not live.sent_at:
+            live.sent_at = now or Nanos(1)
+        arrived, phase, placed = live.arrived, attempt.phase, live.placed
+        assert placed is not None
+        prefills = phase is _PREFILL
+        start = Start(
+            request_id=attempt.id,
+            phase=phase,
+            tokens=live.prompt,
+            sampling=live.sampling(max_tokens=1 if prefills or arrived.pooling is not None else live.remaining_tokens),
+            salt=arrived.salt,
+            handoff=handoff,
+            kv_path=placed.kv_path if prefills else None,
+            priority=arrived.priority,
+            timeout_ms=0 if arrived.deadline is None else max(1, (arrived.deadline - now) // MILLISECOND),
+            session=arrived.session,
+            adapter="" if arrived.adapter is None else arrived.adapter.name,
+            parsing=arrived.parsing,
+            generated_tokens=len(live.sent),
+            pooling=arrived.pooling,
+            images=arrived.images,
+            # The worker of a prefill attempt keeps no tokens. The one token of this attempt is either dropped, or it is passed to the
+            # client and becomes the end of the prompt of the decode attempt.
+            answer_key=0 if prefills else live.answer_key,
+        )
+        out.append(Dispatch(worker_id=attempt.worker_id, start=start))
+
+    def check(self, requests: Mapping[RequestId, LiveRequest]) -> None:
+        """Assert that the recorded attempts are exactly those of the live requests `requests`, and that the prefill queues are consistent."""
+        self._queues.check()
+        assert {
+            live.attempt.id: live.attempt for live in requests.values() if live.attempt is not None
+        } == self._attempts
+
+
+class _QueuedPrompt(Struct):
+    worker_id: WorkerId
+    tokens: int  # prompt tokens that the worker has to compute, so without cached ones
+    # Queue position (`rank` and `seq`, rule 4) and priority of the request. They are set only for prompts that wait, or have waited, in a
+    # prefill queue.
+    rank: int = 0
+    seq: int = 0
+    priority: int = 0
+    sent: bool = True
+
+
+class PrefillQueues:
+    """Keeps the prefill queues of all workers. Nothing is kept for a worker without prompts."""
+
+    def __init__(self, window_tokens: int) -> None:
+        """Start without prompts.
+
+        Args:
+            window_tokens: The prefill window: a worker that has at least this many prompt tokens to compute is sent no more prompts; 0: no
+                limit.
+        """
+        self._window = window_tokens
+        self._tokens: dict[WorkerId, int] = {}  # prompt tokens that each worker was sent and has not computed yet
+        self._held: dict[WorkerId, OrderedRequests] = {}  # the prefill queue of each worker that has one
+        self._prompts: dict[RequestId, _QueuedPrompt] = {}
+        self.opened: dict[WorkerId, None] = {}
+        """Workers with a prefill queue that may have room again, because a prompt was computed or has ended. `next` takes the prompts that wait
+        for them."""
+        self._waiting = 0
+
+    def __len__(self) -> int:
+        """Return the number of prompts that wait in the prefill queues."""
+        return self._waiting
+
+    def enter(self, request_id: RequestId, worker_id: WorkerId, tokens: int) -> bool:
+        """Record a prompt if it can be sent to its worker now. The worker has to compute `tokens` tokens of the prompt.
+
+        Returns:
+            True if the caller has to send the prompt now. False if the prompt has to wait: then nothing was recorded, and the caller has to
+            call `wait`.
+        """
+        if not self._window:
+            return True
+        assert request_id not in self._prompts, request_id
+        if self.full(worker_id):
+            return False
+        self._tokens[worker_id] = self._tokens.get(worker_id, 0) + tokens
+        self._prompts[request_id] = _QueuedPrompt(worker_id, tokens)
+        return True
+
+    def wait(
+        self, request_id: RequestId, worker_id: WorkerId, tokens: int, *, rank: int, seq: int, priority: int = 0
+    ) -> None:
+        """Put a prompt into the worker's queue, from which `next` takes it later."""
+        self._prompts[request_id] = _QueuedPrompt(worker_id, tokens, rank, seq, priority, sent=False)
+        if (held := self._held.get(worker_id)) is None:
+            held = self._held[worker_id] = OrderedRequests()
+        held.add(rank, seq, request_id)
+        self._waiting += 1
+
+    def leave(self, request_id: RequestId) -> int:
+        """Remove a prompt that is computed or whose attempt has ended. Do nothing if the prompt is unknown.
+
+        Returns:
+            The number of prompt tokens that the worker had to compute; 0 if the prompt was not sent, or is unknown.
+        """
+        if (prompt := self._prompts.pop(request_id, None)) is None:
+            return 0
+        worker_id = prompt.worker_id
+        if not prompt.sent:
+            self._no_longer(prompt, request_id)
+            return 0
+        if left := self._tokens.get(worker_id, 0) - prompt.tokens:
+            self._tokens[worker_id] = left
+        else:
+            self._tokens.pop(worker_id, None)
+        if worker_id in self._held:
+            self.opened[worker_id] = None
+        return prompt.tokens
+
+    def full(self, worker_id: WorkerId) -> bool:
+        """Return whether a new prompt for this worker has to wait in the prefill queue."""
+        if not self._window:
+            return False
+        return worker_id in self._held or self._tokens.get(worker_id, 0) >= self._window
+
+    def full_workers(self) -> list[WorkerId]:
+        """Return the workers for which `full` is true."""
+        return [worker_id for worker_id in self._tokens if self.full(worker_id)]
+
+    def sent_tokens(self, worker_id: WorkerId) -> int:
+        """Return the number of prompt tokens that a worker was sent and has not computed yet."""
+        return self._tokens.get(worker_id, 0)
+
+    def held_tokens(self, worker_id: WorkerId, priority: int) -> int:
+        """Return the sum of the tokens of all prompts that wait for a worker and have at least this priority.
+
+        Prompts of every length count, because short prompts that arrive later overtake long ones. If only the prompts that are ahead now
+        counted, the predicted wait of a long prompt would be too short.
+        """
+        held = self._held.get(worker_id, ())
+        prompts = [self._prompts[request_id] for request_id in held]
+        return sum(prompt.tokens for prompt in prompts if prompt.priority >= priority)
+
+    def holds(self, request_id: RequestId) -> bool:
+        """Return whether the prompt of a request is in a prefill queue."""
+        prompt = self._prompts.get(request_id)
+        return prompt is not None and not prompt.sent
+
+    def next(self) -> RequestId | None:
+        """Take a waiting prompt whose worker has room, count it as sent, and return its request id; None if there is no such prompt."""
+        while self.opened:
+            worker_id = next(iter(self.opened))
+            held = self._held.get(worker_id)
+            tokens = self._tokens.get(worker_id, 0)
+            if held is None or tokens >= self._window:
+                del self.opened[worker_id]
+                continue
+            first = held.first
+            assert first is not None
+            prompt = self._prompts[first]
+            self._no_longer(prompt, first)
+            self._tokens[worker_id] = tokens + prompt.tokens
+            prompt.sent = True
+            return first
+        return None
+
+    def _no_longer(self, prompt: _QueuedPrompt, request_id: RequestId) -> None:
+        """Remove a prompt from the prefill queue in which it waits."""
+        held = self._held[prompt.worker_id]
+        held.discard(prompt.rank, prompt.seq, request_id)
+        if not len(held):
+            del self._held[prompt.worker_id]
+        self._waiting -= 1
+
+    def check(self) -> None:
+        """Assert that the sums of tokens match the prompts, and that prompts wait only for workers that are full."""
+        assert not self.opened
+        assert self._waiting == sum(not prompt.sent for prompt in self._prompts.values())
+        sent: dict[WorkerId, int] = {}
+        for prompt in self._prompts.values():
+            if prompt.sent:
+                sent[prompt.worker_id] = sent.get(prompt.worker_id, 0) + prompt.tokens
+        assert {**dict.fromkeys(self._tokens, 0), **sent} == {**dict.fromkeys(sent, 0), **self._tokens}
+        for worker_id, held in self._held.items():
+            assert len(held), worker_id
+            assert self._tokens.get(worker_id, 0) >= self._window, worker_id
+            assert all(self.holds(request_id) for request_id in held.ids())
+
+
+class PrefillRate:
+    """Measures the prefill rate of one worker, in tokens per second."""
+
+    def __init__(self) -> None:
+        self._tokens = 0.0
+        self._seconds = 0.0
+        self._computed = 0
+        # Start of the time that `_seconds` does not contain yet: when the worker became busy, or when it last finished a
+        # prompt. None: the worker has no prompt tokens to compute.
+        self._since: Nanos | None = None
+
+    def busy(self, now: Nanos) -> None:
+        """Record that the worker has prompt tokens to compute from now on."""
+        if self._since is None:
+            self._since = now
+
+    def idle(self) -> None:
+        """Record that the worker has no more prompt tokens to compute."""
+        self._since = None
+
+    def computed(self, tokens: int, now: Nanos) -> None:
+        """Record that the worker has computed `tokens` tokens of a prompt."""
+        if self._since is None:
+            return
+        seconds = max(0, now - self._since) / SECOND
+        keep = exp(-seconds / MEMORY_SECONDS)
+        self._tokens = self._tokens * keep + tokens
+        self._seconds = self._seconds * keep + seconds
+        self._computed += 1
+        self._since = now
+
+    def seconds_to_wait(self, sent: int, held: int, now: Nanos) -> float | None:
+        """Return the estimated seconds until the worker has computed `sent` and `held` tokens; None if too little was measured.
+
+        Args:
+            sent: Tokens that the worker was sent and has not reported as computed.
+            held: Tokens of the prompts in the prefill queue that the worker will compute before the new prompt.
+            now: The present instant.
+        """
+        if self._computed < EVIDENCE or self._seconds <= 0 or self._tokens <= 0:
+            return None
+        rate = self._tokens / self._seconds
+        under_way = sent / rate
+        if self._since is not None:
+            under_way = max(0.0, under_way - (now - self._since) / SECOND)
+        return under_way + held / rate

@@ -9,9 +9,9 @@ from fleet.core.ids import WorkerId
 from fleet.core.requests import Finish, Sampling
 from fleet.core.roles import Role
 from fleet.core.work import KvStored
-from fleet.router.attempts import EVIDENCE, PrefillRate
 from fleet.router.machine import OTHER_WORKERS_TRIED
 from fleet.router.messages import KvChanged
+from fleet.router.state.live_requests import EVIDENCE, PrefillRate
 from kvstore.block import chain
 from tests.support.builders import BLOCK_TOKENS, a_prompt, an_arrival
 from tests.support.router.machine_driver import Dispatch, Reject, RouterMachineDriver, the

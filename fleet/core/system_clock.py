@@ -18,9 +18,8 @@ __all__ = [
 ]
 
 
-def unix_seconds() -> int:
-    """Return the Unix time in seconds; the clock may jump, so do not measure durations with it."""
-    return int(time.time())
+unix_seconds = time.time
+"""Returns the Unix time in seconds, with fractions; the clock may jump, so do not measure durations with it."""
 
 
 def unix_milliseconds() -> int:

@@ -169,7 +169,7 @@ def open_recorded_machine(
         recording=FORMAT,
         fleet=own_protocols().product,
         began=now,
-        began_unix=unix_seconds(),
+        began_unix=int(unix_seconds()),
         seed=seed,
         settings=settings,
     )

@@ -126,7 +126,7 @@ class BranchedAnswers:
         self._formatter_type = formatter_type
         self._exchange = exchange
         self._authorization = authorization
-        self._created = unix_seconds()
+        self._created = int(unix_seconds())
         self._prompts = [PromptTokens() for _ in range(1 + len(self._details.more_prompts))]
         self._limits: tuple[tuple[str, str], ...] = ()
         self._model = ModelName("")

@@ -425,7 +425,7 @@ class HttpFrontend(HttpServer):
                         exchange.send(chunk, content_type=EVENT_STREAM, headers=headers)
                         await exchange.drained()
                 elif isinstance(item, Admitted):
-                    formatter = formatter_type(parsed, item.model, self._generation.token_text, unix_seconds())
+                    formatter = formatter_type(parsed, item.model, self._generation.token_text, int(unix_seconds()))
                     headers += rate_limit_headers(item.allowance)
                 else:
                     assert formatter is not None
@@ -476,7 +476,7 @@ class HttpFrontend(HttpServer):
                     if item.resumes:
                         parsed = structs.replace(parsed, request=structs.replace(parsed.request, id=item.resumes))
                     headers += (("x-request-id", item.request_id),)
-                    created = item.began or unix_seconds()
+                    created = item.began or int(unix_seconds())
                     formatter = formatter_type(parsed, item.model, self._generation.token_text, created)
                     if item.resumes:
                         formatter.resume()
@@ -508,7 +508,7 @@ class HttpFrontend(HttpServer):
             async for item in events:
                 match item:
                     case Admitted():
-                        formatter = formatter_type(parsed, item.model, self._generation.token_text, unix_seconds())
+                        formatter = formatter_type(parsed, item.model, self._generation.token_text, int(unix_seconds()))
                         headers += rate_limit_headers(item.allowance)
                     case Delta():
                         texts.append(item.text)

@@ -360,7 +360,7 @@ class VectorFrontend:
             return msgspec.json.encode(
                 {
                     "id": admitted.request_id,
-                    "created": unix_seconds(),
+                    "created": int(unix_seconds()),
                     "model": admitted.model,
                     **answer(),
                     "usage": {"prompt_tokens": tokens, "total_tokens": tokens},

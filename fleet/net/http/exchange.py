@@ -291,7 +291,7 @@ def response_head(
     headers: Sequence[tuple[str, str]] = (),
 ) -> bytes:
     """Return the status line and the headers of an answer. Status 204 has no content, so its head does not describe any (RFC 9110)."""
-    lines = [f"HTTP/1.1 {int(status)} {_PHRASES[status]}", _date(unix_seconds())]
+    lines = [f"HTTP/1.1 {int(status)} {_PHRASES[status]}", _date(int(unix_seconds()))]
     if status != HTTPStatus.NO_CONTENT:
         lines.append(f"content-type: {content_type}")
         if content_length is not None:

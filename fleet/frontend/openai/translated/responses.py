@@ -471,7 +471,7 @@ class ResponseWriter:
             "id": f"resp_{self._start.request_id}",
             "object": "response",
             "created_at": self._start.created,
-            "completed_at": max(unix_seconds(), self._start.created) if status == "completed" else None,
+            "completed_at": max(int(unix_seconds()), self._start.created) if status == "completed" else None,
             "status": status,
             "background": False,
             "error": None,

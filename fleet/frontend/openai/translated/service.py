@@ -215,6 +215,6 @@ def _start(admitted: Admitted, written: AnswerEvents) -> AnswerStart:
         model=admitted.model,
         prompt_tokens=admitted.prompt_tokens,
         sampling=admitted.sampling,
-        created=admitted.began or unix_seconds(),
+        created=admitted.began or int(unix_seconds()),
         events=written,
     )

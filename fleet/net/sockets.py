@@ -1,4 +1,4 @@
-"""Listening sockets and the options of client sockets."""
+"""Listening sockets, and the options that they pass on to the connections of clients."""
 
 import socket
 
@@ -45,12 +45,14 @@ def bind_tcp(address: str, *, setting: str, shared: bool = False) -> tuple[socke
     return listening, f"{address.rpartition(':')[0]}:{listening.getsockname()[1]}"
 
 
-def configure_client_socket(sock: socket.socket) -> None:
-    """Make a client's TCP socket send immediately and report promptly how much the client reads; leave a Unix socket as it is.
+def configure_client_port(listening: socket.socket) -> None:
+    """Make the connections of a TCP port send immediately and report promptly how much their clients read.
 
     By default, the kernel buffers some MB for a slow reader, and then accepts no more bytes until a third of them is read.
     At 40 kB/s this takes half a minute, in which the client seems to read nothing.
+
+    Linux copies the options of a listening socket to each connection that is made after this call. Other systems may not
+    copy them. There, a client that reads slowly may be cut off too early.
     """
-    if sock.family != socket.AF_UNIX:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)

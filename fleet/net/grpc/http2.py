@@ -44,7 +44,7 @@ from fleet.net.connection_limits import (
 from fleet.net.grpc.http2_call import CallContext
 from fleet.net.limit_log import ClientLog, ConnectionLimitLog
 from fleet.net.settings import DEFAULT_GRPC_LIMITS, MIB, GrpcSettings
-from fleet.net.sockets import BACKLOG, configure_client_socket, split_listen_address
+from fleet.net.sockets import BACKLOG, configure_client_port, split_listen_address
 from kvstore.net.listeners import stop_listening
 
 # Memory for messages of ordinary calls, besides `max_held_bytes`: 4,096 messages of `fleet.net.settings.ORDINARY_BODY_BYTES`.
@@ -282,7 +282,6 @@ class Http2Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)
-        configure_client_socket(transport.get_extra_info("socket"))
         if self.server.closing:
             self.transport.abort()
             return
@@ -528,6 +527,7 @@ def _bind_host(listen: str, *, shared: bool) -> list[socket.socket]:
                     each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
                 if family == socket.AF_INET6:
                     each.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0 if len(found) == 1 else 1)
+                configure_client_port(each)
                 each.bind((address[0], bound[0].getsockname()[1] if bound else address[1], *address[2:]))
                 if not shared:
                     # Listen now: two servers can bind the same address, and the second one fails only when it begins to listen.

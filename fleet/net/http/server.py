@@ -83,7 +83,7 @@ from fleet.net.http.exchange import (
 )
 from fleet.net.limit_log import ClientLog, ConnectionLimitLog
 from fleet.net.settings import ORDINARY_BODY_BYTES, HttpSettings
-from fleet.net.sockets import BACKLOG, bind_tcp, configure_client_socket
+from fleet.net.sockets import BACKLOG, bind_tcp, configure_client_port
 from kvstore.net.listeners import stop_listening
 
 log = logging.getLogger(__name__)
@@ -145,6 +145,7 @@ async def run_server(
         ConfigurationRefused: The address is malformed or cannot be bound.
     """
     listening, server.address = bind_tcp(listen, setting=setting, shared=shared)
+    configure_client_port(listening)
     failure: Exception | None = None
     async with asyncio.TaskGroup() as tasks:
         server.tasks = tasks
@@ -530,8 +531,6 @@ class HttpConnection(asyncio.Protocol):
         # The cast is needed, because uvloop's transports are not asyncio's classes.
         self.transport = cast("asyncio.Transport", transport)
         self.transport.set_write_buffer_limits(high=HIGH_WATER_BYTES)
-        if (sock := transport.get_extra_info("socket")) is not None:
-            configure_client_socket(sock)
         self._connections[self] = None
         address = client_key(transport.get_extra_info("peername"))
         admission = self._table.admit(self, address, self._clock.now() / SECOND)

@@ -19,6 +19,7 @@ from fleet.net.grpc import http2 as grpc_http2
 from fleet.net.grpc import http2_call as grpc_http2_call
 from fleet.net.grpc.http2 import Http2Server
 from fleet.net.settings import GrpcSettings
+from fleet.net.sockets import UNSENT_BYTES
 from tests.support.frontend.counting_service import CountingService, status_of
 from tests.support.frontend.http2_frames import END_HEADERS, HEADERS, PREFACE, RESET, SETTINGS, call, frame
 from tests.support.waiting import pace, turns, until, until_still
@@ -496,6 +497,15 @@ async def test_client_that_reads_nothing_is_cut_and_holds_little(world):
     await until(lambda: world.service.cancelled == 1)
     assert not world.server.connections
     writer.close()
+
+
+async def test_kernel_keeps_few_unsent_bytes_of_a_connection(world):
+    """Otherwise a slow client would seem to read nothing for half a minute."""
+    async with world.client():
+        await until(lambda: world.server.connections)
+        (connection,) = world.server.connections
+        sock = connection.transport.get_extra_info("socket")
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT) == UNSENT_BYTES
 
 
 async def test_connection_that_reads_slowly_and_enough_is_not_cut(world):

@@ -20,6 +20,7 @@ from fleet.frontend.openai.service import open_http_frontend
 from fleet.net import connection_limits
 from fleet.net.http.server import MAX_LINGERING
 from fleet.net.settings import HttpSettings
+from fleet.net.sockets import UNSENT_BYTES
 from tests.support.frontend.frontends import Frontends, open_frontends
 from tests.support.frontend.http_clients import RawHttpClient, error_of, get, post, raw_http_client
 from tests.support.frontend.text_model import EOS
@@ -487,6 +488,15 @@ def will_answer_much(frontends: Frontends) -> int:
     answer = frontends.will_answer("the quick brown fox " * 990)
     frontends.router.logprobs = [Logprobs(-1.0, tuple(range(300, 320)), (-1.234567890123456,) * 20) for _ in answer]
     return len(answer)
+
+
+async def test_kernel_keeps_few_unsent_bytes_of_a_connection(frontends):
+    """Otherwise a slow client would seem to read nothing for half a minute."""
+    async with raw_http_client(frontends):
+        await until(lambda: frontends.http.connections)
+        (connection,) = frontends.http.connections
+        sock = connection.transport.get_extra_info("socket")
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT) == UNSENT_BYTES
 
 
 async def test_slow_client_delays_only_itself_and_memory_stays_flat(frontends):

@@ -236,7 +236,7 @@ class _Backends(Struct, frozen=True, kw_only=True):
     check: TokenizerCheck
     own: WorkerStreams
     external: ExternalBackends
-    combined: CombinedBackends
+    combined: CombinedBackends | None  # None: the settings name no external backends
     selection_aware: SelectionAwareWorkers
 
     @classmethod
@@ -247,16 +247,20 @@ class _Backends(Struct, frozen=True, kw_only=True):
             ConfigurationRefused: A model folder or a credentials file is invalid.
         """
         registry = RegistryServer(MembershipSettings(), shared.clock)
+        codecs = load_codecs(settings)
+        check = TokenizerCheck(codecs)
         own = WorkerStreams(
-            settings, registry.membership(), reachability=registry.hear, incompatible=shared.incompatible
+            settings,
+            registry.membership(),
+            reachability=registry.hear,
+            incompatible=shared.incompatible,
+            accepts=check.accepts,
         )
         external_codecs = _external_codecs(settings)
         external = ExternalBackends(
             settings.openai_workers, settings.connect_timeout_seconds, shared.clock, external_codecs
         )
-        codecs = load_codecs(settings)
-        check = TokenizerCheck(codecs)
-        combined = CombinedBackends(own, external, check)
+        combined = CombinedBackends(own, external) if settings.openai_workers else None
         return cls(
             registry=registry,
             codecs=codecs,
@@ -265,7 +269,7 @@ class _Backends(Struct, frozen=True, kw_only=True):
             own=own,
             external=external,
             combined=combined,
-            selection_aware=SelectionAwareWorkers(combined),
+            selection_aware=SelectionAwareWorkers(combined or own),
         )
 
 
@@ -681,11 +685,12 @@ async def _directory(settings: RouterSettings) -> "AsyncIterator[Directory | Non
 def _background(parts: _Parts, directory: "Directory | None") -> list[Coroutine[Any, Any, Any]]:
     """Return the coroutines that run as long as the process serves."""
     backends, server = parts.backends, parts.core.server
+    hear_own = server.hear if backends.combined is None else backends.combined.only_acceptable(server.hear)
     running: list[Coroutine[Any, Any, Any]] = [
         backends.registry.run(),
         server.run(),
         parts.shared.certificate_watch.run(),
-        backends.own.run(backends.combined.only_acceptable(server.hear)),
+        backends.own.run(hear_own),
         backends.external.run(server.hear),
     ]
     if parts.limits is not None:

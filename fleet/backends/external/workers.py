@@ -20,7 +20,7 @@ from fleet.core.ids import ModelName, RequestId, WorkerId
 from fleet.core.work import Start
 from fleet.frontend.openai.passage import Passage
 from fleet.frontend.openai.relay import RelayedRequest
-from fleet.frontend.text.tokenizer_check import TokenizerCheck, TokenizerMatch
+from fleet.frontend.text.tokenizer_check import TokenizerMatch
 from fleet.router.messages import StoreChanged, WorkerEvent, WorkerJoined
 from fleet.router.ports import TextCodec, Workers, WorkerUnreachable
 from fleet.router.settings.router import OpenAiWorkerSettings
@@ -275,16 +275,14 @@ class CombinedBackends:
     Implements `fleet.router.ports.Workers`.
     """
 
-    def __init__(self, own: Workers, external: ExternalBackends, tokenizer_check: TokenizerCheck | None = None) -> None:
+    def __init__(self, own: Workers, external: ExternalBackends) -> None:
         self._own = own
         self._external = external
-        self._tokenizer_check = tokenizer_check
 
     def only_acceptable(self, hear: Hear) -> Hear:
         """Return a function that passes events of Fleet's own workers to `hear`, if the workers are acceptable.
 
-        A worker is not acceptable if it has the name or the model of an external backend, or a tokenizer that differs
-        from the router's.
+        A worker with the name or the model of an external backend is not acceptable.
         """
 
         def hear_acceptable(event: WorkerEvent) -> None:
@@ -308,7 +306,7 @@ class CombinedBackends:
                         "worker ignored, its name or model belongs to one of openai_workers",
                         extra={"worker": description.worker_id, "model": description.model},
                     )
-                return not taken and (self._tokenizer_check is None or self._tokenizer_check.accepts(description))
+                return not taken
             case StoreChanged():
                 return True
             case _:

@@ -147,6 +147,7 @@ class WorkerStreams:
         *,
         reachability: Callable[[ReachabilityEvent], None] = lambda _: None,
         incompatible: IncompatiblePeers | None = None,
+        accepts: Callable[[WorkerDescription], bool] = lambda _: True,
     ):
         """Store the arguments; `run` opens the connections.
 
@@ -156,6 +157,8 @@ class WorkerStreams:
             addresses: Addresses of workers that are always members.
             reachability: Function that is called when a stream was opened or has ended, or a worker could not be reached.
             incompatible: Collects workers and store nodes without a common protocol version; None: they are only logged.
+            accepts: Function that returns whether a worker may join. The router never learns that a worker has joined which
+                may not, so it ignores the worker's other events.
 
         Raises:
             ConfigurationRefused: A file of `worker_credentials` cannot be used.
@@ -166,6 +169,7 @@ class WorkerStreams:
         self._addresses = addresses
         self._reachability = reachability
         self._incompatible = incompatible or IncompatiblePeers(SystemClock())
+        self._accepts = accepts
         self._members: dict[WorkerId, _StreamTarget] = {}
         self._links: dict[WorkerId, _WorkerConnection] = {}
         self.answers = AnswerSearch(self._ask)
@@ -297,6 +301,7 @@ class WorkerStreams:
                 self._reachability,
                 self._incompatible,
                 self.answers,
+                self._accepts,
             )
             return member.link
 
@@ -353,6 +358,7 @@ class _WorkerConnection:
         reachability: Callable[[ReachabilityEvent], None],
         incompatible: IncompatiblePeers,
         answers: AnswerSearch,
+        accepts: Callable[[WorkerDescription], bool],
     ):
         self.description: WorkerDescription | None = None  # None until the worker has joined
         self.begun = asyncio.Event()  # set when the worker has joined, or the stream has ended
@@ -367,6 +373,7 @@ class _WorkerConnection:
         self._reachability = reachability
         self._incompatible = incompatible
         self._answers = answers
+        self._accepts = accepts
         self._sequence = 0  # sequence number that the next message with KV events must have
         self._patience_seconds = settings.heartbeat_timeout_seconds
         self._silence: _SilenceTimer | None = None  # None until the worker has joined
@@ -458,7 +465,8 @@ class _WorkerConnection:
         self._reachability(WorkerStreamOpened(worker_id=first.worker_id, incarnation=first.incarnation))
         self.begun.set()
         log.info("worker connected", extra={"worker": first.worker_id, "address": self._member.address})
-        self._hear(WorkerJoined(description=first, address=self._member.address))
+        if self._accepts(first):
+            self._hear(WorkerJoined(description=first, address=self._member.address))
 
     def _agree_with(self, name: str, protocols: ProtocolRange) -> None:
         """Raise IncompatibleWorker if the worker speaks no version of the protocol that this router speaks."""

@@ -81,6 +81,21 @@ async def test_second_description_of_another_worker_breaks_the_stream():
         assert await world.take() == LEFT
 
 
+async def test_worker_that_may_not_join_never_joins():
+    refused = a_description()
+
+    async with a_stream_setup(accepts=lambda description: description.max_running != refused.max_running) as world:
+        peer = await world.join(refused)
+        await nothing_but_load(world, peer)
+
+        await peer.leave()
+        assert await world.take() == LEFT
+        peer.description = structs.replace(refused, max_running=refused.max_running + 1)
+        await peer.start()
+
+        assert (await joined(world)).description.max_running == peer.description.max_running
+
+
 async def test_restarted_worker_at_its_address_rejoins():
     async with a_stream_setup() as world:
         peer = await world.join(a_description())

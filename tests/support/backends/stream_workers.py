@@ -3,7 +3,7 @@
 import asyncio
 import shutil
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -99,13 +99,23 @@ class EventInbox:
 
 
 class StreamSetup:
-    def __init__(self, folder: Path, stack: AsyncExitStack, addresses: tuple[str, ...] = (), **settings: Any):
+    def __init__(
+        self,
+        folder: Path,
+        stack: AsyncExitStack,
+        addresses: tuple[str, ...] = (),
+        accepts: Callable[[WorkerDescription], bool] = lambda _: True,
+        **settings: Any,
+    ):
         self._folder = folder
         self._stack = stack
         self.heard = EventInbox()
         self.changes: asyncio.Queue[MembershipChange] = asyncio.Queue()
         self.workers = WorkerStreams(
-            RouterSettings(router_id="router-7", max_reconnect_seconds=0.1, **settings), self._membership(), addresses
+            RouterSettings(router_id="router-7", max_reconnect_seconds=0.1, **settings),
+            self._membership(),
+            addresses,
+            accepts=accepts,
         )
 
     async def take(self) -> WorkerEvent:

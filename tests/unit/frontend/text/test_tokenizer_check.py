@@ -5,12 +5,10 @@ import logging
 import pytest
 from msgspec import structs
 
-from fleet.backends.external.workers import CombinedBackends, ExternalBackends
 from fleet.core.work import TokenizerDigests
 from fleet.frontend.text import tokenizer_check
 from fleet.frontend.text.codec import load_codec
 from fleet.frontend.text.tokenizer_check import TokenizerCheck, folder_tokenizer_digests, tokenizer_digests
-from fleet.router.messages import WorkerJoined
 from tests.support.builders import MODEL, a_description
 
 
@@ -71,14 +69,3 @@ def test_digest_depends_on_block_size_and_salt_rule(codec, monkeypatch):
 def test_block_names_are_stable_between_versions():
     """Compare a digest with a fixed one: if it changes, workers and routers of different versions are incompatible."""
     assert tokenizer_digests(None, 32).blocks == "10348c8880d2e1bce449501a4995accc"
-
-
-def test_refused_worker_never_joins(codec):
-    heard: list = []
-    workers = CombinedBackends(None, ExternalBackends((), 1.0, None), TokenizerCheck({MODEL: codec}))
-    hear = workers.only_acceptable(heard.append)
-    strange = structs.replace(tokenizer_digests(codec, 32), tokens="0" * 32)
-    for told in (strange, tokenizer_digests(codec, 32)):
-        hear(WorkerJoined(description=structs.replace(a_description(), tokenizer_digests=told), address="x"))
-
-    assert [event.description.tokenizer_digests for event in heard] == [tokenizer_digests(codec, 32)]

@@ -359,11 +359,12 @@ class Generation:
                 raise invalid("request_id", "a running request has the same id; use another one")
             self._running.add(request.id)
             try:
-                tenant = self._tenants.tenant(authorization, request.tenant)
-                if tenant != request.tenant:
-                    request = structs.replace(request, tenant=tenant)
-                    if entry is not None:
-                        entry.tenant = tenant
+                if self._tenants.exist:
+                    tenant = self._tenants.tenant(authorization, request.tenant)
+                    if tenant != request.tenant:
+                        request = structs.replace(request, tenant=tenant)
+                        if entry is not None:
+                            entry.tenant = tenant
                 if measured.trace is not None:
                     measured.trace.follow(traced_request(request))
                 generate = self._generate_with_images if request.remote_images else self._generate
@@ -699,7 +700,8 @@ class Generation:
             # Charge the replayed tokens, too: a worker computes them like a prompt, and over gRPC the client may have invented them. If
             # the answer ends with them, no worker computes them, but the replay costs time of this router.
             counted_tokens = (0 if request.sibling else prompt_tokens) + replayed
-            allowance = await admit_with_peers(self._tenants, request.tenant, counted_tokens, self._clock)
+            if self._tenants.exist:
+                allowance = await admit_with_peers(self._tenants, request.tenant, counted_tokens, self._clock)
         measured.admitted(counted_tokens, allowance)
         if request.images and not digests:
             digests = await image_digests(request.images)
@@ -780,7 +782,8 @@ class Generation:
                 if request.images:
                     image_tokens = max((phase.report.image_tokens for phase in submitted.kv), default=0)
                 counted_images = image_tokens if counted_tokens else 0
-                self._tenants.used(request.tenant, generated, self._clock.now(), counted_images)
+                if self._tenants.exist:
+                    self._tenants.used(request.tenant, generated, self._clock.now(), counted_images)
                 measured.used(
                     generated, 0 if request.sibling else submitted.cached_tokens, submitted.kv, counted_images
                 )

@@ -155,6 +155,9 @@ class Tenants:
             for key in tenant.api_key_sha256:
                 if (other := self._by_key.setdefault(key, name)) != name:
                     raise ConfigurationRefused(f"tenants.{name}.api_key_sha256: {key[:8]}… is a key of {other!r} too")
+        self.exist = bool(settings)
+        """False if the settings name no tenants. Then there are neither keys nor limits, so frontends need not ask for each request."""
+
         self.settle_with_others: SettleWithPeers | None = None
         """A function that waits until the peers have confirmed the usage at this router (rule 4). The component that sends
         the usage to the peers sets it. None: there are no peers."""

@@ -512,7 +512,7 @@ class Relay:
         self._workers.forget(relayed)
         self._named_ids.discard(relayed.request_id)
         now = self._clock.now()
-        if relayed.answer_tokens:
+        if relayed.answer_tokens and self._tenants.exist:
             self._tenants.used(relayed.tenant, relayed.answer_tokens, now)
         if self._access is not None:
             self._access.relayed(
@@ -610,7 +610,8 @@ class Relay:
         """
         relayed.keys = read.keys
         relayed.streams = _streams(body)
-        relayed.allowance = self._tenants.admit(relayed.tenant, len(read.tokens) // TOKEN_BYTES, relayed.began_at)
+        if self._tenants.exist:
+            relayed.allowance = self._tenants.admit(relayed.tenant, len(read.tokens) // TOKEN_BYTES, relayed.began_at)
         arrived = self._arrived(relayed.request_id, relayed.tenant, relayed.began_at, body, read)
         self._workers.expect(relayed)
         relayed.submitted()

@@ -34,7 +34,7 @@ that differs between runs."""
 FRONTED = 20
 """Calls for a token of Fleet's own worker from the router's stream to the socket: text, stop strings, JSON, write. This is what it takes."""
 
-REQUESTED = 545
+REQUESTED = 538
 """Calls for a streamed completion of Fleet's own worker with `FEW` tokens, in the frontend. This is what it takes; what a setting turns on
 comes on top, and costs nothing while the setting is off: access records, tracing."""
 
@@ -133,6 +133,15 @@ async def test_ordinary_stream_runs_no_code_of_resumption(model_dir):
             await stream_tokens(frontends.http.address, OWN_MODEL, FEW, asyncio.Semaphore(0))
     assert "frontend/generation.py" in counted.files
     assert not [file for file in counted.files if "resum" in file or "answer_search" in file]
+
+
+async def test_request_without_tenants_runs_no_code_of_tenants(model_dir):
+    async with open_frontends(model_dir) as frontends:
+        frontends.will_answer("word " * FEW)
+        with count_calls() as counted:
+            await httpx_chat(frontends.http.address)
+    assert "frontend/generation.py" in counted.files
+    assert "router/tenants.py" not in counted.files
 
 
 async def test_untraced_request_runs_no_code_of_tracing(model_dir):

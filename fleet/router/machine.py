@@ -233,7 +233,7 @@ class RouterMachine:
                 case _:
                     assert_never(event)
         if may_move := self.queue.may_move:
-            if len(self.queue):
+            if self.queue.waiting:
                 self._move_queues(now, out)
             else:
                 may_move.clear()
@@ -266,7 +266,8 @@ class RouterMachine:
         # If a worker has room although requests are queued, the queued requests are waiting for other workers. So the new request may be
         # placed before them.
         busy = UNKNOWN_WORKERS
-        if self.queue.first(event.model) is None or self.registry.worth_trying(event.model):
+        queue = self.queue
+        if not queue.waiting or queue.first(event.model) is None or self.registry.worth_trying(event.model):
             outcome = self._place(live, now, out, new=True)
             if not isinstance(outcome, WaitForRoom):
                 return
@@ -317,7 +318,7 @@ class RouterMachine:
             outcome = other
         match outcome:
             case Decision():
-                if len(self.queue):
+                if self.queue.waiting:
                     self.queue.served(live.id, live.arrived.model, live.prompt_tokens, outcome.prefill_tokens, now)
                 self._dispatch(live, outcome, now, out)
             case Rejection():
@@ -750,7 +751,8 @@ class RouterMachine:
     def _release(self, live: LiveRequest, worker_id: WorkerId, now: Nanos) -> None:
         """Release what a request holds on a worker, so that queued requests can use it."""
         self.registry.release(live, worker_id, now)
-        self.queue.room_released(live.arrived.model, worker_id)
+        if self.queue.waiting:
+            self.queue.room_released(live.arrived.model, worker_id)
 
     # Methods that only return what the machine knows:
 
@@ -870,7 +872,7 @@ class RouterMachine:
             pools=self.registry.pools(),
             stores=self.registry.stores(),
             active=len(self.live_requests),
-            queued=len(self.queue) + self.attempts.waiting,
+            queued=len(self.queue.waiting) + self.attempts.waiting,
             index_blocks=self.registry.known_blocks(),
             index_overflowed=self.registry.index.overflowed,
             counters=self._statistics.total(),
@@ -883,7 +885,7 @@ class RouterMachine:
         self.registry.check(self.live_requests)
         self._admission.check()
         self.attempts.check(self.live_requests)
-        queued = set(self.queue.ids())
+        queued = self.queue.waiting.keys()
         for live in self.live_requests.values():
             assert (live.stage is RequestStage.QUEUED) == (live.id in queued) == (live.attempt is None), live
             if live.attempt is not None:

@@ -126,7 +126,7 @@ class QueueAdmission:
 
     def too_many(self) -> RequestId | None:
         """Return the request to reject if too many requests wait (rule 2); None if not too many wait, or if none may be rejected."""
-        return self.queue.request_to_drop() if len(self.queue) > self.settings.max_queued else None
+        return self.queue.request_to_drop() if len(self.queue.waiting) > self.settings.max_queued else None
 
     def retry_after_ms(self, arrived: Arrived, now: Nanos) -> int:
         """Return the retry hint in milliseconds for a request that cannot enter the queue (rule 3).

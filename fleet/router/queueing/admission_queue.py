@@ -365,13 +365,12 @@ class AdmissionQueue:
     def __init__(self, weights: Mapping[str, float]) -> None:
         self._weights = weights
         self.queues: dict[ModelName, FairQueue] = {}  # the queue of each model that has ever had a queued request
-        self._waiting: dict[RequestId, QueuedRequest] = {}
+        self.waiting: dict[RequestId, QueuedRequest] = {}
+        """The queued requests by id, which callers only read. While there are none, callers need not report that room was released."""
+
         self._sizes: dict[ModelName, WorkerSizes] = {}
         self.may_move: dict[ModelName, bool] = {}
         """Models whose queued requests may be placed after a change. The value is True if a worker has gone."""
-
-    def __len__(self) -> int:
-        return len(self._waiting)
 
     def first(self, model: ModelName) -> RequestId | None:
         """Return the first queued request of a model; None if no request waits for the model."""
@@ -386,8 +385,8 @@ class AdmissionQueue:
             now: The present instant.
             busy: The workers that the request waits for; empty if it was not tried yet, or if they are not known.
         """
-        assert waiting.request_id not in self._waiting, waiting.request_id
-        self._waiting[waiting.request_id] = waiting
+        assert waiting.request_id not in self.waiting, waiting.request_id
+        self.waiting[waiting.request_id] = waiting
         queue = self._queue(waiting.model)
         group = queue.add(waiting, now)
         if busy:
@@ -427,11 +426,11 @@ class AdmissionQueue:
         """Use these worker sizes from now on to decide which requests of a model the same workers can serve."""
         self._sizes[model] = sizes
         if (queue := self.queues.get(model)) is not None:
-            queue.set_sizes(sizes, self._waiting)
+            queue.set_sizes(sizes, self.waiting)
 
     def discard(self, request_id: RequestId) -> QueuedRequest | None:
         """Remove a request that was not served, and return it; None if it was not queued."""
-        waiting = self._waiting.pop(request_id, None)
+        waiting = self.waiting.pop(request_id, None)
         if waiting is not None:
             self.queues[waiting.model].remove(waiting)
         return waiting
@@ -444,7 +443,7 @@ class AdmissionQueue:
         if (queue := self.queues.get(model)) is None:
             return
         queue.departed(tokens, now)
-        if (waiting := self._waiting.pop(request_id, None)) is not None:
+        if (waiting := self.waiting.pop(request_id, None)) is not None:
             queue.charge(waiting.tenant, computed)
             queue.remove(waiting)
 
@@ -455,7 +454,7 @@ class AdmissionQueue:
         ]
         for _, model, name in sorted(tenants, reverse=True):
             for request_id in self.queues[model].from_last(name):
-                if not self._waiting[request_id].stays:
+                if not self.waiting[request_id].stays:
                     return request_id
         return None
 
@@ -481,10 +480,7 @@ class AdmissionQueue:
         """Return the models with queued requests."""
         return [model for model, queue in self.queues.items() if queue.first is not None]
 
-    def ids(self) -> list[RequestId]:
-        return list(self._waiting)
-
     def check(self) -> None:
-        assert len(self._waiting) == sum(map(len, self.queues.values()))
+        assert len(self.waiting) == sum(map(len, self.queues.values()))
         for queue in self.queues.values():
             queue.check()

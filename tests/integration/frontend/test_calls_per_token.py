@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from fleet.core.ids import WorkerId
-from fleet.core.requests import Sampling
+from fleet.core.requests import Finish, Sampling
 from fleet.core.roles import Role
 from fleet.core.work import Progress
 from fleet.router.messages import WorkerStepped
@@ -172,3 +172,15 @@ def test_token_of_a_worker_takes_few_machine_calls():
             router.machine.handle(WorkerStepped(worker_id=WorkerId("d1"), progress=(progress,)), router.now)
 
     assert counted.calls / MANY <= DECIDED
+
+
+def test_request_that_need_not_wait_runs_no_code_of_the_queue():
+    router = RouterMachineDriver(("d1", Role.BOTH))
+    machine, arrived = router.machine, an_arrival(tokens=a_prompt(100))
+    with count_calls() as counted:
+        (work,) = machine.handle(arrived, router.now)
+        done = Progress(request_id=work.start.request_id, token_ids=(7,), finish=Finish.STOP)
+        machine.handle(WorkerStepped(worker_id=work.worker_id, progress=(done,)), router.now)
+
+    assert not machine.live_requests
+    assert not [file for file in counted.files if file.startswith("router/queueing/")]

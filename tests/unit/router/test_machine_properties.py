@@ -293,7 +293,7 @@ class AnyInterleaving(RuleBasedStateMachine):
     @invariant()
     def nobody_waits_whom_somebody_could_serve(self) -> None:
         machine = self.router.machine
-        for request_id in machine.queue.ids():
+        for request_id in machine.queue.waiting:
             live = machine.live_requests[request_id]
             assert not isinstance(
                 machine.placer.choose(live, machine.registry.candidate_table(live), self.router.now), Decision

@@ -47,7 +47,7 @@ class Room:
         return name
 
     def serve_all(self):
-        return [self.serve() for _ in range(len(self.room))]
+        return [self.serve() for _ in range(len(self.room.waiting))]
 
 
 def test_first_come_first_served_by_default():

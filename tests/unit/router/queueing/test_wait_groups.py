@@ -87,7 +87,7 @@ def test_grouping_does_not_change_the_service_order(seed):
             meant = dice.choice(known)
             for world in worlds:
                 world.arrives(RequestId(f"r{step}"), meant, now, **fields)
-        elif kind < 0.75 and (waiting := together.room.ids()):
+        elif kind < 0.75 and (waiting := list(together.room.waiting)):
             gone = dice.choice(waiting)
             assert all(world.room.discard(gone) for world in worlds)
         elif kind < 0.8:
@@ -267,7 +267,7 @@ def test_no_request_waits_for_available_capacity(seed):
                 note(router.step(work, 7, finish=Finish.LENGTH, handoff=handed))
             else:
                 note(router.step(work, 7, finish=Finish.STOP))
-        elif kind < 0.89 and (waiting := router.machine.queue.ids()):
+        elif kind < 0.89 and (waiting := list(router.machine.queue.waiting)):
             note(router.cancel(dice.choice(waiting)))
         elif kind < 0.93:
             note(router.send(a_worker(dice, dice.choice(WORKERS), next(incarnations))))
@@ -285,6 +285,6 @@ def test_no_request_waits_for_available_capacity(seed):
         else:
             tuned = structs.replace(router.machine.thresholds(), oversubscribe=dice.choice([1.0, 2.0]))
             note(router.send(ThresholdsChanged(thresholds=tuned)))
-        assert not [each for each in router.machine.queue.ids() if could_be_served(router, each)], step
+        assert not [each for each in router.machine.queue.waiting if could_be_served(router, each)], step
         gated += any(queue.groups.blockages for queue in router.machine.queue.queues.values())
     assert gated > 5

@@ -455,7 +455,9 @@ def _load_object(path: Path) -> Mapping[str, Any]:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
         return {}
-    except ValueError as error:
+    except OSError as error:
+        raise ConfigurationRefused(f"{path}: cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
         raise ConfigurationRefused(f"{path}: is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise ConfigurationRefused(f"{path}: must hold a JSON object")

@@ -353,6 +353,8 @@ def test_model_without_template_rejects_conversations(tmp_path):
         (lambda folder: (folder / "tokenizer.json").write_text("{}"), "tokenizer.json: is not a tokenizer"),
         (lambda folder: (folder / "config.json").write_text("{"), "config.json: is not JSON"),
         (lambda folder: (folder / "config.json").write_text("[]"), "config.json: must hold a JSON object"),
+        (lambda folder: (folder / "special_tokens_map.json").mkdir(), "special_tokens_map.json: cannot be read"),
+        (lambda folder: (folder / "generation_config.json").write_text("[" * 99_999), "generation_config.json: is not"),
         (lambda folder: (folder / "chat_template.jinja").write_text("{% if"), "chat_template.jinja: the chat template"),
     ],
 )

@@ -532,17 +532,20 @@ def _sampling_defaults(folder: Path) -> Mapping[str, float]:
     vLLM and SGLang take the same values for parameters that a client leaves out. Limits of lengths, such as `max_new_tokens`, are no
     part of them.
     """
-    declared = _load_object(folder / GENERATION_CONFIG)
+    file = folder / GENERATION_CONFIG
+    declared = _load_object(file)
     found: dict[str, float] = {}
     for name in sorted(MODEL_DEFAULTS):
         value = declared.get(name)
         if value is not None and is_valid_default(name, value):
             found[name] = value
         elif value is not None:
-            file = str(folder / GENERATION_CONFIG)
             log.warning(
-                "sampling default ignored: no request may have it", extra={"file": file, "field": name, "value": value}
+                "sampling default ignored: no request may have it",
+                extra={"file": str(file), "field": name, "value": value},
             )
+    if found:
+        log.info("sampling defaults read", extra={"file": str(file), "defaults": found})
     return found
 
 

@@ -1,4 +1,5 @@
 import json
+import logging
 from pathlib import Path
 
 import pytest
@@ -313,6 +314,18 @@ def test_sampling_defaults_are_those_of_the_model(tmp_path, caplog):
     assert load_codec(folder, model_defaults=True).sampling_defaults == {"temperature": 0.6, "top_k": 20}
     assert [record.field for record in caplog.records] == ["repetition_penalty", "top_p"]
     assert load_codec(folder).sampling_defaults == {}
+
+
+def test_sampling_defaults_in_use_are_logged(tmp_path, caplog):
+    folder = write_model(tmp_path)
+    caplog.set_level(logging.INFO, "fleet.frontend.text.codec")
+    load_codec(folder, model_defaults=True)
+    write_json(folder / "generation_config.json", {"temperature": 0.6, "top_k": 20})
+    load_codec(folder)
+    load_codec(folder, model_defaults=True)
+
+    logged = [record.defaults for record in caplog.records if record.message == "sampling defaults read"]
+    assert logged == [{"temperature": 0.6, "top_k": 20}]
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,10 @@ pytestmark = pytest.mark.integration
 PENALTIES = {"presence_penalty": 0.25, "frequency_penalty": 0.5, "repetition_penalty": 1.05}
 DEFAULTS = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.05, **PENALTIES}
 GIVEN = {"temperature": 0.0, "top_p": 0.5, "top_k": 3}
+NEUTRAL = {name: getattr(Sampling(), name) for name in DEFAULTS}
+"""The values of left-out parameters if the model has no defaults."""
+TAKEN = {"responses": ("temperature", "top_p"), "messages": ("temperature", "top_p", "top_k")}
+"""The sampling parameters that an API has, if not all."""
 
 
 @dataclass(frozen=True)
@@ -36,16 +40,14 @@ class Clients:
 
     async def ask(self, api: str, given: dict[str, float]) -> object:
         """Send one request over an API, with these sampling parameters and no others."""
-        extra = {name: given[name] for name in ("top_k",) if name in given}
-        usual = {name: value for name, value in given.items() if name not in extra}
         chat = {"model": MODEL, "messages": [{"role": "user", "content": "once"}]}
         match api:
             case "chats":
-                return await self.openai.chat.completions.create(**chat, **usual, extra_body=extra)
+                return await self.openai.chat.completions.create(**chat, extra_body=given)
             case "completions":
-                return await self.openai.completions.create(model=MODEL, prompt="once", **usual, extra_body=extra)
+                return await self.openai.completions.create(model=MODEL, prompt="once", extra_body=given)
             case "responses":
-                return await self.openai.responses.create(model=MODEL, input="once", **usual)
+                return await self.openai.responses.create(model=MODEL, input="once", extra_body=given)
             case "messages":
                 return await self.anthropic.messages.create(**chat, max_tokens=9, extra_body=given)
             case "grpc":
@@ -103,9 +105,10 @@ async def test_left_out_parameters_have_the_models_defaults(api, clients, fronte
     assert submitted(frontends) == DEFAULTS
 
 
+@pytest.mark.parametrize("given", [GIVEN, NEUTRAL], ids=["values", "neutral values"])
 @pytest.mark.parametrize("api", APIS)
-async def test_given_parameters_win_over_the_models_defaults(api, clients, frontends):
-    given = {name: value for name, value in GIVEN.items() if (api, name) != ("responses", "top_k")}
+async def test_given_parameters_win_over_the_models_defaults(api, given, clients, frontends):
+    given = {name: value for name, value in given.items() if name in TAKEN.get(api, DEFAULTS)}
 
     await clients.ask(api, given)
 
@@ -140,8 +143,7 @@ async def test_model_without_defaults_keeps_those_of_the_api(model_dir):
         async with openai.AsyncOpenAI(base_url=f"{frontends.url}/v1", api_key="none", max_retries=0) as client:
             await client.completions.create(model=MODEL, prompt="once")
 
-        neutral = Sampling()
-        assert submitted(frontends) == {name: getattr(neutral, name) for name in DEFAULTS}
+        assert submitted(frontends) == NEUTRAL
 
 
 @pytest.mark.parametrize("is_on", [True, False])

@@ -152,10 +152,10 @@ class Sampling(Struct, frozen=True, kw_only=True):
         )
 
 
-MODEL_DEFAULTS = frozenset(
+DEFAULT_FIELDS = frozenset(
     ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 )
-"""Fields of `Sampling` for which the folder of a model may name a default (``generation_config.json``)."""
+"""Fields of `Sampling` for which a model may have a sampling default (``generation_config.json`` in its folder)."""
 
 
 STATE_FIELDS = (
@@ -287,7 +287,8 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     model: ModelName  # name of the model or LoRA adapter; empty for the only served model
     prompt: Prompt
     sampling: Sampling = Sampling()
-    # The fields of `sampling` that the client has left out. If the model names a default for one of them, it replaces the value in `sampling`.
+    # Those of `DEFAULT_FIELDS` that the client has left out. If the model has a sampling default for one of them, it replaces the value in
+    # `sampling`.
     unset: frozenset[str] = frozenset()
     # True: the answer may fill the rest of the model's context, and `sampling.max_tokens` is ignored.
     fill_context: bool = False
@@ -415,9 +416,8 @@ class Admitted(Struct, frozen=True, kw_only=True):
     request_id: RequestId
     model: ModelName
     prompt_tokens: int
-    sampling: Sampling | None = (
-        None  # parameters of the answer, with the model's defaults; None in a client, to which they are not sent
-    )
+    # The parameters of the answer, with the model's sampling defaults. None in a client, to which they are not sent.
+    sampling: Sampling | None = None
     tokens: TokenBytes = b""  # token ids of the prompt; empty in a client, to which they are not sent
     allowance: RateLimitStatus | None = None
     # Empty if `GenerateRequest.resumable` is false, if `late_token` is true, or if the router issues no resume tokens.

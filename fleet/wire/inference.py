@@ -12,7 +12,7 @@ from fleet.core.clock import Nanos
 from fleet.core.errors import invalid
 from fleet.core.ids import ModelName, RequestId
 from fleet.core.requests import (
-    MODEL_DEFAULTS,
+    DEFAULT_FIELDS,
     Admitted,
     AnswerParsing,
     ChatMessage,
@@ -105,7 +105,7 @@ def decode_request(message: pb.GenerateRequest, request_id: RequestId, deadline:
         model=ModelName(message.model),
         prompt=_decode_prompt(message),
         sampling=_decode_sampling(message.sampling, given),
-        unset=frozenset() if message.HasField("pooling") else MODEL_DEFAULTS.difference(given),
+        unset=frozenset() if message.HasField("pooling") else DEFAULT_FIELDS.difference(given),
         stop=tuple(message.stop),
         priority=message.priority,
         deadline=deadline,

@@ -18,7 +18,7 @@ from msgspec import Meta, Struct
 
 from fleet.core.clock import MILLISECOND, Nanos
 from fleet.core.errors import invalid, split_validation_error, with_allowed_values
-from fleet.core.requests import MODEL_DEFAULTS, Sampling
+from fleet.core.requests import DEFAULT_FIELDS, Sampling
 from fleet.core.roles import KvPath, Placement
 from fleet.core.validation import unsigned_seed
 from fleet.v1 import kserve_pb2 as pb
@@ -137,7 +137,7 @@ def read_parameters(parameters: Mapping[str, pb.InferParameter], listed: str) ->
     session, names["session"] = _session(one_by_one)
     return KServeOptions(
         sampling=_sampling(given, names),
-        unset=MODEL_DEFAULTS.difference(given),
+        unset=DEFAULT_FIELDS.difference(given),
         stop=_strings(given.get("stop", ())),
         priority=DEFAULT_PRIORITY - one_by_one.priority if one_by_one.priority else 0,
         timeout=Nanos(one_by_one.timeout * MILLISECOND // 1000) if one_by_one.timeout else None,

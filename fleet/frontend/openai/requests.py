@@ -28,7 +28,7 @@ from fleet.core.clock import MILLISECOND, Nanos
 from fleet.core.errors import Reason, RequestRejected, invalid, split_validation_error, with_allowed_values
 from fleet.core.ids import ModelName, RequestId
 from fleet.core.requests import (
-    MODEL_DEFAULTS,
+    DEFAULT_FIELDS,
     REASONING_ALONE,
     AnswerParsing,
     AnyObject,
@@ -356,7 +356,7 @@ def _build_request(
         model=ModelName(body.model or ""),
         prompt=prompt,
         sampling=Sampling(**given),  # type: ignore[arg-type]  # types unknown
-        unset=MODEL_DEFAULTS.difference(given),
+        unset=DEFAULT_FIELDS.difference(given),
         fill_context=max_tokens is None,
         stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
         include_stop_string=bool(body.include_stop_str_in_output or body.no_stop_trim),

@@ -39,7 +39,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from fleet.core.errors import ConfigurationRefused, invalid
-from fleet.core.requests import MODEL_DEFAULTS, ChatMessage, Delta, Logprobs, TokenBytes
+from fleet.core.requests import DEFAULT_FIELDS, ChatMessage, Delta, Logprobs, TokenBytes
 from fleet.core.validation import is_valid_default
 from fleet.router.ports import TextCodec, TextDecoder
 
@@ -535,7 +535,7 @@ def _sampling_defaults(folder: Path) -> Mapping[str, float]:
     file = folder / GENERATION_CONFIG
     declared = _load_object(file)
     found: dict[str, float] = {}
-    for name in sorted(MODEL_DEFAULTS):
+    for name in sorted(DEFAULT_FIELDS):
         value = declared.get(name)
         if value is not None and is_valid_default(name, value):
             found[name] = value

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from fleet.core.errors import RequestRejected
 from fleet.core.ids import ModelName, RequestId
 from fleet.core.requests import (
-    MODEL_DEFAULTS,
+    DEFAULT_FIELDS,
     Admitted,
     ChatMessage,
     ChatPrompt,
@@ -137,7 +137,7 @@ def test_a_request_arrives_as_it_was_sent(request, sampling, timeout_ms):
 
     assert message.timeout_ms == timeout_ms
     sent = {name: _as_float32(value) for name, value in sampling.items()}
-    unset = MODEL_DEFAULTS.difference(sampling) if request.pooling is None else frozenset()
+    unset = DEFAULT_FIELDS.difference(sampling) if request.pooling is None else frozenset()
     assert decoded == GenerateRequest(**{**_fields(request), "sampling": Sampling(**sent), "unset": unset})
 
 

@@ -183,7 +183,9 @@ class Proxy:
         self._transports: weakref.WeakSet[asyncio.WriteTransport] = weakref.WeakSet()
 
     async def open(self, listening: socket.socket) -> None:
-        self._server = await asyncio.start_server(self._accept, sock=listening)
+        # The server starts in a second step, so that `close` knows it even if its start is cancelled, as when a pod is deleted.
+        self._server = await asyncio.start_server(self._accept, sock=listening, start_serving=False)
+        await self._server.start_serving()
 
     async def close(self) -> None:
         """Refuse new connections, and close all accepted ones, even those that have no task yet."""

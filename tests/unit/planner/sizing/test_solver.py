@@ -1,6 +1,7 @@
 """Solver for the sizes of pools, compared with a search through all sizes."""
 
 import random
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 
 import pytest
@@ -189,3 +190,12 @@ def test_solver_without_time_says_so(monkeypatch) -> None:
     speeds = {each.pool.name: draw.uniform(1.0, 9.0) for each in many}
     with pytest.raises(SolverTimeout, match="for 60 pools within 0 s"):
         solve(many, 500.0, lambda pool, replicas: speeds[pool.name] * replicas, PlanBudget(gpus=90))
+
+
+def test_threads_get_the_solutions_of_their_own_programs() -> None:
+    """The planners of a cluster decide in threads of one process. Without a lock, HiGHS ends this process, or mixes the programs up."""
+    candidates = [Candidate(pool=each, least=0, most=40) for each in POOLS]
+    asked = [10.0 + number / 7 for number in range(120)]
+    with ThreadPoolExecutor(4) as threads:
+        mixes = list(threads.map(lambda rate: solve(candidates, rate, rates, PlanBudget()), asked))
+    assert [mix is not None and mix.served for mix in mixes] == [pytest.approx(rate, rel=1e-5) for rate in asked]

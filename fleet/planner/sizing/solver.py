@@ -49,10 +49,6 @@ RANGE_GROWTH = 1.25
 """When the ranges of a pool are divided for the first time, the largest number of a range is this many times that of the range
 before it, or one more."""
 
-SERVED_FIRST = 100.0
-"""Weight of the served rate in the objective of the program, relative to prices. One more served request per second
-weighs this many times as much as its price in the pool where it is most expensive, counted once for each phase."""
-
 GAP = 1e-6
 """Relative distance to the optimal value at which the solver may stop."""
 
@@ -372,19 +368,17 @@ def _solve(
 ) -> list[int] | None:
     """Return the cheapest numbers that serve the largest possible rate, or None if the limits contradict each other.
 
-    Usually one program with a high weight on the served rate is enough. But the last small part of the rate may weigh
-    less than the price of the replica that would serve it. In this case, a program without prices first computes the
-    highest rate, which becomes a bound of another program.
+    Usually the limits allow the whole rate, and one program is enough. If not, a program without prices computes the
+    highest rate, which becomes a bound of another program. No program has both the rate and the prices in its objective:
+    the distance at which the solver may stop (`GAP`) is relative to the whole objective, so a large weight of the rate
+    would allow for needless replicas.
     """
     program = (tuple(candidates), rate, tuple(ranges), budget)
-    found = _minimise(*program)
-    if found is None or found[1] >= rate * ENOUGH:
-        return list(found[0]) if found is not None else None
-    most = _minimise(*program, by_price=False)
-    if most is None or found[1] >= most[1] * ENOUGH:
+    if (found := _minimise(*program, least_served=rate * ENOUGH)) is not None:
         return list(found[0])
-    bounded = _minimise(*program, least_served=most[1] * ENOUGH)
-    return list((bounded or most)[0])
+    if (most := _minimise(*program, by_price=False)) is None:
+        return None
+    return list((_minimise(*program, least_served=most[1] * ENOUGH) or most)[0])
 
 
 @lru_cache(maxsize=KEPT)
@@ -401,8 +395,8 @@ def _minimise(
 
     The variables are the served rate r and, for each candidate, n (replicas), s (started replicas) and h (replicas that
     hold GPUs). A candidate with several ranges has two more variables for each range: b is 1 if its number of replicas is in
-    the range, and m is this number then, and otherwise 0. Minimise the cost of n and s (only if `by_price`) minus r times
-    its weight. The constraints are: n - s <= now, h - n >= 0, h >= held, both phases serve r, r >= least_served, budgets
+    the range, and m is this number then, and otherwise 0. Minimise the cost of n and s or, if `by_price` is false, minus r.
+    The constraints are: n - s <= now, h - n >= 0, h >= held, both phases serve r, r >= least_served, budgets
     and ratio; with several ranges also n = the sum of all m, the sum of all b <= 1, and b * least <= m <= b * most. Return
     None if there is no solution.
     """
@@ -412,14 +406,6 @@ def _minimise(
     columns = chosen + len(divided)
     cost = [_price(each) for each in candidates]
     start = [_start_price(each) for each in candidates]
-    highest = [max((each.rate for each in ranges_), default=0.0) for ranges_ in ranges]
-    weight = (
-        2.0
-        * SERVED_FIRST
-        * max((price + more) / one for price, more, one in zip(cost, start, highest, strict=True) if one > 0.0)
-        if any(highest)
-        else 1.0
-    )
     rows = _Rows(columns)
     for index, each in enumerate(candidates):
         rows.add({index: 1.0, count + index: -1.0}, -inf, float(each.now))
@@ -467,8 +453,8 @@ def _minimise(
             )
     program = highspy.HighsLp()
     program.num_col_, program.num_row_ = columns, rows.count
-    objective = [*cost, *start] if by_price else [0.0] * (2 * count)
-    program.col_cost_ = np.array([*objective, *([0.0] * count), -weight, *([0.0] * (2 * len(divided)))])
+    objective = [*cost, *start, *([0.0] * (count + 1))] if by_price else [*([0.0] * 3 * count), -1.0]
+    program.col_cost_ = np.array([*objective, *([0.0] * (2 * len(divided)))])
     program.col_lower_ = np.array(
         [
             *(float(each.least) for each in candidates),

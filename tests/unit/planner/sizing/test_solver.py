@@ -94,6 +94,29 @@ def test_solution_is_the_best_if_replicas_gain_by_sharing(rate, losses, gpus, no
     assert found.dollars <= wanted[1] * 1.02 + 1e-6  # the solver counts a new replica 1 % dearer
 
 
+def test_pool_that_serves_hardly_anything_makes_no_mix_dearer() -> None:
+    draw = random.Random(11)
+    served_by, candidates = {}, []
+    for number in range(12):
+        role = draw.choice([Role.PREFILL, Role.DECODE, Role.BOTH])
+        each = pool(f"pool-{number}", role, dollars_per_hour=draw.uniform(1, 10), start_seconds=0.0)
+        served_by[each.name] = draw.uniform(0.5, 20)
+        candidates.append(Candidate(pool=each, least=0, most=10_000))
+    slow = pool("slow", Role.BOTH, gpus=8, dollars_per_hour=10.0, start_seconds=0.0)
+    served_by[slow.name] = 0.1
+
+    def shared(pool: PlannedPool, replicas: int) -> float:
+        return served_by[pool.name] * replicas
+
+    for rate in (20.0, 63.55, 200.0, 900.0):
+        alone = solve(candidates, rate, shared, PlanBudget())
+        together = solve([*candidates, Candidate(pool=slow, least=0, most=10_000)], rate, shared, PlanBudget())
+        assert alone is not None
+        assert together is not None
+        assert together.dollars == pytest.approx(alone.dollars, rel=0.01)
+        assert together.served == pytest.approx(alone.served)
+
+
 def test_later_timeout_gives_the_mix_that_was_found_before(monkeypatch) -> None:
     draw = random.Random(1)
     many = [

@@ -1,9 +1,9 @@
 """Rule context: the data that a scaling rule gets when it is created for a replay."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Annotated, Protocol
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from fleet.core.clock import SECOND, Nanos
 from fleet.core.roles import Role
@@ -14,6 +14,11 @@ from fleet.sim.cluster.pools import PoolProfile
 from fleet.sim.planning.capacity import ReplicaCapacity, TrafficShape
 from fleet.sim.planning.outcome import ReplayOutcome
 from kvstore.eviction.trace_replay import TraceRequest
+
+Positive = Annotated[float, Meta(gt=0, le=1e6)]
+NotNegative = Annotated[float, Meta(ge=0, le=1e6)]
+Share = Annotated[float, Meta(gt=0, le=1)]
+"""Types of the parameters of rules. Rules divide by some parameters, and average over some times; these must be above 0."""
 
 
 class RuleContext(Struct, frozen=True, kw_only=True):

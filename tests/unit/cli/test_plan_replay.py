@@ -71,6 +71,16 @@ def test_report_shows_all_pools_that_had_replicas(tmp_path):
         (["--set", "planner.gap_every_seconds=5"], "gap_seconds: 0 is not between 0 and gap_every_seconds, 5"),
         (["--set", "clients.kind=closed"], 'clients must be "open"'),
         (["--set", "planner.parameters.hpa={goal=1}"], "planner.parameters.hpa"),
+        (["--set", "planner.parameters.hpa.target=0"], "planner.parameters.hpa.target: Expected `float` > 0"),
+        (["--set", "planner.parameters.hpa.down_seconds=nan"], "planner.parameters.hpa.down_seconds: Expected `float`"),
+        (
+            ["--rules", "chiron", "--set", "planner.parameters.chiron.interval_seconds=0"],
+            "planner.parameters.chiron.interval_seconds: Expected `float` >= 0.1",
+        ),
+        (
+            ["--rules", "llmd_slo", "--set", "planner.parameters.llmd_slo.share=2"],
+            "planner.parameters.llmd_slo.share: Expected `float` <= 1",
+        ),
         (["--set", "planner.percentile=nan"], "planner.percentile"),
         (["--set", "planner.warm_up_seconds=1200000"], "planner.warm_up_seconds: 1200000 must be less than"),
         (

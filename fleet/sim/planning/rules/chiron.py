@@ -17,22 +17,23 @@ from fleet.core.roles import Role
 from fleet.planner.decisions import DecisionReason, PlanDecision, PlannedPool
 from fleet.planner.demand import DemandWindow
 from fleet.planner.messages import Observation
-from fleet.sim.planning.rule_context import RuleContext
+from fleet.planner.rule_settings import IntervalSeconds
+from fleet.sim.planning.rule_context import NotNegative, Positive, RuleContext
 from fleet.sim.planning.rules.observed_load import ObservedLoad, Stabilised, wanted_of
 
 
 class ChironRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Parameters of Chiron's scaling rule."""
 
-    pressure: float = 0.6
-    busy: float = 0.5
+    pressure: Positive = 0.6
+    busy: NotNegative = 0.5
     """An instance counts as busy if it has more than this share of the requests that it can run within the goals."""
 
-    interval_seconds: float = 15.0
-    band: float = 0.2
+    interval_seconds: IntervalSeconds = 15.0
+    band: NotNegative = 0.2
     """Share of the target by which the pressure must be below the target before a pool shrinks."""
 
-    down_seconds: float = 60.0
+    down_seconds: NotNegative = 60.0
 
     def open(self, context: RuleContext) -> "_Chiron":
         return _Chiron(self, context)

@@ -19,7 +19,8 @@ from fleet.core.roles import Role
 from fleet.planner.decisions import DecisionReason, PlanDecision, PlannedPool
 from fleet.planner.demand import DemandWindow
 from fleet.planner.messages import Observation, PoolName
-from fleet.sim.planning.rule_context import RuleContext
+from fleet.planner.rule_settings import IntervalSeconds
+from fleet.sim.planning.rule_context import NotNegative, Positive, RuleContext
 from fleet.sim.planning.rules.observed_load import ObservedLoad, ready_of, wanted_of
 
 MOST_STEP = 8
@@ -30,12 +31,12 @@ HISTORY = 5
 class DynamoRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Parameters of the scaling rule of Dynamo's planner."""
 
-    throughput_seconds: float = 180.0
-    load_seconds: float = 5.0
-    sensitivity: float = 0.8
+    throughput_seconds: Positive = 180.0
+    load_seconds: IntervalSeconds = 5.0
+    sensitivity: NotNegative = 0.8
     """A replica is removed only if the estimated latencies would stay below this share of their goals without it."""
 
-    margin: float = 1.0
+    margin: Positive = 1.0
     """Factor by which the forecast rate is multiplied before the minimum numbers of replicas are computed from it."""
 
     def open(self, context: RuleContext) -> "_Dynamo":

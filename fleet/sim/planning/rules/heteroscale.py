@@ -17,27 +17,28 @@ from fleet.core.roles import Role
 from fleet.planner.decisions import DecisionReason, PlanDecision
 from fleet.planner.demand import DemandWindow
 from fleet.planner.messages import Observation, PoolName
-from fleet.sim.planning.rule_context import RuleContext
+from fleet.planner.rule_settings import IntervalSeconds
+from fleet.sim.planning.rule_context import NotNegative, Positive, RuleContext
 from fleet.sim.planning.rules.observed_load import ObservedLoad, Stabilised, ready_of, wanted_of
 
 
 class HeteroScaleRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Parameters of HeteroScale's scaling rule."""
 
-    target: float = 0.7
+    target: Positive = 0.7
     """Target for the generated tokens per second of an instance, as a share of the tokens per second that the instance can
     generate within the TPOT goal."""
 
-    ratio: float = 0.0
+    ratio: NotNegative = 0.0
     """Number of prefill replicas for one decode replica; 0: the ratio at the beginning of the replay."""
 
-    tolerance: float = 0.1
-    window_seconds: float = 60.0
-    latency_share: float = 0.8
+    tolerance: NotNegative = 0.1
+    window_seconds: Positive = 60.0
+    latency_share: NotNegative = 0.8
     """If P90 TTFT or P90 TPOT is above this share of its goal, no decode pool shrinks."""
 
-    interval_seconds: float = 15.0
-    down_seconds: float = 120.0
+    interval_seconds: IntervalSeconds = 15.0
+    down_seconds: NotNegative = 120.0
 
     def open(self, context: RuleContext) -> "_HeteroScale":
         return _HeteroScale(self, context)

@@ -15,21 +15,21 @@ from fleet.core.roles import Role
 from fleet.planner.decisions import DecisionReason, PlanDecision, PlannedPool
 from fleet.planner.demand import DemandWindow
 from fleet.planner.messages import Observation
-from fleet.sim.planning.rule_context import RuleContext
+from fleet.sim.planning.rule_context import NotNegative, Positive, RuleContext
 from fleet.sim.planning.rules.observed_load import ObservedLoad, Stabilised, ready_of, wanted_of
 
 
 class HpaRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Parameters of the scaling rule that works like Kubernetes' HPA."""
 
-    target: float = 0.6
+    target: Positive = 0.6
     """Target for the utilisation of each pool, as a share from 0 to 1."""
 
-    tolerance: float = 0.1
-    window_seconds: float = 30.0
+    tolerance: NotNegative = 0.1
+    window_seconds: Positive = 30.0
     """Seconds over which the utilisation of pools that compute prompts is measured. For decode pools, the last demand window counts."""
 
-    down_seconds: float = 300.0
+    down_seconds: NotNegative = 300.0
     """Seconds for which a lower need must last before a pool shrinks (HPA's stabilisation window)."""
 
     def open(self, context: RuleContext) -> "_Hpa":

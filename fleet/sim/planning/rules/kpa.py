@@ -17,21 +17,21 @@ from fleet.core.roles import Role
 from fleet.planner.decisions import DecisionReason, PlanDecision, PlannedPool
 from fleet.planner.demand import DemandWindow
 from fleet.planner.messages import Observation, PoolName
-from fleet.sim.planning.rule_context import RuleContext
+from fleet.sim.planning.rule_context import NotNegative, Positive, RuleContext
 from fleet.sim.planning.rules.observed_load import ObservedLoad, Stabilised, ready_of, wanted_of
 
 
 class KpaRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Parameters of the scaling rule that works like Knative's pod autoscaler."""
 
-    target: float = 0.7
+    target: Positive = 0.7
     """Target for the requests of one replica, as a share of the requests that it can run within the goals."""
 
-    stable_seconds: float = 60.0
-    panic_seconds: float = 6.0
-    panic_factor: float = 2.0
-    tolerance: float = 0.1
-    down_seconds: float = 300.0
+    stable_seconds: Positive = 60.0
+    panic_seconds: Positive = 6.0
+    panic_factor: Positive = 2.0
+    tolerance: NotNegative = 0.1
+    down_seconds: NotNegative = 300.0
 
     def open(self, context: RuleContext) -> "_Kpa":
         return _Kpa(self, context)

@@ -16,8 +16,9 @@ queueing, and each pool has one scale for the whole replay.
 
 from collections.abc import Sequence
 from math import ceil
+from typing import Annotated
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from fleet.core.clock import SECOND, Nanos
 from fleet.core.roles import Role
@@ -25,9 +26,12 @@ from fleet.planner.decisions import PlannedPool
 from fleet.planner.messages import PoolName
 from fleet.sim.planning.capacity import TrafficShape
 from fleet.sim.planning.orchestrator import TAKES_UP
-from fleet.sim.planning.rule_context import RuleContext, ScheduledReplicas
+from fleet.sim.planning.rule_context import NotNegative, RuleContext, ScheduledReplicas
 from fleet.sim.planning.rules.future_load import BIN_SECONDS, needs
 from fleet.sim.planning.rules.static import known_shape
+
+Trials = Annotated[int, Meta(ge=0, le=20)]
+"""Type of a number of replays. Each one halves the range of a scale, which is narrower than any difference after 20 of them."""
 
 HIGHEST, LOWEST = 2.5, 0.5
 """Highest and lowest scale, between which the bisection begins. A scale multiplies the need of a pool."""
@@ -36,11 +40,11 @@ HIGHEST, LOWEST = 2.5, 0.5
 class OracleRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Parameters of the oracle's search for the cheapest timetable."""
 
-    span_seconds: float = 30.0
+    span_seconds: NotNegative = 30.0
     """Seconds around each instant over which the need of a pool is averaged."""
 
-    halvings: int = 5
-    refinements: int = 2
+    halvings: Trials = 5
+    refinements: Trials = 2
     """`halvings` is the number of replays that search one scale for all pools. `refinements` is the number of later
     replays for each pool, which search a lower scale for this pool alone."""
 

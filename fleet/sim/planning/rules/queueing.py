@@ -17,8 +17,9 @@ from fleet.core.roles import Role
 from fleet.planner.decisions import DecisionReason, PlanDecision, PlannedPool
 from fleet.planner.demand import DemandWindow
 from fleet.planner.messages import Observation
+from fleet.planner.rule_settings import IntervalSeconds
 from fleet.sim.planning.capacity import TrafficShape
-from fleet.sim.planning.rule_context import RuleContext
+from fleet.sim.planning.rule_context import NotNegative, Positive, RuleContext
 from fleet.sim.planning.rules.observed_load import ObservedLoad, Stabilised, wanted_of
 
 HALVINGS = 20
@@ -30,14 +31,14 @@ batch has only one place, ten times this number may wait in addition."""
 class QueueingRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Parameters of the scaling rule with WVA's queueing model."""
 
-    interval_seconds: float = 30.0
-    rate_seconds: float = 60.0
+    interval_seconds: IntervalSeconds = 30.0
+    rate_seconds: Positive = 60.0
     """Seconds over which the rate of arrivals is measured."""
 
-    margin: float = 1.0
+    margin: Positive = 1.0
     """Factor by which the observed rate is multiplied before the number of replicas is computed from it."""
 
-    down_seconds: float = 120.0
+    down_seconds: NotNegative = 120.0
 
     def open(self, context: RuleContext) -> "_Queueing":
         return _Queueing(self, context)

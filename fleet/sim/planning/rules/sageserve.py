@@ -18,22 +18,23 @@ from fleet.core.roles import Role
 from fleet.planner.decisions import DecisionReason, PlanDecision, PlannedPool
 from fleet.planner.demand import DemandWindow
 from fleet.planner.messages import Observation, PoolName
-from fleet.sim.planning.rule_context import RuleContext
+from fleet.planner.rule_settings import IntervalSeconds
+from fleet.sim.planning.rule_context import NotNegative, Positive, RuleContext
 from fleet.sim.planning.rules.observed_load import ObservedLoad, wanted_of
 
 
 class SageServeRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Parameters of SageServe's scaling rule."""
 
-    plan_seconds: float = 600.0
+    plan_seconds: Positive = 600.0
     """Seconds between two plans. The paper plans once an hour; a trace that compresses a day needs shorter intervals."""
 
-    margin: float = 1.1
-    up: float = 0.5
-    down: float = 0.25
-    override: float = 0.9
-    surge: float = 5.0
-    step_seconds: float = 15.0
+    margin: Positive = 1.1
+    up: NotNegative = 0.5
+    down: NotNegative = 0.25
+    override: NotNegative = 0.9
+    surge: Positive = 5.0
+    step_seconds: IntervalSeconds = 15.0
 
     def open(self, context: RuleContext) -> "_SageServe":
         return _SageServe(self, context)

@@ -20,18 +20,19 @@ from fleet.core.roles import Role
 from fleet.planner.decisions import DecisionReason, PlanDecision, PlannedPool
 from fleet.planner.demand import DemandWindow
 from fleet.planner.messages import Observation
-from fleet.sim.planning.rule_context import RuleContext
+from fleet.planner.rule_settings import IntervalSeconds
+from fleet.sim.planning.rule_context import NotNegative, Positive, RuleContext, Share
 from fleet.sim.planning.rules.observed_load import ObservedLoad, Stabilised, wanted_of
 
 
 class SaturationRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Parameters of WVA's saturation rule."""
 
-    kv_share: float = 0.80
-    up: float = 0.85
-    down: float = 0.70
-    interval_seconds: float = 30.0
-    down_seconds: float = 120.0
+    kv_share: Share = 0.80
+    up: Positive = 0.85
+    down: Positive = 0.70
+    interval_seconds: IntervalSeconds = 30.0
+    down_seconds: NotNegative = 120.0
 
     def open(self, context: RuleContext) -> "_Saturation":
         return _Saturation(self, context)

@@ -20,23 +20,23 @@ from fleet.core.roles import Role
 from fleet.planner.decisions import DecisionReason, PlanDecision, PlannedPool
 from fleet.planner.demand import DemandWindow
 from fleet.planner.messages import Observation, PoolName
-from fleet.sim.planning.rule_context import RuleContext
+from fleet.sim.planning.rule_context import NotNegative, Positive, RuleContext, Share
 from fleet.sim.planning.rules.observed_load import ObservedLoad, ready_of, wanted_of
 
 
 class SloLawRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Parameters of llm-d's SLO law."""
 
-    up: float = 0.55
-    down: float = 0.40
-    share: float = 0.9
+    up: Positive = 0.55
+    down: Positive = 0.40
+    share: Share = 0.9
     """Percentile of TTFT and TPOT from which the signal is computed, as a share: 0.9 is P90."""
 
-    span_seconds: float = 45.0
-    up_after_seconds: float = 30.0
-    up_every_seconds: float = 60.0
-    down_after_seconds: float = 180.0
-    down_every_seconds: float = 120.0
+    span_seconds: Positive = 45.0
+    up_after_seconds: NotNegative = 30.0
+    up_every_seconds: NotNegative = 60.0
+    down_after_seconds: NotNegative = 180.0
+    down_every_seconds: NotNegative = 120.0
 
     def open(self, context: RuleContext) -> "_SloLaw":
         return _SloLaw(self, context)

@@ -19,7 +19,7 @@ from fleet.core.clock import SECOND, Nanos
 from fleet.hardware.sizing import HEADROOM
 from fleet.planner.messages import PoolName
 from fleet.sim.planning.capacity import TrafficShape
-from fleet.sim.planning.rule_context import RuleContext, ScheduledReplicas
+from fleet.sim.planning.rule_context import Positive, RuleContext, ScheduledReplicas
 from fleet.sim.planning.rules.future_load import mean_shape, needs, peak_replicas
 
 EVERY = Nanos(60 * SECOND)
@@ -45,7 +45,7 @@ def known_shape(context: RuleContext) -> TrafficShape:
 class StaticPeakRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Parameters of the rule that gives each pool a fixed size for the peak of the load."""
 
-    use: float = HEADROOM
+    use: Positive = HEADROOM
     """Share of the throughput that is used at the peak. If a replay with this share misses the wanted attainment in any
     five minutes, smaller shares are tried."""
 
@@ -91,7 +91,7 @@ def _keeps(context: RuleContext, replicas: dict[PoolName, int]) -> bool:
 class MelangeRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Parameters of the rule that gives each pool a fixed size by Mélange's method."""
 
-    use: float = 1.0
+    use: Positive = 1.0
     """Share of the profiled throughput that the sizing uses; 1.0 is the paper's value."""
 
     def open(self, context: RuleContext) -> ScheduledReplicas:

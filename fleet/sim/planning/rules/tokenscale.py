@@ -19,22 +19,23 @@ from fleet.core.clock import SECOND, Nanos
 from fleet.planner.decisions import DecisionReason, PlanDecision
 from fleet.planner.demand import DemandWindow
 from fleet.planner.messages import Observation
-from fleet.sim.planning.rule_context import RuleContext
+from fleet.planner.rule_settings import IntervalSeconds
+from fleet.sim.planning.rule_context import NotNegative, Positive, RuleContext
 from fleet.sim.planning.rules.observed_load import ObservedLoad, Stabilised, wanted_of
 
 
 class TokenScaleRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Parameters of TokenScale's scaling rule."""
 
-    velocity_seconds: float = 15.0
+    velocity_seconds: Positive = 15.0
     """Seconds over which the rate of arrivals is measured. The span is short, so that the rule follows bursts at once,
     as the paper demands."""
 
-    use: float = 0.85
+    use: Positive = 0.85
     """Share of a replica's velocity (the rate that it can process) with which the number of replicas is computed; the rest is a reserve."""
 
-    interval_seconds: float = 5.0
-    down_seconds: float = 60.0
+    interval_seconds: IntervalSeconds = 5.0
+    down_seconds: NotNegative = 60.0
 
     def open(self, context: RuleContext) -> "_TokenScale":
         return _TokenScale(self, context)

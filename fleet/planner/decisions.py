@@ -29,6 +29,9 @@ MOST_NUMBER = 1e30
 """Highest number that a demand window may contain. No router counts so far, and rules can compute with smaller numbers without an
 overflow."""
 
+DOLLARS_ROUNDING = 1e-6
+"""Tolerance in dollars for the rounding of sums of prices: in floating point, 2.49 + 2.49 + 2.49 is more than 7.47."""
+
 _ROUNDING = 1e-9  # tolerance for the rounding of a ratio times a number of replicas
 
 COUNTED = (
@@ -259,7 +262,7 @@ def check_limits(pools: Sequence[PlannedPool], budget: PlanBudget) -> None:
         ("gpus", budget.gpus, sum(each.least * each.replica_gpus for each in pools)),
         ("dollars_per_hour", budget.dollars_per_hour, sum(each.least * each.replica_dollars for each in pools)),
     ):
-        if limit is not None and floor > limit:
+        if limit is not None and floor > limit + DOLLARS_ROUNDING:
             raise ValueError(f"budget.{field}: {limit} is below what the floors of the pools take, which is {floor}")
 
 

@@ -19,11 +19,12 @@ Rules:
 
 from collections import deque
 from collections.abc import Sequence
-from math import ceil
+from math import ceil, inf
 
 from fleet.core.clock import SECOND, Nanos
 from fleet.core.roles import Role
 from fleet.planner.decisions import (
+    DOLLARS_ROUNDING,
     DecisionReason,
     PlanBudget,
     PlanCondition,
@@ -164,6 +165,7 @@ class LoadRule:
         `exhausted` for each pool that gets less than `most`.
         """
         budget, replicas = self._budget, dict(least)
+        most_dollars = inf if budget.dollars_per_hour is None else budget.dollars_per_hour + DOLLARS_ROUNDING
         used = {name: max(count, held[name]) + draining[name] for name, count in least.items()}
         gpus = sum(pool.replica_gpus * used[pool.name] for pool in self._pools)
         dollars = sum(pool.replica_dollars * used[pool.name] for pool in self._pools)
@@ -173,7 +175,7 @@ class LoadRule:
                 free = replicas[pool.name] < held[pool.name]
                 own, price = (0, 0.0) if free else (pool.replica_gpus, pool.replica_dollars)
                 over = budget.gpus is not None and own and gpus + own > budget.gpus
-                dear = budget.dollars_per_hour is not None and price and dollars + price > budget.dollars_per_hour
+                dear = price and dollars + price > most_dollars
                 if over or dear:
                     exhausted[pool.name] = "budget.gpus" if over else "budget.dollars_per_hour"
                     break

@@ -147,6 +147,15 @@ def test_budget_limits_growth_and_is_named():
     assert {each.field for each in decision.conditions} == {"budget.gpus"}
 
 
+def test_budget_that_equals_the_price_of_the_replicas_suffices():
+    """In floating point, the sum of three prices is more than 7.47."""
+    rule = a_rule(a_pool(gpu="h100", dollars_per_hour=2.49), budget=PlanBudget(dollars_per_hour=7.47))
+
+    decision = rule.decide(Nanos(0), a_window(decode=12), seen(decode=1))
+
+    assert (decision.replicas, decision.conditions) == ({DECODE: 3}, ())
+
+
 def test_draining_replicas_count_for_the_budget():
     rule = a_rule(a_pool(gpu="h100"), budget=PlanBudget(gpus=4))
     draining = Observation((PoolObservation(name=DECODE, wanted=1, ready=1, draining=2),))

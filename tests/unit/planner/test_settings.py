@@ -139,6 +139,14 @@ def test_gpus_of_a_pool_must_be_those_of_its_engine():
     assert planner(engines={"d": engine | {"tp": 1, "pp": 1, "dp": 1}}).pools[1].replica_gpus == 1
 
 
+def test_budget_may_equal_the_price_of_the_floors():
+    """In floating point, three times 2.49 is more than 7.47."""
+    pool = {"name": "d", "role": "decode", "least": 3, "dollars_per_hour": 2.49}
+    assert planner(pools=[pool], budget={"dollars_per_hour": 7.47}).budget.dollars_per_hour == 7.47
+    with pytest.raises(msgspec.ValidationError, match=r"budget.dollars_per_hour: 7.46 is below what the floors"):
+        planner(pools=[pool], budget={"dollars_per_hour": 7.46})
+
+
 @pytest.mark.parametrize("field", ["least_ratio", "most_ratio"])
 def test_ratio_is_refused_with_the_rule_load(field):
     with pytest.raises(msgspec.ValidationError, match=f"budget.{field}: the rule `load` keeps no ratio"):

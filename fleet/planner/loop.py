@@ -11,7 +11,8 @@ Rules:
    replicas are rolled back too if they do not serve in time.
 3. A leader continues unfinished plans of earlier leaders, one after another: it writes the plan under another id, waits for
    the replicas, and rolls back those that do not serve in time. It looks for such plans whenever it carries out no plan,
-   because a write of an earlier leader may arrive late (`fleet.planner.leading`).
+   because a write of an earlier leader may arrive late (`fleet.planner.leading`). It also continues what was written of its
+   own plans that ended by a conflict, a refusal or a failure.
 4. The loop limits the numbers of each decision to the bounds of the pools, because a rule may have a fault. Pinned pools
    keep their number in a decision, even if it is out of the bounds, and plans do not contain them.
 5. A plan that only shrinks pools is held back if its rehearsal misses a goal that the present pools keep. The
@@ -374,6 +375,8 @@ class PlannerLoop:
             ):
                 return
             self._stop_plan(PlanState.SUPERSEDED, f"a higher need supersedes it: {decision.message}")
+            # Its write may still arrive. The new plan then ends by a conflict, and the superseded plan is adopted.
+            self._forget(flying.plan, seen)
             # The write of an adopted plan may still be under way, so its pools have the earlier id or the new one.
             superseded = recorded_id(flying.plan.id)
             pending = {
@@ -436,6 +439,16 @@ class PlannerLoop:
             known.remove(plan)
         known.append(plan)
 
+    def _forget(self, plan: Plan, seen: Observation) -> None:
+        """Let this planner adopt what was written of one of its own plans, because no task carries it out any more.
+
+        A pool that was seen settled by this plan is left out, so that a replica that fails later adopts nothing.
+        """
+        for name in plan.replicas:
+            pool = seen.pool(name)
+            if plan.id in self._known[name] and not (pool is not None and pool.settled and pool.plan == plan.id):
+                self._known[name].remove(plan.id)
+
     # Carrying out plans.
 
     def _start(
@@ -485,6 +498,8 @@ class PlannerLoop:
             detail = str(error)
         except ConnectorError as error:
             detail = str(error)
+        if state not in _ENDED.values():
+            self._forget(plan, seen)
         if state is not PlanState.SETTLED:
             self._retry_at = Nanos(self._clock.now() + round(RETRY_SECONDS * SECOND))
         self._end(record, state, detail)

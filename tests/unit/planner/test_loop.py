@@ -17,6 +17,7 @@ from fleet.planner.connectors.virtual import PlanReport, PoolReport, VirtualConn
 from fleet.planner.control.metrics import PlannerMetrics
 from fleet.planner.decisions import DecisionReason, PlanConditionType, PlanDecision, PlanGoals, PlannedPool
 from fleet.planner.demand import DemandWindow
+from fleet.planner.execution import to_write
 from fleet.planner.loop import OBSERVE_SECONDS, STARTING_SECONDS, PlannerLoop, decide_in_thread
 from fleet.planner.messages import MOST_TEXT, Observation, PlanId, PlanWriter, PoolName, PoolObservation
 from fleet.planner.ports import (
@@ -550,6 +551,79 @@ def test_adoption_is_tried_again_after_a_conflict_only(error, first, written):
 
     assert told == [[first]]
     assert [plan for plan, _ in world.pools.applied] == written
+
+
+@pytest.mark.parametrize("error", [PlanConflict(PREFILL), PlanRefused(PREFILL, "no right")])
+def test_half_written_plan_that_ended_is_rolled_back(error):
+    """The orchestrator writes pool by pool, and the write of the second pool fails."""
+    world = World(decode=1, prefill=1)
+    world.pools.start = None
+    apply = world.pools.apply
+
+    async def half(plan, seen):
+        if PREFILL in plan.replicas:
+            plan = structs.replace(plan, replicas={DECODE: plan.replicas[DECODE]})
+            await apply(plan, seen)
+            raise error
+        await apply(plan, seen)
+
+    world.pools.apply = half
+    world.rule.replicas = {DECODE: 4, PREFILL: 3}
+
+    def content():
+        world.rule.replicas = {DECODE: 1, PREFILL: 1}
+
+    played(world, (2, content), (100, nothing))
+
+    assert [replicas for _, replicas in world.pools.applied] == [{DECODE: 4}, {DECODE: 4}, {DECODE: 1}]
+    assert world.states() == [PlanState.ROLLED_BACK]
+
+
+def test_plan_is_rolled_back_after_an_outage_of_the_orchestrator():
+    world = World()
+    world.pools.start = None
+    world.rule.replicas = {DECODE: 4}
+
+    def fail():
+        world.pools.fail = ConnectorUnreachable("the API server does not answer")
+
+    def recover():
+        assert world.states() == [PlanState.FAILED]
+        world.rule.replicas = {DECODE: 1}
+        world.rule.reason, world.pools.fail = DecisionReason.NO_SIGNAL, None
+
+    played(world, (2, fail), (100, recover), (100, nothing))
+
+    assert [replicas for _, replicas in world.pools.applied] == [{DECODE: 4}, {DECODE: 4}, {DECODE: 1}]
+    assert world.states() == [PlanState.ROLLED_BACK]
+
+
+def test_late_write_of_a_superseded_plan_is_rolled_back():
+    world = World(decode=1, prefill=1)
+    world.pools.start = None
+    apply = world.pools.apply
+
+    async def late(plan, seen):
+        await pace(3, "virtual time of a write")
+        to_write(plan, seen, await world.pools.observe())
+        await apply(plan, seen)
+
+    async def going_on_when_cancelled(plan, seen):
+        await asyncio.shield(asyncio.ensure_future(late(plan, seen)))
+
+    world.pools.apply = going_on_when_cancelled
+    world.rule.replicas = {DECODE: 4, PREFILL: 1}
+
+    def more():
+        world.rule.replicas = {DECODE: 4, PREFILL: 2}
+
+    def content():
+        world.rule.replicas = {DECODE: 1, PREFILL: 1}
+
+    played(world, (1.5, more), (6, content), (100, nothing))
+
+    assert [replicas for _, replicas in world.pools.applied] == [{DECODE: 4}, {DECODE: 4}, {DECODE: 1}]
+    assert [each.wanted for each in world.pools.pools.values()] == [1, 1]
 
 
 class SuspendedBeforeWrites(VirtualConnector):

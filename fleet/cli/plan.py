@@ -9,7 +9,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     show.configure(parser)
     actions = parser.add_subparsers(dest="action", metavar="ACTION", parser_class=type(parser))
     watch = actions.add_parser("watch", help="show each decision", description="Show a running planner's decisions.")
-    show.configure(watch)
+    show.configure(watch, repeated=True)
     replay_parser = actions.add_parser(
         "replay",
         help="replay a load with scaling rules on simulated pools",

@@ -34,16 +34,24 @@ SCORE_LATE_MS = 60_000
 """Time after which a score that was due counts as lost: a planner writes it at its next decision, and clocks may differ."""
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print JSON instead of lines for people")
-    add_planner(parser)
+def configure(parser: argparse.ArgumentParser, *, repeated: bool = False) -> None:
+    """Add the options of the command.
+
+    If `repeated` is true, the parent command has the same options, and an option that is not given here keeps the value
+    from there. Without that, argparse would replace this value by the default.
+    """
+    missing = argparse.SUPPRESS if repeated else False
+    parser.add_argument("--json", action="store_true", default=missing, help="print JSON instead of lines for people")
+    add_planner(parser, repeated=repeated)
 
 
-def add_planner(parser: argparse.ArgumentParser) -> None:
-    """Add the options for the address of a planner."""
+def add_planner(parser: argparse.ArgumentParser, *, repeated: bool = False) -> None:
+    """Add the options for the address of a planner; `repeated` is that of `configure`."""
+    missing = argparse.SUPPRESS if repeated else ""
     parser.add_argument(
         "--planner",
         type=router_address,
+        default=argparse.SUPPRESS if repeated else None,
         metavar="HOST:PORT",
         help="the planner's control address, or unix:/path (default: that of this user's planner on this machine)",
     )
@@ -54,10 +62,10 @@ def add_planner(parser: argparse.ArgumentParser) -> None:
         "key": "private key (PEM) of that certificate",
     }
     for name, text in files.items():
-        parser.add_argument(f"--planner-{name}", default="", metavar="FILE", help=text)
+        parser.add_argument(f"--planner-{name}", default=missing, metavar="FILE", help=text)
     parser.add_argument(
         "--deployment",
-        default="",
+        default=missing,
         metavar="NAMESPACE/NAME",
         help="the DisaggDeployment, if the planner of a cluster plans several",
     )

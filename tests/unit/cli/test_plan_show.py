@@ -3,6 +3,7 @@
 import pytest
 from msgspec import structs
 
+from fleet.cli.console.command_line import command_parser
 from fleet.cli.planner.show import record_lines
 from fleet.planner.decisions import DecisionReason
 from fleet.planner.messages import PlanId, PoolName
@@ -54,3 +55,22 @@ def test_score_names_the_prediction_it_is_compared_with(mode, pools):
     assert f"compared with the prediction for the {pools}" in lines
     assert "TTFT was 0.4000 s, 50% off the prediction" in lines
     assert "TPOT was not measured: no answer of several tokens ended" in lines
+
+
+@pytest.mark.parametrize("options", [["watch", "{}"], ["{}", "watch"]])
+@pytest.mark.parametrize(
+    ("option", "field", "value"),
+    [
+        ("--json", "json", True),
+        ("--planner=unix:/x", "planner", "unix:/x"),
+        ("--planner-key=k", "planner_key", "k"),
+        ("--deployment=a/b", "deployment", "a/b"),
+    ],
+)
+def test_options_hold_before_and_after_watch(options, option, field, value):
+    parser, _ = command_parser(lambda name: name == "plan")
+
+    given = vars(parser.parse_args(["plan", *(each.format(option) for each in options)]))
+
+    defaults = {"json": False, "planner": None, "planner_key": "", "planner_authority": "", "deployment": ""}
+    assert {name: given[name] for name in defaults} == defaults | {field: value}

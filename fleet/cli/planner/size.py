@@ -210,8 +210,13 @@ def _model(named: Path) -> "SizedModel":
     from fleet.hardware.known_models import SizedModel, model_by_repository  # noqa: PLC0415
     from fleet.hardware.model_configs import read_model_config  # noqa: PLC0415
 
-    if named.exists():
-        return SizedModel(model=read_model_config(named), context=0)
+    try:
+        if named.exists():
+            return SizedModel(model=read_model_config(named), context=0)
+    except ConfigurationRefused as error:
+        raise ConfigurationRefused(f"--model: {error}") from error
+    except OSError as error:  # the name is too long, or a folder may not be searched
+        raise ConfigurationRefused(f"--model: {named}: {error.strerror}") from error
     if (known := model_by_repository(str(named))) is None:
         raise ConfigurationRefused(
             f"--model: {named} is no file or folder, and no repository that Fleet knows; name the model's config.json"

@@ -124,6 +124,20 @@ def test_unknown_model_is_refused_with_what_may_be_named(capsys):
     assert "--model: /nowhere/model is no file or folder, and no repository" in capsys.readouterr().err
 
 
+def test_model_that_cannot_be_read_is_refused_by_option(capsys, tmp_path):
+    (tmp_path / "config.json").write_text("no JSON")
+    (tmp_path / "empty").mkdir()
+    for model, said in (
+        (f"/{'x' * 5000}", "File name too long"),
+        (tmp_path / "empty", "No such file or directory"),
+        (tmp_path, "is not JSON"),
+    ):
+        assert run(["plan", "size", *LOAD, *GOALS, "--model", str(model)]) == CONFIGURATION_REFUSED
+        error = capsys.readouterr().err
+        assert error.startswith("fleet: --model: /")
+        assert said in error
+
+
 def test_unknown_gpu_in_price_book_is_refused_by_path(capsys, tmp_path):
     book = tmp_path / "prices.toml"
     book.write_text("[regions.here]\nh900 = 0.1\n")

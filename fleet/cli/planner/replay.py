@@ -39,7 +39,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from fleet.config import parse_changes  # noqa: PLC0415 - help needs none of it
     from fleet.sim.planning.replay import Replay  # noqa: PLC0415
-    from fleet.sim.planning.rule_registry import rule_settings  # noqa: PLC0415
+    from fleet.sim.planning.rule_registry import RULES, rule_settings  # noqa: PLC0415
     from fleet.sim.planning.scenario import read_replay  # noqa: PLC0415
     from fleet.sim.report.planner_page import write_planner_report  # noqa: PLC0415
 
@@ -51,6 +51,11 @@ def run(arguments: argparse.Namespace) -> int:
     if twice := next((name for place, name in enumerate(names) if name in names[:place]), None):
         raise ConfigurationRefused(f"--rules: {twice!r} is named twice")
     parameters = scenario.planner.parameters
+    where = "--rules" if arguments.rules else f"{arguments.scenario}: planner.rule"
+    tables = {f"{arguments.scenario}: planner.parameters.{name}": name for name in parameters}
+    for place, name in [*((where, name) for name in names), *tables.items()]:
+        if name not in RULES:
+            raise ConfigurationRefused(f"{place}: {name!r} is not one of {', '.join(RULES)}")
     rules = {name: rule_settings(name, parameters.get(name)) for name in names}
     replay = Replay(scenario, arguments.scenario.parent)
     with ExitStack() as files:

@@ -65,7 +65,9 @@ def test_report_shows_all_pools_that_had_replicas(tmp_path):
     ("options", "message"),
     [
         (["--rules", "hpa,hpa"], "--rules: 'hpa' is named twice"),
-        (["--rules", "hpb"], "rules: 'hpb' is not one of"),
+        (["--rules", "hpb"], "fleet: --rules: 'hpb' is not one of"),
+        (["--set", "planner.rule=hpb"], "replay.toml: planner.rule: 'hpb' is not one of"),
+        (["--set", "planner.parameters.hpb.target=1"], "replay.toml: planner.parameters.hpb: 'hpb' is not one of"),
         (["--set", "planner.pools.other.most=3"], "planner.pools.other: there is no such pool; there are both"),
         (["--set", "planner.pools.both.least=13"], "planner.pools.both.least: 13 is more than most, which is 12"),
         (["--set", "planner.gap_every_seconds=5"], "gap_seconds: 0 is not between 0 and gap_every_seconds, 5"),

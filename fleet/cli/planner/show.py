@@ -132,7 +132,12 @@ def planner(arguments: argparse.Namespace) -> Iterator[Any]:
     except ValueError as error:
         raise ConfigurationRefused("--planner-key: --planner-certificate and --planner-key go together") from error
     arguments.planner = arguments.planner or _only_planner()
-    with load_control_access("--planner", credentials).channel(arguments.planner) as channel:
+    try:
+        access = load_control_access("--planner", credentials)
+    except ConfigurationRefused as error:  # it names a field of the credentials, such as --planner.secret_file
+        message = str(error).replace("--planner.secret_file", "--planner-secret-file")
+        raise ConfigurationRefused(message.replace("--planner.", "--planner-")) from error
+    with access.channel(arguments.planner) as channel:
         yield planner_pb2_grpc.PlannerStub(channel)
 
 

@@ -4,6 +4,8 @@ import pytest
 from msgspec import structs
 
 from fleet.cli.console.command_line import command_parser
+from fleet.cli.console.exits import CONFIGURATION_REFUSED
+from fleet.cli.main import run
 from fleet.cli.planner.show import record_lines
 from fleet.planner.decisions import DecisionReason
 from fleet.planner.messages import PlanId, PoolName
@@ -74,3 +76,10 @@ def test_options_hold_before_and_after_watch(options, option, field, value):
 
     defaults = {"json": False, "planner": None, "planner_key": "", "planner_authority": "", "deployment": ""}
     assert {name: given[name] for name in defaults} == defaults | {field: value}
+
+
+@pytest.mark.parametrize("option", ["--planner-secret-file", "--planner-authority"])
+def test_file_that_cannot_be_read_is_refused_by_its_option(capsys, option):
+    assert run(["plan", "--planner", "unix:/nowhere", option, "/nowhere/file"]) == CONFIGURATION_REFUSED
+
+    assert capsys.readouterr().err.startswith(f"fleet: {option}: /nowhere/file")

@@ -24,9 +24,8 @@ Rules:
 """
 
 from collections.abc import Iterator, Sequence
-from functools import cache, lru_cache
+from functools import lru_cache
 from math import ceil, inf
-from threading import Lock
 from typing import TYPE_CHECKING, Any, Protocol
 
 import highspy
@@ -347,17 +346,17 @@ def _one_range(candidate: Candidate, rate: float, rates: Rates) -> Ranges:
     return (Range(1, candidate.most, rates(candidate.pool, count) / count),)
 
 
-_IN_USE = Lock()
-"""Lock of the solver object. The planners of a cluster share a process, and each decides in a thread of its own. HiGHS runs
-without Python's global lock, so two programs at once in one object would overwrite each other or crash the process."""
-
-
-@cache
 def _highs() -> Any:
+    """Return a new solver object, because HiGHS runs without Python's global lock.
+
+    The planners of a cluster share a process, and each decides in a thread of its own. Two programs at once in one object would
+    overwrite each other, or crash the process. An object takes 0.1 ms.
+    """
     solver = highspy.Highs()  # type: ignore[no-untyped-call]
     solver.setOptionValue("output_flag", False)
     solver.setOptionValue("mip_rel_gap", GAP)
     solver.setOptionValue("threads", 1)
+    solver.setOptionValue("time_limit", TIME_LIMIT_SECONDS)
     # This heuristic looks for a first solution of hard programs; for our programs it only takes time.
     solver.setOptionValue("mip_heuristic_run_feasibility_jump", False)
     return solver
@@ -478,18 +477,15 @@ def _minimise(
     program.a_matrix_.start_, program.a_matrix_.index_, program.a_matrix_.value_ = rows.matrix()
     whole, real = highspy.HighsVarType.kInteger, highspy.HighsVarType.kContinuous
     program.integrality_ = [whole] * count + [real] * (2 * count + 1 + len(divided)) + [whole] * len(divided)
-    with _IN_USE:
-        solver = _highs()
-        solver.clearModel()
-        solver.passModel(program)
-        solver.setOptionValue("time_limit", TIME_LIMIT_SECONDS)
-        solver.run()
-        status = solver.getModelStatus()
-        values = list(solver.getSolution().col_value)
+    solver = _highs()
+    solver.passModel(program)
+    solver.run()
+    status = solver.getModelStatus()
     if status == highspy.HighsModelStatus.kTimeLimit:
         raise SolverTimeout(f"the solver found no optimal solution for {count} pools within {TIME_LIMIT_SECONDS:g} s")
     if status != highspy.HighsModelStatus.kOptimal:
         return None
+    values = solver.getSolution().col_value
     return tuple(round(each) for each in values[:count]), float(values[3 * count])
 
 

@@ -287,8 +287,8 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     model: ModelName  # name of the model or LoRA adapter; empty for the only served model
     prompt: Prompt
     sampling: Sampling = Sampling()
-    # Those of `DEFAULT_FIELDS` that the client has left out. If the model has a sampling default for one of them, it replaces the value in
-    # `sampling`.
+    # The fields in `DEFAULT_FIELDS` that the client has left out. If the model has a sampling default for such a field, it replaces the
+    # value in `sampling`.
     unset: frozenset[str] = frozenset()
     # True: the answer may fill the rest of the model's context, and `sampling.max_tokens` is ignored.
     fill_context: bool = False

@@ -11,8 +11,8 @@ Rules:
    replicas are rolled back too if they do not serve in time.
 3. A leader continues unfinished plans of earlier leaders, one after another: it writes the plan under another id, waits for
    the replicas, and rolls back those that do not serve in time. It looks for such plans whenever it carries out no plan,
-   because a write of an earlier leader may arrive late (`fleet.planner.leading`). It also continues what was written of its
-   own plans that ended by a conflict, a refusal or a failure.
+   because a write of an earlier leader may arrive late (`fleet.planner.leading`). In the same way, it continues
+   the written part of its own plans that ended by a conflict, a refusal or a failure, or were superseded during their write.
 4. The loop limits the numbers of each decision to the bounds of the pools, because a rule may have a fault. Pinned pools
    keep their number in a decision, even if it is out of the bounds, and plans do not contain them.
 5. A plan that only shrinks pools is held back if its rehearsal misses a goal that the present pools keep. The
@@ -82,7 +82,7 @@ RETRY_SECONDS = 10.0
 """Seconds to wait before the next plan begins, if the last plan was held back, failed, or ended without being settled."""
 
 KNOWN_PLANS = 16
-"""Number of plan ids that the loop remembers for each pool, so that it does not adopt its own plans."""
+"""Number of plan ids that the loop remembers for each pool. The loop does not adopt these plans."""
 
 _ENDED = {
     PlanOutcome.SETTLED: PlanState.SETTLED,
@@ -389,7 +389,7 @@ class PlannerLoop:
             self._start(record, self._plan_of(record, seen), window, seen, tasks)
 
     def _adopt(self, seen: Observation, tasks: asyncio.TaskGroup) -> None:
-        """Continue an unfinished plan that an earlier leader has written, if there is one.
+        """Continue an unfinished plan of an earlier leader, or one of this planner that `_forget` has released, if there is one.
 
         The plan of a pool that was seen settled or pinned is known from then on. So it is not adopted if a replica of the pool
         fails later.
@@ -440,9 +440,9 @@ class PlannerLoop:
         known.append(plan)
 
     def _forget(self, plan: Plan, seen: Observation) -> None:
-        """Let this planner adopt what was written of one of its own plans, because no task carries it out any more.
+        """Let this planner adopt the written part of one of its own plans, because no task carries the plan out any more.
 
-        A pool that was seen settled by this plan is left out, so that a replica that fails later adopts nothing.
+        A pool that was seen settled by this plan is left out, so that the plan is not adopted if a replica of the pool fails later.
         """
         for name in plan.replicas:
             pool = seen.pool(name)

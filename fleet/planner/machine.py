@@ -31,7 +31,8 @@ Rules, in the order in which `PlannerMachine.decide` applies them:
    by the share `deadband`. If the present pools cannot serve so much either, the smaller pools must serve as much as the
    present pools.
    Shrinking also waits in these cases: a change is under way, the last growth or the start of the planner is less than a
-   cool-down ago (or less than `UNDO_HORIZONS` horizons, unless the load has ended), a mean length has changed in the last `LENGTHS_SECONDS`, or more requests are late than the goals allow.
+   cool-down ago, a mean length has changed in the last `LENGTHS_SECONDS`, or more requests are late than the goals allow.
+   Unless the load has ended, `UNDO_HORIZONS` horizons replace the cool-down after a growth or a start, if they are longer.
    One step removes at most half of a pool, because the caches of removed replicas are lost; if the load has ended, this
    limit does not hold.
    In two cases, pools shrink without waiting. If one phase grows because a mean length has changed, the other phase
@@ -108,8 +109,8 @@ known only when the answer has ended."""
 
 UNDO_HORIZONS = 1.25
 """Horizons that must have passed since the last growth or the start of the planner before a pool shrinks under load, even
-if the cool-down is shorter. A replica that is missed after its removal serves again only after a horizon. After more than one
-horizon, at least one forecast could be compared with the load."""
+if the cool-down is shorter. If a removed replica turns out to be necessary, its successor serves only after a horizon. The
+factor is above 1, so that at least one forecast can be compared with the load before."""
 
 RATIO_GAIN = 1.05
 """If the budget is used up, the planner may remove replicas of one pool in favour of another pool. It does so only if

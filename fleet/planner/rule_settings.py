@@ -19,7 +19,8 @@ class PlannerRuleSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     cool_down_seconds: PositiveSeconds = 300.0
     """Time after a growth during which nothing shrinks, and time for which a lower load must last before pools shrink;
-    as in Kubernetes' HPA. If replicas start slowly, nothing shrinks under load for 1.25 times as long as they need to serve."""
+    as in Kubernetes' HPA. If replicas start slowly, the first of these times is longer: 1.25 times the time until a new
+    replica serves, unless the load has ended."""
 
     deadband: Annotated[float, Meta(ge=0, le=1)] = 0.1
     """Pools shrink only if the smaller pools can still serve the highest rate of the last cool-down plus this share of it."""

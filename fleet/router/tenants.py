@@ -156,7 +156,7 @@ class Tenants:
                 if (other := self._by_key.setdefault(key, name)) != name:
                     raise ConfigurationRefused(f"tenants.{name}.api_key_sha256: {key[:8]}… is a key of {other!r} too")
         self.exist = bool(settings)
-        """False if the settings name no tenants. Then there are neither keys nor limits, so frontends need not ask for each request."""
+        """False if the settings name no tenants. Then there are neither keys nor limits, so frontends need not call this object for each request."""
 
         self.settle_with_others: SettleWithPeers | None = None
         """A function that waits until the peers have confirmed the usage at this router (rule 4). The component that sends

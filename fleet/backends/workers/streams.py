@@ -157,8 +157,8 @@ class WorkerStreams:
             addresses: Addresses of workers that are always members.
             reachability: Function that is called when a stream was opened or has ended, or a worker could not be reached.
             incompatible: Collects workers and store nodes without a common protocol version; None: they are only logged.
-            accepts: Function that returns whether a worker may join. The router never learns that a worker has joined which
-                may not, so it ignores the worker's other events.
+            accepts: Function that returns whether a worker may join. If a worker may not, its `WorkerJoined` is left out, and
+                so the router ignores the worker's other events.
 
         Raises:
             ConfigurationRefused: A file of `worker_credentials` cannot be used.

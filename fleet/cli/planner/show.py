@@ -46,7 +46,7 @@ def configure(parser: argparse.ArgumentParser, *, repeated: bool = False) -> Non
 
 
 def add_planner(parser: argparse.ArgumentParser, *, repeated: bool = False) -> None:
-    """Add the options for the address of a planner; `repeated` is that of `configure`."""
+    """Add the options for the address of a planner; `repeated` has the same meaning as in `configure`."""
     missing = argparse.SUPPRESS if repeated else ""
     parser.add_argument(
         "--planner",

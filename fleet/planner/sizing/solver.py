@@ -347,10 +347,11 @@ def _one_range(candidate: Candidate, rate: float, rates: Rates) -> Ranges:
 
 
 def _highs() -> Any:
-    """Return a new solver object, because HiGHS runs without Python's global lock.
+    """Return a new solver object; each program needs one of its own.
 
-    The planners of a cluster share a process, and each decides in a thread of its own. Two programs at once in one object would
-    overwrite each other, or crash the process. An object takes 0.1 ms.
+    The planners of a cluster share a process, and each decides in a thread of its own. HiGHS releases Python's global lock while it
+    runs. So two programs that run in one object at the same time would overwrite each other, or crash the process. It takes 0.1 ms
+    to create an object.
     """
     solver = highspy.Highs()  # type: ignore[no-untyped-call]
     solver.setOptionValue("output_flag", False)

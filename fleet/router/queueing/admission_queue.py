@@ -366,7 +366,7 @@ class AdmissionQueue:
         self._weights = weights
         self.queues: dict[ModelName, FairQueue] = {}  # the queue of each model that has ever had a queued request
         self.waiting: dict[RequestId, QueuedRequest] = {}
-        """The queued requests by id, which callers only read. While there are none, callers need not report that room was released."""
+        """The queued requests by id; callers must not change it. While it is empty, callers need not report that room was released."""
 
         self._sizes: dict[ModelName, WorkerSizes] = {}
         self.may_move: dict[ModelName, bool] = {}

@@ -1,4 +1,4 @@
-"""Live requests of a router: their stages and their order, their attempts on workers, and the prefill queues in which prompts wait.
+"""Live requests of a router: their stages, their attempts on workers, the prefill queues of workers, and the order of waiting requests.
 
         Dispatched            HandedOver            FirstToken
 QUEUED ------------> PREFILLING ----------> HANDED_OVER ----------> DECODING
@@ -18,8 +18,8 @@ Rules:
    begun, but nothing was sent to the worker for them. If the router may never learn when a prompt is computed, the prompt is sent at once,
    even if the worker has more tokens to compute. A request that has no worker waits in the admission queue instead
    (`fleet.router.placement.wait_or_reject`).
-3. A queued prompt holds the same reservations as a sent one; only its dispatch is delayed. So placement sees the same
-   loads with prefill queues and without.
+3. A prompt in a prefill queue holds the same reservations as a sent one, and its request is in the same stage; only the command
+   `Dispatch` is delayed. So placement sees the same loads with prefill queues and without.
 4. The prompt with the lowest queue position (`queue_position`) is sent first. The position depends on the arrival, on the priority and, if
    the settings say so, on the length of the prompt. It is an instant that never changes, so no prompt is overtaken for ever.
 5. The tokens of a sent prompt count against the window until the prompt is computed, or until its attempt ends for another reason. A prompt
@@ -513,7 +513,7 @@ class Attempts:
             live.attempt = None
 
     def move(self, requests: Mapping[RequestId, LiveRequest], now: Nanos, out: list[Command]) -> None:
-        """Send queued prompts to all workers that have fewer tokens to compute than the prefill window.
+        """Send prompts of the prefill queues to all workers that have fewer tokens to compute than the prefill window.
 
         Args:
             requests: All live requests.

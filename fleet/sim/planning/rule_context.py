@@ -18,7 +18,7 @@ from kvstore.eviction.trace_replay import TraceRequest
 Positive = Annotated[float, Meta(gt=0, le=1e6)]
 NotNegative = Annotated[float, Meta(ge=0, le=1e6)]
 Share = Annotated[float, Meta(gt=0, le=1)]
-"""Types of the parameters of rules. Rules divide by some parameters, and average over some times; these must be above 0."""
+"""Types of the parameters of rules. A number by which a rule divides, or a time over which it averages, must be above 0."""
 
 
 class RuleContext(Struct, frozen=True, kw_only=True):

@@ -28,7 +28,7 @@ GIVEN = {"temperature": 0.0, "top_p": 0.5, "top_k": 3}
 NEUTRAL = {name: getattr(Sampling(), name) for name in DEFAULTS}
 """The values of left-out parameters if the model has no defaults."""
 TAKEN = {"responses": ("temperature", "top_p"), "messages": ("temperature", "top_p", "top_k")}
-"""The sampling parameters that an API has, if not all."""
+"""The sampling parameters of each API that lacks some of them."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ picker `Lowest`, or `Softmax` if it has a temperature. The cost is the work that
     cost = max(0, prefill - credit)  +  work × its price  +  decode blocks × their weight  +  running requests × their weight
            -  session
 
-`fleet/router/native/costs.c` computes it, or `fleet/router/native/twin.py` with equal results if the extension is missing. The terms:
+`fleet/router/native/costs.c` computes it, or `fleet/router/native/twin.py` with equal results if the extension is missing. Items 1 to 8
+explain the terms, and item 9 the filter:
 
 1. *prefill* is (tokens of the backlog + tokens of the prompt) / tokens of a block. The backlog is what the worker has to compute already.
 2. *credit* is for the prompt's leading blocks that need not be computed. A block counts 1 if it is in the engine, 0.75 if it is in the

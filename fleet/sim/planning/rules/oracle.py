@@ -31,7 +31,7 @@ from fleet.sim.planning.rules.future_load import BIN_SECONDS, needs
 from fleet.sim.planning.rules.static import known_shape
 
 Trials = Annotated[int, Meta(ge=0, le=20)]
-"""Type of a number of replays. Each one halves the range of a scale, which is narrower than any difference after 20 of them."""
+"""Type of a number of replays. Each replay narrows the range of a scale. After 20 of them, more replays make no difference."""
 
 HIGHEST, LOWEST = 2.5, 0.5
 """Highest and lowest scale, between which the bisection begins. A scale multiplies the need of a pool."""

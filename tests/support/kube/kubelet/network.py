@@ -183,7 +183,7 @@ class Proxy:
         self._transports: weakref.WeakSet[asyncio.WriteTransport] = weakref.WeakSet()
 
     async def open(self, listening: socket.socket) -> None:
-        # The server starts in a second step, so that `close` knows it even if its start is cancelled, as when a pod is deleted.
+        # The server starts in a second step, so that `close` knows it even if its start is cancelled because a pod is deleted.
         self._server = await asyncio.start_server(self._accept, sock=listening, start_serving=False)
         await self._server.start_serving()
 

@@ -216,7 +216,7 @@ def test_solver_without_time_says_so(monkeypatch) -> None:
 
 
 def test_threads_get_the_solutions_of_their_own_programs() -> None:
-    """The planners of a cluster decide in threads of one process. In one object of HiGHS, two programs at once would end the process or be mixed up."""
+    """The planners of a cluster decide in threads of one process. In one object of HiGHS, two programs at once would crash the process or mix their numbers."""
     candidates = [Candidate(pool=each, least=0, most=40) for each in POOLS]
     asked = [10.0 + number / 7 for number in range(120)]
     with ThreadPoolExecutor(4) as threads:

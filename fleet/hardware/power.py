@@ -14,6 +14,7 @@ from math import log2
 
 from msgspec import Struct
 
+from fleet.core.roles import Role
 from fleet.hardware.gpus import Gpu
 
 ALONE = 0.28
@@ -29,6 +30,10 @@ issue 828, 2026-03)."""
 ERROR = 0.30
 """Largest relative error of the model for the figures in `PUBLISHED`. A single GPU that runs a small model draws less
 power than these figures: 137 to 300 W on an H200 while decoding (arXiv 2605.11999)."""
+
+
+LOADED_TOKENS = 64
+"""Tokens of a step of a replica that decodes under load, for `loaded_watts`: about that many requests run at a time."""
 
 
 class PublishedPower(Struct, frozen=True, kw_only=True):
@@ -77,3 +82,11 @@ def power_share(tokens: float) -> float:
 def watts(gpu: Gpu, share: float) -> float:
     """Return the power of a GPU in watts, for a share as `power_share` returns it; a share of 0 gives the idle power."""
     return gpu.idle_watts + (gpu.watts - gpu.idle_watts) * share
+
+
+def loaded_watts(gpu: Gpu, role: Role) -> float:
+    """Return the power in watts of a GPU that serves as much as its goals allow: full prompt chunks, or `LOADED_TOKENS` decoded tokens a step.
+
+    `ERROR` states the error.
+    """
+    return watts(gpu, MOST if role is Role.PREFILL else power_share(LOADED_TOKENS))

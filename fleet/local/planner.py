@@ -107,6 +107,7 @@ def _pool(topology: Topology, section: LocalPlannerSection, name: str, pool: Poo
         least=bounds.least,
         most=most if bounds.most is None else bounds.most,
         dollars_per_hour=bounds.dollars_per_hour,
+        watts=bounds.watts,
         start_seconds=bounds.start_seconds,
         drain_seconds=bounds.drain_seconds,
     )

@@ -231,6 +231,10 @@ class PlannedPoolSection(Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Price per hour of one GPU; 0: the price in the price book (`prices`), if there is one. If `gpu` is empty, the price
     per hour of one worker."""
 
+    watts: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
+    """Power in watts of one GPU under load, or of one worker without a GPU; 0: the estimate for the GPU type. It counts if
+    `rule.settings.minimise` is `energy`."""
+
     start_seconds: Annotated[float, Meta(ge=0, le=86_400)] = 10.0
     """Assumed time from the start of a new worker until it serves. The rule `fleet` takes this value as its first estimate;
     each measured start then moves the estimate halfway to the measured time."""

@@ -13,17 +13,22 @@ Rules:
 from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
 from math import ceil, isfinite
-from typing import Annotated, Protocol
+from typing import Annotated, Literal, Protocol
 
 from msgspec import Meta, Struct
 from msgspec.structs import force_setattr
 
 from fleet.core.clock import Nanos
 from fleet.core.roles import Role
+from fleet.hardware.gpus import gpus
+from fleet.hardware.power import loaded_watts
 from fleet.planner.demand import DemandWindow
 from fleet.planner.messages import MOST_REPLICAS, Observation, PoolName, Replicas, shortened
 
 Seconds = Annotated[float, Meta(ge=0, le=1e6)]
+
+Minimised = Literal["dollars", "energy"]
+"""The cost that a planner keeps low: money or energy."""
 
 MOST_NUMBER = 1e30
 """Highest number that a demand window may contain. No router counts so far, and rules can compute with smaller numbers without an
@@ -79,6 +84,10 @@ class PlannedPool(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Price of one GPU, or of one replica without a GPU. If the price of a GPU is 0, a planner with a price book takes
     the price from there."""
 
+    watts: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
+    """Power in watts of one GPU under load, or of one replica without a GPU; 0: the estimate for the GPU type
+    (`fleet.hardware.power`, boards alone, with an error of 30 %)."""
+
     start_seconds: Seconds = 120.0
     """Time from the request for a replica until it serves. The rule `fleet` takes this value as its first estimate;
     each observed start then moves the estimate halfway to the observed time."""
@@ -95,6 +104,18 @@ class PlannedPool(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     def replica_dollars(self) -> float:
         """Return the dollars per hour of one replica."""
         return self.dollars_per_hour * (self.gpus if self.gpu else 1)
+
+    @property
+    def replica_watts(self) -> float:
+        """Return the power of one replica under load, in watts; 0 if it is unknown."""
+        watts = self.watts
+        if not watts and (gpu := gpus().get(self.gpu)) is not None:
+            watts = loaded_watts(gpu, self.role)
+        return watts * (self.gpus if self.gpu else 1)
+
+    def cost(self, minimised: "Minimised") -> float:
+        """Return what a planner minimises of one replica: its dollars per hour or its watts; 0 if this is unknown."""
+        return self.replica_watts if minimised == "energy" else self.replica_dollars
 
 
 class PlanBudget(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -274,6 +295,19 @@ def impossible_ratio(pools: Sequence[PlannedPool], budget: PlanBudget) -> str:
         f"prefill has {_range(pools, Role.PREFILL)} replicas, decode {_range(pools, Role.DECODE)},"
         f" and the ratio must be {_ratio_bounds(budget)}"
     )
+
+
+def check_energy(pools: Sequence[PlannedPool]) -> None:
+    """Check that the power of each pool is known, so that the energy of pools can be compared.
+
+    Raises:
+        ValueError: A pool has neither a GPU type nor a power; the message names the field.
+    """
+    for index, each in enumerate(pools):
+        if not each.replica_watts:
+            raise ValueError(
+                f'pools[{index}].watts: is needed, because the rule minimises "energy" and {each.name} has no known `gpu`'
+            )
 
 
 def check_gpu_limit(pools: Sequence[PlannedPool], budget: PlanBudget) -> None:

@@ -37,8 +37,8 @@ Rules, in the order in which `PlannerMachine.decide` applies them:
    limit does not hold.
    In two cases, pools shrink without waiting. If one phase grows because a mean length has changed, the other phase
    shrinks in the same plan. If the budget does not allow a growth, pools shrink so that others can grow.
-7. **Cheaper mix.** Another mix of pools is used only if it saves at least the share `mix_saving` of the cost. The replicas
-   that it adds are started before other replicas end.
+7. **Cheaper mix.** Another mix of pools is used only if it saves at least the share `mix_saving` of the cost, which is the
+   power of the replicas if the settings minimise energy. The replicas that it adds are started before other replicas end.
 8. **Limits.** The requested numbers keep the bounds of the pools, and the bounds of the ratio of prefill to decode
    replicas. Budgets are kept at every instant, and also count replicas that start or drain. If no budget is free, a
    replica that replaces another one starts only when the other one has drained.
@@ -68,6 +68,7 @@ from fleet.planner.decisions import (
     PlanDecision,
     PlanGoals,
     PlannedPool,
+    check_energy,
     check_limits,
     check_roles,
     demand_doubts,
@@ -136,6 +137,8 @@ class PlannerMachine:
         budget = budget or PlanBudget()
         check_roles(pools)
         check_limits(pools, budget)
+        if settings.minimise == "energy":
+            check_energy(pools)
         self.interval = Nanos(round(settings.interval_seconds * SECOND))
         self._settings = settings
         self._pools = {each.name: each for each in pools}
@@ -228,7 +231,11 @@ class PlannerMachine:
     def _view(self, demand: DemandWindow, seen: Observation) -> "_PlanningView":
         """Return the pools and the load of this round, from which all further rules decide."""
         load, level = self._demand.load.rounded(), self._demand.rate
-        pools = [_SeenPool(self._pools[name], pool) for name in self._pools if (pool := seen.pool(name)) is not None]
+        pools = [
+            _SeenPool(planned, pool, planned.cost(self._settings.minimise))
+            for name, planned in self._pools.items()
+            if (pool := seen.pool(name)) is not None
+        ]
         late = max(0.0, (self._now - demand.ended) / SECOND) if self._now is not None else 0.0
         horizon = (
             late
@@ -432,9 +439,7 @@ class PlannerMachine:
             for each in view.pools
             if each.pool.role in {phase, Role.BOTH} and each.seen.wanted and each.seen.wanted < self._bounds(each)[1]
         ]
-        for each in sorted(
-            able, key=lambda each: each.pool.replica_dollars / max(1e-9, self._rate(view, each.pool, 1))
-        ):
+        for each in sorted(able, key=lambda each: each.cost / max(1e-9, self._rate(view, each.pool, 1))):
             grown = {**replicas, each.pool.name: each.seen.wanted + 1}
             if self._fits(view, grown):
                 return grown
@@ -494,9 +499,10 @@ class PlannerMachine:
         replicas at the same time.
         """
         wanted = view.wanted
-        dollars = sum(each.pool.replica_dollars * each.seen.wanted for each in view.pools)
+        now = sum(each.cost * each.seen.wanted for each in view.pools)
+        then = sum(each.cost * count for each, count in zip(view.pools, target.replicas, strict=True))
         grown = {name: max(count, wanted[name]) for name, count in view.named(target).items()}
-        saves = target.dollars <= dollars * (1.0 - self._settings.mix_saving)
+        saves = then <= now * (1.0 - self._settings.mix_saving)
         return grown if saves and self._fits(view, grown) else wanted
 
     # Sizing.
@@ -608,12 +614,15 @@ class PlannerMachine:
 class _SeenPool(Struct, frozen=True):
     pool: PlannedPool
     seen: PoolObservation
+    cost: float
+    """Dollars per hour or watts of one replica, whichever the settings minimise."""
 
     def candidate(self, least: int, most: int, *, drained: bool = False) -> Candidate:
         return Candidate(
             pool=self.pool,
             least=least,
             most=max(least, most),
+            cost=self.cost,
             now=self.seen.wanted,
             held=0 if drained else max(self.seen.wanted, self.seen.ready),
             draining=0 if drained else self.seen.draining,
@@ -698,6 +707,7 @@ def _decision(
             "answer_tokens": shape.answer_tokens,
             "dispersion": view.load.dispersion,
             "dollars_per_hour": sum(each.pool.replica_dollars * replicas[each.pool.name] for each in view.pools),
+            "watts": sum(each.pool.replica_watts * replicas[each.pool.name] for each in view.pools),
         },
         conditions=tuple(conditions),
     )

@@ -4,6 +4,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
+from fleet.planner.decisions import Minimised
+
 ForecastMethod = Literal["chosen", "level", "last", "mean", "trend", "seasonal"]
 PositiveSeconds = Annotated[float, Meta(gt=0, le=1e6)]
 IntervalSeconds = Annotated[float, Meta(ge=0.1, le=3600)]
@@ -45,6 +47,10 @@ class PlannerRuleSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     threshold: Annotated[float, Meta(ge=1, le=10)] = 4.0
     """Number of standard errors by which the latest rates or lengths must differ from their earlier mean to count as
     changed."""
+
+    minimise: Minimised = "dollars"
+    """Cost that the rule keeps low: `dollars`, by the prices of the pools, or `energy`, by their power under load (`pools.watts`).
+    The dollars of the budget are a limit in both cases."""
 
     mix_saving: Annotated[float, Meta(ge=0, le=1)] = 0.1
     """Share of the cost that another mix of pools must save, so that the planner changes to it."""

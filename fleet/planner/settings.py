@@ -10,7 +10,7 @@ from msgspec import Meta, Struct
 from fleet.core.ids import ModelName
 from fleet.hardware.gpus import gpus
 from fleet.hardware.latency.linear import EngineLatency, Speedup
-from fleet.planner.decisions import PlanBudget, PlanGoals, PlannedPool, check_limits, check_roles
+from fleet.planner.decisions import PlanBudget, PlanGoals, PlannedPool, check_energy, check_limits, check_roles
 from fleet.planner.messages import PoolName
 from fleet.planner.rule_settings import IntervalSeconds, PlannerRuleSettings
 from kvstore.net.addresses import (
@@ -439,6 +439,8 @@ class PlannerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         check_limits(self.pools, self.budget)
         if isinstance(self.rule, FleetRuleSettings):
             check_roles(self.pools)
+            if self.rule.settings.minimise == "energy":
+                check_energy(self.pools)
         for name in self.engines:
             if name not in names:
                 raise ValueError(f"engines.{name}: `pools` has no such pool")

@@ -29,6 +29,14 @@ class PlanMode(StrEnum):
     """Plans are applied to the RoleScalers of roles in scaling mode Planner."""
 
 
+class PlanMinimum(StrEnum):
+    DOLLARS = "Dollars"
+    """The replicas cost as little money as possible."""
+
+    ENERGY = "Energy"
+    """The replicas draw as little power as possible."""
+
+
 class RoleBounds(Resource, frozen=True):
     """Bounds, price and start time of the replicas of one role."""
 
@@ -48,6 +56,10 @@ class RoleBounds(Resource, frozen=True):
     cents_per_hour: Annotated[int, Meta(ge=0, le=10_000_000)] = 0
     """Price of one GPU in cents per hour. For a role without GPUs it is the price of one replica. 0: the list price of
     the GPU type, and no cost for a replica without a GPU."""
+
+    watts: Annotated[int, Meta(ge=0, le=100_000)] = 0
+    """Power in watts of one GPU under load, for `minimise: Energy`. For a role without GPUs it is the power of one replica.
+    0: the estimate for the GPU type."""
 
     start_seconds: Seconds = 120
     """Expected time from the request for a replica until the replica serves. The planner uses this value until it has
@@ -87,6 +99,9 @@ class ServingPlanSpec(Resource, frozen=True):
     cool_down_seconds: Seconds = 300
     """A role shrinks only if the load has needed fewer replicas for this whole time, and if the role has not grown within
     it."""
+
+    minimise: PlanMinimum = PlanMinimum.DOLLARS
+    """Cost that the planner keeps low. The rule `load` (`requestsPerReplica`) does not use it."""
 
     requests_per_replica: Annotated[int, Meta(ge=0, le=100_000)] = 0
     """Target number of running and waiting requests on one replica. With a value above 0, the planner sizes roles by the

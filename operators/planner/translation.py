@@ -43,7 +43,7 @@ from operators.api.disagg_deployment import (
     RoleType,
     ScalingMode,
 )
-from operators.api.serving_plan import PlanMode, RoleBounds, ServingPlanSpec
+from operators.api.serving_plan import PlanMinimum, PlanMode, RoleBounds, ServingPlanSpec
 from operators.manifests.names import CONTROL, DesiredDeployment, host_of, router_service
 from operators.manifests.objects import mapping
 from operators.planner.settings import KubePlannerSettings
@@ -105,6 +105,8 @@ def planner_settings(
     for role, pool in zip(workers, pools, strict=True):
         if budget.gpus is not None and role.gpus.per_replica and not pool.gpu:
             raise _unnamed_gpu(role, "a budget of GPUs counts them")
+        if plan.minimise is PlanMinimum.ENERGY and not plan.requests_per_replica and not pool.replica_watts:
+            raise _unnamed_gpu(role, "minimise: Energy needs its power; or set watts of the role")
     try:
         return _settings(plan, deployment, pools, budget, settings)
     except ValueError as error:
@@ -178,6 +180,7 @@ def _pool(role: RoleSpec, bounds: RoleBounds) -> PlannedPool:
         least=least,
         most=most,
         dollars_per_hour=price,
+        watts=float(bounds.watts),
         start_seconds=float(bounds.start_seconds),
         drain_seconds=float(role.drain.timeout_seconds),
     )
@@ -281,7 +284,11 @@ def _load_rule(plan: ServingPlanSpec) -> LoadRuleSettings:
 
 
 def _fleet_rule(plan: ServingPlanSpec) -> FleetRuleSettings:
-    settings = PlannerRuleSettings(interval_seconds=_interval(plan), cool_down_seconds=float(plan.cool_down_seconds))
+    settings = PlannerRuleSettings(
+        interval_seconds=_interval(plan),
+        cool_down_seconds=float(plan.cool_down_seconds),
+        minimise="energy" if plan.minimise is PlanMinimum.ENERGY else "dollars",
+    )
     return FleetRuleSettings(settings=settings)
 
 

@@ -81,6 +81,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     cost.add_argument(
         "--hosted-answer", type=_number, metavar="DOLLARS", help="hosted price of a million answer tokens"
     )
+    cost.add_argument(
+        "--minimise",
+        choices=("dollars", "energy"),
+        default="dollars",
+        help="cost by which the pools are chosen (default: dollars)",
+    )
     parser.add_argument(
         "--json", nargs="?", const="-", metavar="FILE", help="write JSON to this file, or to standard output"
     )
@@ -116,6 +122,7 @@ def run(arguments: argparse.Namespace) -> int:
             PlanBudget(gpus=arguments.most_gpus, dollars_per_hour=arguments.most_dollars),
             headroom=arguments.headroom,
             backend=arguments.backend,
+            minimise=arguments.minimise,
         )
     except SolverTimeout as error:
         print(f"fleet plan size: {error}; name fewer GPU types with --gpus", file=sys.stderr)
@@ -132,6 +139,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _lines(arguments: argparse.Namespace, proposal: "PoolProposal", answer: dict[str, Any]) -> list[str]:
+    from fleet.hardware.power import ERROR  # noqa: PLC0415
+
     pools = [
         (
             f"{each.role:8} {each.replicas:5} x {each.tp} {each.gpu:8} {each.gpus:6} GPUs {each.dollars_per_hour:10.2f} $/h"
@@ -146,11 +155,15 @@ def _lines(arguments: argparse.Namespace, proposal: "PoolProposal", answer: dict
         f"{proposal.gpus} GPUs, {proposal.dollars_per_hour:.2f} $/h, {proposal.dollars_per_million_tokens:.3g} $ per million"
         f" tokens, {proposal.dollars_per_million_answer_tokens:.3g} $ per million answer tokens"
     )
+    energy = (
+        f"{proposal.watts / 1000:,.1f} kW (± {ERROR:.0%}, boards alone), {proposal.joules_per_token:.2g} J a token,"
+        f" {proposal.joules_per_answer_token:.2g} J an answer token"
+    )
     latency = (
         f"TTFT {proposal.ttft_seconds:.3g} s and TPOT {proposal.tpot_seconds:.3g} s for {arguments.percentile:.0%} of the"
         f" requests at {proposal.rate:.4g} a second"
     )
-    return [*pools, cost, latency, *_hosted_lines(answer["break_even_utilisation"]), *conditions]
+    return [*pools, cost, energy, latency, *_hosted_lines(answer["break_even_utilisation"]), *conditions]
 
 
 def _hosted_lines(share: float | None) -> list[str]:

@@ -1,4 +1,4 @@
-"""Proposal of pools: finds the cheapest pools of several GPU types that serve a load within its goals. Pure.
+"""Proposal of pools: finds the cheapest pools, in money or energy, of several GPU types that serve a load within its goals. Pure.
 
 Rules:
 
@@ -23,7 +23,7 @@ from fleet.hardware.latency.open_loop import EngineReplica
 from fleet.hardware.latency.prediction import BUDGET_TOKENS, transfer_seconds
 from fleet.hardware.sharding import ShardedModel
 from fleet.hardware.sizing import MOST_RUNNING, ONE_CONTEXT, node_shardings
-from fleet.planner.decisions import PlanBudget, PlanCondition, PlanConditionType, PlanGoals, PlannedPool
+from fleet.planner.decisions import Minimised, PlanBudget, PlanCondition, PlanConditionType, PlanGoals, PlannedPool
 from fleet.planner.messages import MOST_REPLICAS, PoolName
 from fleet.planner.sizing.capacity import OfferedLoad, PoolEngine, StepCapacity
 from fleet.planner.sizing.corrected import CorrectedCapacity
@@ -57,6 +57,9 @@ class ProposedPool(Struct, frozen=True, kw_only=True):
     replicas: int
     gpus: int
     dollars_per_hour: float
+    watts: float
+    """Power of all GPUs of the pool under load (`fleet.hardware.power`): boards alone, with an error of 30 %."""
+
     rate: float
     """Requests per second that the pool can serve within the goals."""
 
@@ -71,6 +74,13 @@ class PoolProposal(Struct, frozen=True, kw_only=True):
     """Dollars for a million prompt and answer tokens together, at the rate `rate`."""
 
     dollars_per_million_answer_tokens: float
+    watts: float
+    """Power of all GPUs under load, with the error of `ProposedPool.watts`."""
+
+    joules_per_token: float
+    """Energy for each prompt or answer token, at the rate `rate`."""
+
+    joules_per_answer_token: float
     ttft_seconds: float
     """Predicted TTFT in seconds at the percentile of the goals, or 0 if there are no pools."""
 
@@ -92,8 +102,9 @@ def propose_pools(
     *,
     headroom: float,
     backend: str = "vllm",
+    minimise: Minimised = "dollars",
 ) -> PoolProposal:
-    """Return the cheapest pools that serve `rate` requests per second within the goals.
+    """Return the pools that serve `rate` requests per second within the goals, at the lowest price or with the lowest power.
 
     If the budget does not allow this rate, the pools serve as much of it as the budget allows. If no pools are possible, return none,
     with the reason in the conditions.
@@ -120,7 +131,7 @@ def propose_pools(
     corrected = CorrectedCapacity(model, goals, pools)
     if conditions := tuple(corrected.out_of_reach(load)):
         return _empty(conditions)
-    candidates = [Candidate(pool=each, least=0, most=MOST_REPLICAS) for each in pools]
+    candidates = [Candidate(pool=each, least=0, most=MOST_REPLICAS, cost=each.cost(minimise)) for each in pools]
     sized_for = max(rate, LEAST_RATE)
     mix = solve(candidates, sized_for, lambda pool, count: corrected.highest_rate(pool, load, count), budget)
     if mix is None or mix.served <= 0.0:
@@ -129,12 +140,16 @@ def propose_pools(
     served = min(mix.served, rate)
     ttft, tpot = corrected.predicted(load, served, used)
     shape, per_hour = load.shape, served * SECONDS_PER_HOUR / MILLION
+    watts = sum(pool.replica_watts * count for pool, count in used.items())
     return PoolProposal(
         pools=tuple(_proposed(pool, count, corrected.highest_rate(pool, load, count)) for pool, count in used.items()),
         gpus=sum(pool.gpus * count for pool, count in used.items()),
         dollars_per_hour=mix.dollars,
         dollars_per_million_tokens=mix.dollars / (per_hour * (shape.prompt_tokens + shape.answer_tokens)),
         dollars_per_million_answer_tokens=mix.dollars / (per_hour * shape.answer_tokens),
+        watts=watts,
+        joules_per_token=watts / (served * (shape.prompt_tokens + shape.answer_tokens)),
+        joules_per_answer_token=watts / (served * shape.answer_tokens),
         ttft_seconds=ttft,
         tpot_seconds=tpot,
         rate=served,
@@ -175,6 +190,7 @@ def _proposed(pool: PlannedPool, replicas: int, rate: float) -> ProposedPool:
         replicas=replicas,
         gpus=replicas * pool.gpus,
         dollars_per_hour=replicas * pool.replica_dollars,
+        watts=replicas * pool.replica_watts,
         rate=rate,
     )
 
@@ -196,6 +212,9 @@ def _empty(conditions: tuple[PlanCondition, ...]) -> PoolProposal:
         dollars_per_hour=0.0,
         dollars_per_million_tokens=0.0,
         dollars_per_million_answer_tokens=0.0,
+        watts=0.0,
+        joules_per_token=0.0,
+        joules_per_answer_token=0.0,
         ttft_seconds=0.0,
         tpot_seconds=0.0,
         rate=0.0,

@@ -70,6 +70,9 @@ class Candidate(Struct, frozen=True, kw_only=True):
     pool: PlannedPool
     least: int
     most: int
+    cost: float | None = None
+    """Cost of one replica that the solver minimises, such as its watts; None: its dollars per hour."""
+
     now: int = 0
     """Number of replicas that are requested now. Each replica above this number has to be started."""
 
@@ -189,8 +192,9 @@ def _cost(candidates: Sequence[Candidate], mix: Mix) -> float:
 
 
 def _price(candidate: Candidate) -> float:
-    """Return the price of a replica or, if it has none, its number of GPUs."""
-    return candidate.dollars or float(candidate.pool.replica_gpus or 1)
+    """Return the cost of a replica or, if it is 0, its number of GPUs."""
+    cost = candidate.dollars if candidate.cost is None else candidate.cost
+    return cost or float(candidate.pool.replica_gpus or 1)
 
 
 def _start_price(candidate: Candidate) -> float:

@@ -193,3 +193,20 @@ def test_model_that_no_node_holds_is_out_of_reach(capsys):
     answer = size(capsys, "--gpus", "l40s", load=load, status=FAILED)
     assert answer["conditions"][0]["field"] == "gpus"
     assert not answer["pools"]
+
+
+def test_energy_is_saved_where_it_is_asked_for(capsys):
+    cheapest = size(capsys)
+    frugal = size(capsys, "--minimise", "energy")
+
+    assert frugal["watts"] < cheapest["watts"]
+    assert frugal["dollars_per_hour"] > cheapest["dollars_per_hour"]
+    for answer in (cheapest, frugal):
+        assert answer["watts"] == pytest.approx(sum(each["watts"] for each in answer["pools"]))
+        assert answer["joules_per_answer_token"] == pytest.approx(answer["watts"] / (20 * 300))
+        assert answer["joules_per_token"] == pytest.approx(answer["watts"] / (20 * 3300))
+
+
+def test_energy_is_shown_with_its_error(capsys):
+    assert run(["plan", "size", *LOAD, *GOALS, "--gpus", "h100"]) == DONE
+    assert " kW (± 30%, boards alone), " in capsys.readouterr().out

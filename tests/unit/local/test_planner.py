@@ -62,6 +62,11 @@ def priced_by(folder, region="", budget=None, prices=None, **pool):
     ]
 
 
+def test_own_power_of_a_pool_goes_before_the_estimate(tmp_path):
+    assert priced_by(tmp_path, watts=250.0).replica_watts == 4 * 250.0
+    assert priced_by(tmp_path).replica_watts > 4 * 250.0
+
+
 @pytest.mark.parametrize(("region", "dollars"), [("", 2.5), ("east", 2.5), ("west", 3.5)])
 def test_price_book_prices_pools_by_gpu_and_region(tmp_path, region, dollars):
     pool = priced_by(tmp_path, region)

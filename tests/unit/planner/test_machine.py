@@ -2,11 +2,13 @@
 
 import math
 from itertools import pairwise
+from typing import Literal
 
 import pytest
 
 from fleet.core.duration_counts import EDGES, bucket_of
 from fleet.core.roles import Role
+from fleet.hardware.gpus import gpus
 from fleet.hardware.latency.open_loop import RequestShape
 from fleet.planner.decisions import DecisionReason, PlanBudget, PlanConditionType, PlanGoals, check_limits
 from fleet.planner.demand import DemandWindow
@@ -391,3 +393,35 @@ def test_slow_start_of_replicas_delays_a_shrink(start: float, ended: bool, shrin
     assert (world.wanted["decode"] < 4) == shrinks
     world.run(200, 0.0 if ended else 5.0)
     assert world.wanted["decode"] < 4
+
+
+@pytest.mark.parametrize(("minimise", "grown"), [("dollars", "cheap"), ("energy", "frugal")])
+def test_setting_decides_whether_money_or_energy_is_saved(minimise: Literal["dollars", "energy"], grown: str) -> None:
+    pools = (
+        pool("cheap", Role.BOTH, gpu="h100", dollars_per_hour=1.0, watts=900.0),
+        pool("frugal", Role.BOTH, gpu="h100", dollars_per_hour=2.0, watts=300.0),
+    )
+    capacity = StepCapacity({each.name: engine() for each in pools})
+    planner = PlannerMachine(PlannerRuleSettings(minimise=minimise), pools, GOALS, capacity)
+    world = World(planner, pools, {"cheap": 0, "frugal": 0})
+    world.run(900, 10.0)
+    used = {name for name, replicas in world.wanted.items() if replicas}
+    assert used == {grown}
+    numbers = world.decisions[-1].numbers
+    assert numbers["watts"] == world.wanted[grown] * {"cheap": 900.0, "frugal": 300.0}[grown]
+
+
+def test_estimated_power_follows_from_the_gpu_type() -> None:
+    """Prefill draws more than decoding; the estimate lies between the power that is drawn at rest and the board's limit."""
+    prefill, decode = (pool(role, role, gpu="h100", gpus=4) for role in (Role.PREFILL, Role.DECODE))
+    device = gpus()["h100"]
+    assert 4 * device.idle_watts < decode.replica_watts < prefill.replica_watts < 4 * device.watts
+    assert pool("own", Role.BOTH, gpu="h100", gpus=4, watts=100.0).replica_watts == 400.0
+    assert pool("none", Role.BOTH, gpu="", watts=100.0).replica_watts == 100.0
+
+
+def test_pool_of_unknown_power_is_refused_where_energy_counts() -> None:
+    pools = (pool("both", Role.BOTH, gpu=""),)
+    capacity = StepCapacity({each.name: engine() for each in pools})
+    with pytest.raises(ValueError, match=r'^pools\[0\]\.watts: is needed, because the rule minimises "energy"'):
+        PlannerMachine(PlannerRuleSettings(minimise="energy"), pools, GOALS, capacity)

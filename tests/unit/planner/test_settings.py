@@ -183,3 +183,17 @@ def test_url_that_nothing_can_be_sent_to_is_refused(url):
 def test_urls_with_host_and_optional_port_are_accepted(url):
     assert msgspec.convert({"urls": [url]}, MetricsDemandSettings).urls == (url,)
     assert msgspec.convert({"url": url}, PrometheusDemandSettings).url == url
+
+
+def test_energy_needs_the_power_of_each_pool():
+    rule = {"kind": "fleet", "settings": {"minimise": "energy"}}
+    engines = {name: {"kind": "linear"} for name in ("p", "d")}
+    bare = [{"name": "p", "role": "prefill", "gpu": "h100"}, {"name": "d", "role": "decode"}]
+    with pytest.raises(msgspec.ValidationError) as refused:
+        planner(pools=bare, engines=engines, rule=rule)
+    assert 'pools[1].watts: is needed, because the rule minimises "energy" and d has no known `gpu`' in str(
+        refused.value
+    )
+
+    bare[1]["watts"] = 250
+    assert planner(pools=bare, engines=engines, rule=rule).pools[1].replica_watts == 250

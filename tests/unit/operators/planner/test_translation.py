@@ -191,3 +191,24 @@ def test_roles_of_other_modes_keep_their_own_bounds():
     prefill, decode = translated(a_deployment(a_role("prefill"), fixed), requestsPerReplica=1).pools
 
     assert (prefill.least, decode.least, decode.most) == (1, 0, 70)
+
+
+def test_plan_can_ask_for_the_least_energy():
+    settings = translated(minimise="Energy", roles=[{"role": "decode", "watts": 420}])
+
+    assert isinstance(settings.rule, FleetRuleSettings)
+    assert settings.rule.settings.minimise == "energy"
+    prefill, decode = settings.pools
+    assert decode.replica_watts == 4 * 420
+    assert prefill.replica_watts > 4 * gpus()["h100"].idle_watts
+    assert scaling_rule(settings).interval > 0
+
+
+def test_energy_of_an_unknown_gpu_is_refused_by_role():
+    unknown = a_role("decode", gpus={"product": "Accelerator-9", "perReplica": 4})
+    simulated = a_deployment(a_role("prefill"), unknown, engine="simulated")
+
+    assert "gpu of decode is needed" in str(refusal(simulated, minimise="Energy"))
+    assert (
+        translated(simulated, minimise="Energy", roles=[{"role": "decode", "watts": 420}]).pools[1].replica_watts == 420
+    )

@@ -222,3 +222,20 @@ def test_threads_get_the_solutions_of_their_own_programs() -> None:
     with ThreadPoolExecutor(4) as threads:
         mixes = list(threads.map(lambda rate: solve(candidates, rate, rates, PlanBudget()), asked))
     assert [mix is not None and mix.served for mix in mixes] == [pytest.approx(rate, rel=1e-5) for rate in asked]
+
+
+def test_costs_of_candidates_decide_instead_of_prices() -> None:
+    """Energy is such a cost. The dollars of the budget stay a limit."""
+    watts = {"prefill-a": 900.0, "prefill-b": 500.0, "decode-a": 300.0, "decode-b": 2000.0, "both": 5000.0}
+    frugal = [Candidate(pool=each, least=0, most=9, cost=watts[each.name]) for each in POOLS]
+    cheap = [Candidate(pool=each, least=0, most=9) for each in POOLS]
+
+    for candidates, expected in ((frugal, (0, 1, 4, 0, 0)), (cheap, (0, 0, 0, 0, 6))):
+        mix = solve(candidates, 12.0, rates, PlanBudget())
+        assert mix is not None
+        assert mix.replicas == expected
+        assert mix.dollars == pytest.approx(sum(each.dollars * n for each, n in zip(candidates, expected, strict=True)))
+    limited = solve(frugal, 12.0, rates, PlanBudget(dollars_per_hour=13.0))
+    assert limited is not None
+    assert limited.dollars <= 13.0
+    assert limited.served == pytest.approx(12.0)

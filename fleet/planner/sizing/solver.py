@@ -7,7 +7,8 @@ Rules:
    each phase, and at most the wanted rate.
 2. The highest served rate is more important than the lowest price. A replica that has to be started costs more: its
    price is increased by 1 %, and by the share that its start-up time has of `HORIZON_SECONDS`. So the mix does not
-   change if the change costs more than it saves.
+   change if the change costs more than it saves. Each candidate may have another cost than its price, such as its power
+   (`Candidate.cost`). This cost then replaces the price everywhere, except in the budget.
 3. A mix keeps the bounds of the pools, the budgets and the ratio. Budgets also count replicas that end, because these keep
    their GPUs until they have drained. So new replicas may use only GPUs that are free already. If the present replicas
    exceed a budget, no replica is added before enough of them have drained.
@@ -293,7 +294,7 @@ def _trimmed(
     The most expensive replicas are removed first.
     """
     trimmed, wanted = list(replicas), served(candidates, replicas, rate, rates) * (1.0 - ROUNDING)
-    for index in sorted(range(len(trimmed)), key=lambda index: -candidates[index].dollars):
+    for index in sorted(range(len(trimmed)), key=lambda index: -_price(candidates[index])):
         while trimmed[index] > candidates[index].least:
             trimmed[index] -= 1
             if served(candidates, trimmed, rate, rates) < wanted or not within_ratio(candidates, trimmed, budget):

@@ -239,3 +239,19 @@ def test_costs_of_candidates_decide_instead_of_prices() -> None:
     assert limited is not None
     assert limited.dollars <= 13.0
     assert limited.served == pytest.approx(12.0)
+
+
+def test_needless_replicas_of_the_highest_cost_are_removed(monkeypatch) -> None:
+    """After a single call of the solver, the last program finds needless replicas of both pools. The cost decides which ones go."""
+    monkeypatch.setattr(solver, "ROUNDS", 1)
+    pools = [
+        pool("frugal", Role.BOTH, gpus=1, dollars_per_hour=6.0, start_seconds=0.0),
+        pool("cheap", Role.BOTH, gpus=1, dollars_per_hour=4.0, start_seconds=0.0),
+    ]
+    candidates = [
+        Candidate(pool=each, least=least, most=60, cost=watts)
+        for each, least, watts in zip(pools, (0, 1), (800.0, 900.0), strict=True)
+    ]
+    found = solve(candidates, 12.0, lambda _, replicas: max(0.0, 4.0 * (replicas - 3)), PlanBudget())
+    assert found is not None
+    assert found.replicas == (6, 1)

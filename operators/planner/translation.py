@@ -106,7 +106,7 @@ def planner_settings(
         if budget.gpus is not None and role.gpus.per_replica and not pool.gpu:
             raise _unnamed_gpu(role, "a budget of GPUs counts them")
         if plan.minimise is PlanMinimum.ENERGY and not plan.requests_per_replica and not pool.replica_watts:
-            raise _unnamed_gpu(role, "minimise: Energy needs its power; or set watts of the role")
+            raise _unknown_power(role)
     try:
         return _settings(plan, deployment, pools, budget, settings)
     except ValueError as error:
@@ -169,7 +169,9 @@ def _pool(role: RoleSpec, bounds: RoleBounds) -> PlannedPool:
         text = f"spec.roles: {role.name} needs at least {least} replicas, and its bounds allow for {most}"
         raise PlanNotObeyed(SPECIFICATION_REFUSED, text)
     known = gpus().get(gpu)
-    price = bounds.cents_per_hour / 100
+    # A pool without a known GPU type counts the price and the power of a whole replica.
+    units = 1 if gpu else max(1, role.gpus.per_replica)
+    price = bounds.cents_per_hour / 100 * units
     if not price and known is not None and known.price is not None:
         price = known.price.dollars
     return PlannedPool(
@@ -180,7 +182,7 @@ def _pool(role: RoleSpec, bounds: RoleBounds) -> PlannedPool:
         least=least,
         most=most,
         dollars_per_hour=price,
-        watts=float(bounds.watts),
+        watts=float(bounds.watts * units),
         start_seconds=float(bounds.start_seconds),
         drain_seconds=float(role.drain.timeout_seconds),
     )
@@ -272,6 +274,14 @@ def _listed(value: object) -> list[Any]:
 
 def _unnamed_gpu(role: RoleSpec, why: str) -> PlanNotObeyed:
     text = f"spec.roles: gpu of {role.name} is needed, because neither the plan nor gpus.product of the role names a known GPU; {why}"
+    return PlanNotObeyed(SPECIFICATION_REFUSED, text)
+
+
+def _unknown_power(role: RoleSpec) -> PlanNotObeyed:
+    why = "the role has no GPUs"
+    if role.gpus.per_replica:
+        why = "neither the plan nor gpus.product of the role names a known GPU; set watts or gpu of the role"
+    text = f"spec.roles: watts of {role.name} is needed for minimise: Energy, because {why}"
     return PlanNotObeyed(SPECIFICATION_REFUSED, text)
 
 

@@ -208,7 +208,25 @@ def test_energy_of_an_unknown_gpu_is_refused_by_role():
     unknown = a_role("decode", gpus={"product": "Accelerator-9", "perReplica": 4})
     simulated = a_deployment(a_role("prefill"), unknown, engine="simulated")
 
-    assert "gpu of decode is needed" in str(refusal(simulated, minimise="Energy"))
-    assert (
-        translated(simulated, minimise="Energy", roles=[{"role": "decode", "watts": 420}]).pools[1].replica_watts == 420
-    )
+    refused = str(refusal(simulated, minimise="Energy"))
+    assert "spec.roles: watts of decode is needed" in refused
+    assert refused.endswith("set watts or gpu of the role")
+
+
+def test_energy_of_a_role_without_gpus_needs_its_watts():
+    bare = a_deployment(a_role("prefill"), a_role("decode", gpus={}), engine="simulated")
+
+    refused = str(refusal(bare, minimise="Energy", roles=[{"role": "decode", "gpu": "h100"}]))
+    assert refused == "spec.roles: watts of decode is needed for minimise: Energy, because the role has no GPUs"
+    assert translated(bare, minimise="Energy", roles=[{"role": "decode", "watts": 420}]).pools[1].replica_watts == 420
+
+
+def test_price_and_power_count_for_each_gpu_of_unknown_type():
+    unknown = a_role("decode", gpus={"product": "Accelerator-9", "perReplica": 4})
+    simulated = a_deployment(a_role("prefill"), unknown, engine="simulated")
+    roles = [{"role": "decode", "watts": 420, "centsPerHour": 150}]
+
+    decode = translated(simulated, minimise="Energy", roles=roles).pools[1]
+    assert decode.replica_watts == 4 * 420
+    assert decode.replica_dollars == pytest.approx(4 * 1.5)
+    assert decode.replica_gpus == 0

@@ -85,8 +85,11 @@ def watts(gpu: Gpu, share: float) -> float:
 
 
 def loaded_watts(gpu: Gpu, role: Role) -> float:
-    """Return the power in watts of a GPU that serves as much as its goals allow: full prompt chunks, or `LOADED_TOKENS` decoded tokens a step.
+    """Return the power in watts of a GPU that serves as much as its goals allow.
 
-    `ERROR` states the error.
+    A replica for prefill runs full prompt chunks, and one for decode runs steps of `LOADED_TOKENS` tokens. A replica for both phases
+    is assumed to spend half of its time on each. `ERROR` states the error of the power of a step.
     """
-    return watts(gpu, MOST if role is Role.PREFILL else power_share(LOADED_TOKENS))
+    decoding = power_share(LOADED_TOKENS)
+    shares = {Role.PREFILL: MOST, Role.DECODE: decoding, Role.BOTH: (MOST + decoding) / 2}
+    return watts(gpu, shares[role])

@@ -2,8 +2,9 @@
 
 import pytest
 
+from fleet.core.roles import Role
 from fleet.hardware.gpus import gpu, gpus
-from fleet.hardware.power import ERROR, MOST, PUBLISHED, power_share, watts
+from fleet.hardware.power import ERROR, MOST, PUBLISHED, loaded_watts, power_share, watts
 
 
 @pytest.mark.parametrize("drawn", PUBLISHED, ids=lambda drawn: f"{drawn.gpu}-{drawn.tokens}-{drawn.watts}")
@@ -17,6 +18,14 @@ def test_larger_steps_draw_more_up_to_a_limit():
     assert drawn == sorted(drawn)
     assert drawn[0] == drawn[1] > 0
     assert drawn[-1] == MOST < 1
+
+
+@pytest.mark.parametrize("name", list(gpus()))
+def test_loaded_gpu_for_both_phases_draws_the_mean(name):
+    prefill, decode, both = (loaded_watts(gpu(name), role) for role in (Role.PREFILL, Role.DECODE, Role.BOTH))
+
+    assert gpu(name).idle_watts < decode < both < prefill < gpu(name).watts
+    assert both == pytest.approx((prefill + decode) / 2)
 
 
 @pytest.mark.parametrize("name", list(gpus()))

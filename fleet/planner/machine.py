@@ -707,10 +707,16 @@ def _decision(
             "answer_tokens": shape.answer_tokens,
             "dispersion": view.load.dispersion,
             "dollars_per_hour": sum(each.pool.replica_dollars * replicas[each.pool.name] for each in view.pools),
-            "watts": sum(each.pool.replica_watts * replicas[each.pool.name] for each in view.pools),
+            **_watts(view, replicas),
         },
         conditions=tuple(conditions),
     )
+
+
+def _watts(view: _PlanningView, replicas: Mapping[PoolName, int]) -> dict[str, float]:
+    """Return the number `watts` of a decision; nothing if the power of a pool with replicas is unknown."""
+    drawn = [each.pool.replica_watts * count for each in view.pools if (count := replicas[each.pool.name])]
+    return {"watts": sum(drawn, 0.0)} if all(drawn) else {}
 
 
 def _contradiction(budget: PlanBudget) -> PlanCondition:

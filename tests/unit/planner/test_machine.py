@@ -411,6 +411,17 @@ def test_setting_decides_whether_money_or_energy_is_saved(minimise: Literal["dol
     assert numbers["watts"] == world.wanted[grown] * {"cheap": 900.0, "frugal": 300.0}[grown]
 
 
+@pytest.mark.parametrize(("replicas", "known"), [({"bare": 1, "gpu": 1}, False), ({"bare": 0, "gpu": 1}, True)])
+def test_decision_has_no_watts_if_a_pool_of_unknown_power_runs(replicas: dict[str, int], known: bool) -> None:
+    pools = (pool("bare", Role.BOTH, gpu=""), pool("gpu", Role.BOTH, gpu="h100", watts=300.0))
+    capacity = StepCapacity({each.name: engine() for each in pools})
+    world = World(PlannerMachine(PlannerRuleSettings(), pools, GOALS, capacity), pools, replicas)
+    world.run(5, 0.0)
+    numbers = world.decisions[-1].numbers
+    assert ("watts" in numbers) == known
+    assert "dollars_per_hour" in numbers
+
+
 def test_estimated_power_follows_from_the_gpu_type() -> None:
     """Prefill draws more than decoding; the estimate lies between the power that is drawn at rest and the board's limit."""
     prefill, decode = (pool(role, role, gpu="h100", gpus=4) for role in (Role.PREFILL, Role.DECODE))

@@ -156,14 +156,18 @@ def _lines(arguments: argparse.Namespace, proposal: "PoolProposal", answer: dict
         f" tokens, {proposal.dollars_per_million_answer_tokens:.3g} $ per million answer tokens"
     )
     energy = (
-        f"{proposal.watts / 1000:,.1f} kW (± {ERROR:.0%}, boards alone), {proposal.joules_per_token:.2g} J a token,"
-        f" {proposal.joules_per_answer_token:.2g} J an answer token"
+        f"{proposal.watts / 1000:,.1f} kW under load (± {ERROR:.0%}, boards alone), {_joules(proposal.joules_per_token)} a token,"
+        f" {_joules(proposal.joules_per_answer_token)} an answer token"
     )
     latency = (
         f"TTFT {proposal.ttft_seconds:.3g} s and TPOT {proposal.tpot_seconds:.3g} s for {arguments.percentile:.0%} of the"
         f" requests at {proposal.rate:.4g} a second"
     )
     return [*pools, cost, energy, latency, *_hosted_lines(answer["break_even_utilisation"]), *conditions]
+
+
+def _joules(joules: float) -> str:
+    return f"{joules:,.0f} J" if joules >= 100 else f"{joules:.2g} J"
 
 
 def _hosted_lines(share: float | None) -> list[str]:

@@ -78,7 +78,8 @@ class PoolProposal(Struct, frozen=True, kw_only=True):
     """Power of all GPUs under load, with the error of `ProposedPool.watts`."""
 
     joules_per_token: float
-    """Energy for each prompt or answer token, at the rate `rate`."""
+    """Energy for each prompt or answer token, at the rate `rate`. It is computed from `watts`, so it is too high if `rate` is much
+    below the rate that the pools can serve."""
 
     joules_per_answer_token: float
     ttft_seconds: float

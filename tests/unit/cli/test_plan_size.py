@@ -1,6 +1,7 @@
 """`fleet plan size`: proposals, prices and refusals."""
 
 import json
+import re
 
 import pytest
 
@@ -209,4 +210,10 @@ def test_energy_is_saved_where_it_is_asked_for(capsys):
 
 def test_energy_is_shown_with_its_error(capsys):
     assert run(["plan", "size", *LOAD, *GOALS, "--gpus", "h100"]) == DONE
-    assert " kW (± 30%, boards alone), " in capsys.readouterr().out
+    assert " kW under load (± 30%, boards alone), " in capsys.readouterr().out
+
+
+def test_energy_of_a_small_load_is_shown_in_plain_digits(capsys):
+    load = [*LOAD, "--rate", "0.001"]
+    assert run(["plan", "size", *load, *GOALS, "--gpus", "h100"]) == DONE
+    assert re.search(r", [0-9,]+ J a token, [0-9,]+ J an answer token\n", capsys.readouterr().out)

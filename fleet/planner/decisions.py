@@ -274,6 +274,8 @@ def check_limits(pools: Sequence[PlannedPool], budget: PlanBudget) -> None:
             raise ValueError(f"pools.{each.name}.least: {each.least} is above most, which is {each.most}")
         if each.gpus < 1 or not isfinite(each.dollars_per_hour) or each.dollars_per_hour < 0:
             raise ValueError(f"pools.{each.name}: gpus must be at least 1 and dollars_per_hour a number of at least 0")
+        if not isfinite(each.watts) or each.watts < 0:
+            raise ValueError(f"pools.{each.name}.watts: must be a number of at least 0")
     if budget.least_ratio is not None and budget.most_ratio is not None and budget.least_ratio > budget.most_ratio:
         raise ValueError(f"budget.least_ratio: {budget.least_ratio} is above most_ratio, which is {budget.most_ratio}")
     if cause := impossible_ratio(pools, budget):

@@ -436,3 +436,9 @@ def test_pool_of_unknown_power_is_refused_where_energy_counts() -> None:
     capacity = StepCapacity({each.name: engine() for each in pools})
     with pytest.raises(ValueError, match=r'^pools\[0\]\.watts: is needed, because the rule minimises "energy"'):
         PlannerMachine(PlannerRuleSettings(minimise="energy"), pools, GOALS, capacity)
+
+
+@pytest.mark.parametrize("watts", [math.nan, math.inf, -1.0])
+def test_impossible_power_of_a_pool_is_refused(watts: float) -> None:
+    with pytest.raises(ValueError, match=r"^pools\.both\.watts: must be a number of at least 0"):
+        check_limits([pool("both", Role.BOTH, watts=watts)], PlanBudget())

@@ -37,6 +37,10 @@ overflow."""
 DOLLARS_ROUNDING = 1e-6
 """Tolerance in dollars for the rounding of sums of prices: in floating point, 2.49 + 2.49 + 2.49 is more than 7.47."""
 
+PRICE_SHARE = 1e-3
+"""Largest share by which the price of a pool raises its cost if energy is minimised. So the cheaper one of two pools with the same
+GPU type is chosen. The share is far below the error of the power, and far above the gap at which the solver stops."""
+
 _ROUNDING = 1e-9  # tolerance for the rounding of a ratio times a number of replicas
 
 COUNTED = (
@@ -114,8 +118,14 @@ class PlannedPool(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         return watts * (self.gpus if self.gpu else 1)
 
     def cost(self, minimised: "Minimised") -> float:
-        """Return what a planner minimises of one replica: its dollars per hour or its watts; 0 if this is unknown."""
-        return self.replica_watts if minimised == "energy" else self.replica_dollars
+        """Return what a planner minimises of one replica: its dollars per hour or its watts; 0 if this is unknown.
+
+        Watts are raised by up to the share `PRICE_SHARE`, the more the higher the price is.
+        """
+        dollars = self.replica_dollars
+        if minimised == "dollars":
+            return dollars
+        return self.replica_watts * (1.0 + PRICE_SHARE * dollars / (1.0 + dollars))
 
 
 class PlanBudget(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

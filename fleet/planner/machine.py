@@ -615,7 +615,7 @@ class _SeenPool(Struct, frozen=True):
     pool: PlannedPool
     seen: PoolObservation
     cost: float
-    """Dollars per hour or watts of one replica, whichever the settings minimise."""
+    """Cost of one replica that the settings minimise (`PlannedPool.cost`)."""
 
     def candidate(self, least: int, most: int, *, drained: bool = False) -> Candidate:
         return Candidate(

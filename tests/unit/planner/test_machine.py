@@ -16,6 +16,7 @@ from fleet.planner.machine import PlannerMachine
 from fleet.planner.messages import Observation
 from fleet.planner.rule_settings import PlannerRuleSettings
 from fleet.planner.sizing.capacity import OfferedLoad, StepCapacity
+from fleet.planner.sizing.solver import Candidate, solve
 from tests.unit.planner.engines import engine
 from tests.unit.planner.world import ANSWER, PROMPT, World, pool, seconds
 
@@ -442,3 +443,13 @@ def test_pool_of_unknown_power_is_refused_where_energy_counts() -> None:
 def test_impossible_power_of_a_pool_is_refused(watts: float) -> None:
     with pytest.raises(ValueError, match=r"^pools\.both\.watts: must be a number of at least 0"):
         check_limits([pool("both", Role.BOTH, watts=watts)], PlanBudget())
+
+
+@pytest.mark.parametrize("dollars", [(2.0, 3.0), (3.0, 2.0), (90.0, 100.0)])
+@pytest.mark.parametrize("rate", [3.0, 77.0])
+def test_price_decides_between_pools_of_equal_power(dollars: tuple[float, float], rate: float) -> None:
+    pools = [pool(f"both-{price:g}", Role.BOTH, gpu="h100", gpus=1, dollars_per_hour=price) for price in dollars]
+    candidates = [Candidate(pool=each, least=0, most=60, cost=each.cost("energy")) for each in pools]
+    mix = solve(candidates, rate, lambda _, replicas: 4.0 * replicas, PlanBudget())
+    assert mix is not None
+    assert mix.dollars == math.ceil(rate / 4.0) * min(dollars)

@@ -18,7 +18,9 @@ Rules:
    The last range has the rate of a number that serves the whole rate alone, because more replicas are never needed.
 5. At first, each pool has one range. If the replicas of a pool serve less than the solver assumed, the ranges of this pool
    are divided further, so that its number of replicas is the largest of a range, and the solver is called again. If the
-   replicas serve what the solver assumed, the mix is the best one. (HiGHS 1.15 takes a worse solution for the best one in
+   replicas serve what the solver assumed, the mix is the best one. The same solution, with as many replicas more as the rate
+   needs, is another mix. If this one costs at most the share `NEAR` more than the solution, the search ends: no mix is cheaper
+   than the solution, so the share matters only to mixes of more than a thousand replicas. (HiGHS 1.15 takes a worse solution for the best one in
    about one of 4,000 such programs. Without its presolve it does not, but takes up to ten times as long.)
 6. After `ROUNDS` calls, the solver is called a last time, for the pools with divided ranges only, and with the rate per
    replica of the smallest number of each range. This is never more than the real rate. The best one of all mixes is returned.
@@ -44,6 +46,12 @@ HORIZON_SECONDS = 1800.0
 
 ROUNDS = 12
 """Number of times that the ranges of pools are divided further, at most (rule 6)."""
+
+NEAR = 1e-3
+"""Relative distance to the cost of the best mix at which the search for it ends."""
+
+COMPLETIONS = 4
+"""Number of times that a phase of a solution gets more replicas, at most."""
 
 RANGE_GROWTH = 1.25
 """When the ranges of a pool are divided for the first time, the largest number of a range is this many times that of the range
@@ -151,7 +159,9 @@ def solve(candidates: Sequence[Candidate], rate: float, rates: Rates, budget: Pl
     if not mixes:
         return None
     most = max(each.served for each in mixes)
-    return min((each for each in mixes if each.served >= most * ENOUGH), key=lambda mix: _cost(candidates, mix))
+    return min(
+        (each for each in mixes if each.served >= most * ENOUGH), key=lambda mix: _cost(candidates, mix.replicas)
+    )
 
 
 def _solutions(
@@ -169,8 +179,13 @@ def _solutions(
             return
         yield found
         assumed = [_assumed(each, count) for each, count in zip(ranges, found, strict=True)]
-        if served(candidates, found, rate, rates) >= _served(candidates, assumed, rate) * ENOUGH:
+        expected = _served(candidates, assumed, rate)
+        if served(candidates, found, rate, rates) >= expected * ENOUGH:
             return
+        if expected >= rate * ENOUGH and (near := _completed(candidates, found, rate, rates, budget)) is not None:
+            yield near
+            if _cost(candidates, near) <= _cost(candidates, found) * (1.0 + NEAR):
+                return
         ranges = [
             _divided(one, each, count, rate, rates) if count and rates(one.pool, count) < total * ENOUGH else each
             for one, each, count, total in zip(candidates, ranges, found, assumed, strict=True)
@@ -184,11 +199,37 @@ def _solutions(
         yield found
 
 
-def _cost(candidates: Sequence[Candidate], mix: Mix) -> float:
+def _completed(
+    candidates: Sequence[Candidate], found: Sequence[int], rate: float, rates: Rates, budget: PlanBudget
+) -> list[int] | None:
+    """Return a solution with as many replicas more as the rate needs; None if no further ones are allowed in its pools.
+
+    Each phase gets them in the pool with the lowest cost per request.
+    """
+    replicas = list(found)
+    for phase in (Role.PREFILL, Role.DECODE):
+        able = [
+            index for index, each in enumerate(candidates) if each.pool.role in {phase, Role.BOTH} and replicas[index]
+        ]
+        for _ in range(COMPLETIONS):
+            totals = {index: rates(candidates[index].pool, replicas[index]) for index in able}
+            lacking = rate - sum(totals.values())
+            room = [index for index in able if totals[index] and replicas[index] < candidates[index].most]
+            if lacking <= rate * ROUNDING or not room:
+                break
+            best = min(room, key=lambda index: _price(candidates[index]) * replicas[index] / totals[index])
+            more = ceil(lacking * replicas[best] / totals[best])
+            replicas[best] = min(candidates[best].most, replicas[best] + more)
+    if served(candidates, replicas, rate, rates) < rate * ENOUGH or not within_budget(candidates, replicas, budget):
+        return None
+    return replicas
+
+
+def _cost(candidates: Sequence[Candidate], replicas: Sequence[int]) -> float:
     """Return what the solver minimises: the price of all replicas, and that of starting those that do not exist yet."""
     return sum(
         _price(each) * count + _start_price(each) * max(0, count - each.now)
-        for each, count in zip(candidates, mix.replicas, strict=True)
+        for each, count in zip(candidates, replicas, strict=True)
     )
 
 

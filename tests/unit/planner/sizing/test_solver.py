@@ -4,6 +4,7 @@ import random
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 
+import highspy
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -255,3 +256,25 @@ def test_needless_replicas_of_the_highest_cost_are_removed(monkeypatch) -> None:
     found = solve(candidates, 12.0, lambda _, replicas: max(0.0, 4.0 * (replicas - 3)), PlanBudget())
     assert found is not None
     assert found.replicas == (6, 1)
+
+
+def test_large_mix_costs_hardly_more_than_the_best(monkeypatch) -> None:
+    """With thousands of replicas, the search ends at a mix near the best one, although further programs would find a better one."""
+    candidates = [Candidate(pool=each, least=0, most=20_000) for each in POOLS]
+    programs = []
+    monkeypatch.setattr(highspy, "Highs", lambda make=highspy.Highs: programs.append(None) or make())
+
+    def shared(pool: PlannedPool, replicas: int) -> float:
+        """Return less per replica in small pools, so that the ranges of pools have to be divided."""
+        return RATES[pool.name] * (replicas - 0.3 * replicas**0.5)
+
+    near = solve(candidates, 50_000.0, shared, PlanBudget())
+    programs.clear()
+    monkeypatch.setattr(solver, "NEAR", 0.0)
+    best = solve(candidates, 50_000.0, shared, PlanBudget())
+
+    assert near is not None
+    assert best is not None
+    assert programs
+    assert near.served == pytest.approx(50_000.0)
+    assert best.dollars <= near.dollars <= 1.001 * best.dollars

@@ -19,8 +19,9 @@ Rules:
 5. At first, each pool has one range. If the replicas of a pool serve less than the solver assumed, the ranges of this pool
    are divided further, so that its number of replicas is the largest of a range, and the solver is called again. If the
    replicas serve what the solver assumed, the mix is the best one. The same solution, with as many replicas more as the rate
-   needs, is another mix. If this one costs at most the share `NEAR` more than the solution, the search ends: no mix is cheaper
-   than the solution, so the share matters only to mixes of more than a thousand replicas. (HiGHS 1.15 takes a worse solution for the best one in
+   needs, is another mix. If this one costs at most the share `NEAR` more than the solution, the search ends, because no mix is
+   cheaper than the solution. A single replica usually costs more than this share of a mix with fewer than a thousand replicas, so
+   such a mix is still the best one, unless it has replicas that cost far less than others. (HiGHS 1.15 takes a worse solution for the best one in
    about one of 4,000 such programs. Without its presolve it does not, but takes up to ten times as long.)
 6. After `ROUNDS` calls, the solver is called a last time, for the pools with divided ranges only, and with the rate per
    replica of the smallest number of each range. This is never more than the real rate. The best one of all mixes is returned.

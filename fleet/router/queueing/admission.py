@@ -24,6 +24,7 @@ from fleet.core.ids import ModelName, RequestId, WorkerId
 from fleet.router.messages import Arrived, ReservationTotals
 from fleet.router.queueing.admission_queue import AdmissionQueue, QueuedRequest, QueueSearch
 from fleet.router.queueing.prediction_errors import PredictionErrors
+from fleet.router.queueing.prefill_order import due_at
 from fleet.router.queueing.wait_groups import BusyWorkers
 from fleet.router.sessions import SessionKey
 from fleet.router.settings.router import RouterSettings
@@ -94,13 +95,18 @@ class QueueAdmission:
         return None if queued is None else queued + self._registry.seconds_to_first_token(model, now)
 
     def first_token(self, live: LiveRequest, now: Nanos) -> None:
-        """Learn how much later than predicted a first token came, less the time of the request's own prefill (`PredictionErrors`)."""
+        """Learn how much too late a first token came, less the time of the request's own prefill (`PredictionErrors`).
+
+        A first token is too late if it comes after the predicted instant and after its prompt was due. Before the latter, the order of
+        prefill queues may delay it on purpose (`fleet.router.queueing.prefill_order`).
+        """
         if (errors := self._errors.get(live.arrived.model)) is None:
             errors = self._errors[live.arrived.model] = PredictionErrors()
         assert live.placed is not None
         worker = self._registry.get(live.placed.prefill or live.placed.decode)
         own = 0.0 if worker is None else live.placed.prefill_tokens * worker.reservations.token_seconds
-        errors.note((now - live.expected_at) / SECOND - own, now)
+        due = due_at(live.since, live.arrived.deadline, self.settings.max_queue_seconds)
+        errors.note((now - max(live.expected_at, due)) / SECOND - own, now)
 
     def too_long(self, live: LiveRequest, seconds: float | None, now: Nanos) -> str | None:
         """Return the reason why a request with this predicted wait is rejected at once (rule 1); None if it may wait.

@@ -3,8 +3,8 @@
 A predicted wait is a mean, so about half of all requests wait longer. If the mean alone were compared with the limit `max_queue_seconds`, the
 predicted wait in an overloaded router would stay at the limit, and half of the first tokens would come too late. So a margin is added to a
 prediction before the comparison: the 98th percentile of the latest errors. The expected time of the request's own prefill is first subtracted
-from an error (`fleet.router.queueing.admission.QueueAdmission.first_token`). Everything else that the prediction leaves out is a part of
-the error, and so of the margin.
+from an error (`fleet.router.queueing.admission.QueueAdmission.first_token`), and delays that the order of prefill queues causes on purpose do
+not count. Everything else that the prediction leaves out is a part of the error, and so of the margin.
 """
 
 from collections import deque

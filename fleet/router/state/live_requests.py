@@ -20,8 +20,9 @@ Rules:
    (`fleet.router.placement.wait_or_reject`).
 3. A prompt in a prefill queue holds the same reservations as a sent one, and its request is in the same stage; only the command
    `Dispatch` is delayed. So placement sees the same loads with prefill queues and without.
-4. The prompt with the lowest queue position (`queue_position`) is sent first. The position depends on the arrival, on the priority and, if
-   the settings say so, on the length of the prompt. It is an instant that never changes, so no prompt is overtaken for ever.
+4. The prompt with the lowest queue position (`queue_position`) is sent first, unless other prompts would then come too late
+   (`fleet.router.queueing.prefill_order`). The position depends on the arrival, on the priority and, if the settings say so, on the length
+   of the prompt. It is an instant that never changes, so no prompt is overtaken for ever.
 5. The tokens of a sent prompt count against the window until the prompt is computed, or until its attempt ends for another reason. A prompt
    that is longer than the window is also sent as soon as the worker has fewer tokens to compute than the window.
 6. The predicted wait of a prompt in a prefill queue is computed from the worker's prefill rate: the computed prompt tokens, divided by the
@@ -34,6 +35,7 @@ Rules:
 from bisect import bisect_left, insort
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from enum import IntEnum, auto
+from itertools import islice
 from math import exp
 
 from msgspec import Struct, structs
@@ -47,6 +49,7 @@ from fleet.router.kv_index.prefix_index import keys_of
 from fleet.router.messages import Arrived, CancelAttempt, Command, Dispatch
 from fleet.router.placement.decision import Decision
 from fleet.router.policy import PlacementRequest
+from fleet.router.queueing.prefill_order import MOST_COMPARED, WaitingPrompt, due_at, next_prompt
 from fleet.router.sessions import SessionKey
 from fleet.router.settings.router import RouterSettings
 from kvstore.block import chain
@@ -62,6 +65,11 @@ EVIDENCE = 3
 
 QueuePosition = tuple[int, int, RequestId]
 """The rank of a request (`queue_position`), its number in the order of arrival, and its id. The lowest position goes first."""
+
+Pace = Callable[[WorkerId, int, Nanos], tuple[float, float] | None]
+"""A function that estimates how fast a worker computes prompts. It gets the worker, the number of tokens that the worker was sent and has not
+computed, and the present instant. It returns the seconds until these tokens are computed, and the seconds for each further token; None if they
+are unknown, or if lengths do not count."""
 
 PromptHasher = Callable[[TokenBytes, int, bytes], tuple[int, ...]]
 """A function that returns the block keys of a prompt's full blocks. It gets the prompt, the number of tokens of a block, and the salt."""
@@ -520,11 +528,21 @@ class Attempts:
             now: The present instant.
             out: The list to which the commands are appended.
         """
-        while (request_id := self._queues.next()) is not None:
+        while (found := self._queues.next(now, self._pace)) is not None:
+            request_id, aside = found
+            for each in aside:
+                # The order delays these prompts on purpose, so their first tokens do not show how good predictions are.
+                requests[each].expected_at = Nanos(0)
             live = requests[request_id]
             assert live.attempt is not None
             self._rates[live.attempt.worker_id].busy(now)
             self._send(live, live.attempt, now, out)
+
+    def _pace(self, worker_id: WorkerId, sent: int, now: Nanos) -> tuple[float, float] | None:
+        """Return the two times of `PrefillRate.pace` for a worker; None if too little was measured, or if lengths do not count."""
+        if not self.settings.prefill_size_seconds or (rate := self._rates.get(worker_id)) is None:
+            return None
+        return rate.pace(sent, now)
 
     def _goes_at_once(self, live: LiveRequest, worker_id: WorkerId, now: Nanos) -> bool:
         """Return True if a prompt can be sent to its worker now. Otherwise put it into the prefill queue, from which `move` sends it."""
@@ -546,7 +564,15 @@ class Attempts:
             priority_seconds=settings.priority_seconds,
             size_seconds=settings.prefill_size_seconds,
         )
-        self._queues.wait(live.id, worker_id, tokens, rank=place, seq=live.seq, priority=arrived.priority)
+        waiting = WaitingPrompt(
+            request_id=live.id,
+            tokens=tokens,
+            rank=place,
+            seq=live.seq,
+            due=due_at(live.since, arrived.deadline, settings.max_queue_seconds),
+            delay=place - live.since,
+        )
+        self._queues.wait(worker_id, waiting, arrived.priority)
         return False
 
     def _send(
@@ -590,10 +616,8 @@ class Attempts:
 class _QueuedPrompt(Struct):
     worker_id: WorkerId
     tokens: int  # prompt tokens that the worker has to compute, so without cached ones
-    # Queue position (`rank` and `seq`, rule 4) and priority of the request. They are set only for prompts that wait, or have waited, in a
-    # prefill queue.
-    rank: int = 0
-    seq: int = 0
+    # Set only for prompts that wait, or have waited, in a prefill queue.
+    waiting: WaitingPrompt | None = None
     priority: int = 0
     sent: bool = True
 
@@ -610,7 +634,9 @@ class PrefillQueues:
         """
         self._window = window_tokens
         self._tokens: dict[WorkerId, int] = {}  # prompt tokens that each worker was sent and has not computed yet
-        self._held: dict[WorkerId, OrderedRequests] = {}  # the prefill queue of each worker that has one
+        # The prefill queue of each worker that has one: in the order of queue positions, and in the order in which the prompts are due.
+        self._held: dict[WorkerId, OrderedRequests] = {}
+        self._due: dict[WorkerId, OrderedRequests] = {}
         self._prompts: dict[RequestId, _QueuedPrompt] = {}
         self.opened: dict[WorkerId, None] = {}
         """Workers with a prefill queue that may have room again, because a prompt was computed or has ended. `next` takes the prompts that wait
@@ -637,14 +663,15 @@ class PrefillQueues:
         self._prompts[request_id] = _QueuedPrompt(worker_id, tokens)
         return True
 
-    def wait(
-        self, request_id: RequestId, worker_id: WorkerId, tokens: int, *, rank: int, seq: int, priority: int = 0
-    ) -> None:
+    def wait(self, worker_id: WorkerId, waiting: WaitingPrompt, priority: int = 0) -> None:
         """Put a prompt into the worker's queue, from which `next` takes it later."""
-        self._prompts[request_id] = _QueuedPrompt(worker_id, tokens, rank, seq, priority, sent=False)
+        request_id = waiting.request_id
+        self._prompts[request_id] = _QueuedPrompt(worker_id, waiting.tokens, waiting, priority, sent=False)
         if (held := self._held.get(worker_id)) is None:
             held = self._held[worker_id] = OrderedRequests()
-        held.add(rank, seq, request_id)
+            self._due[worker_id] = OrderedRequests()
+        held.add(waiting.rank, waiting.seq, request_id)
+        self._due[worker_id].add(waiting.due, waiting.seq, request_id)
         self._waiting += 1
 
     def leave(self, request_id: RequestId) -> int:
@@ -696,8 +723,13 @@ class PrefillQueues:
         prompt = self._prompts.get(request_id)
         return prompt is not None and not prompt.sent
 
-    def next(self) -> RequestId | None:
-        """Take a waiting prompt whose worker has room, count it as sent, and return its request id; None if there is no such prompt."""
+    def next(self, now: Nanos, pace: Pace) -> tuple[RequestId, list[RequestId]] | None:
+        """Take a waiting prompt whose worker has room, and count it as sent.
+
+        Returns:
+            The request id of the prompt, and those of the prompts that are put aside for the moment (`fleet.router.queueing.prefill_order`).
+            None if no prompt can be sent.
+        """
         while self.opened:
             worker_id = next(iter(self.opened))
             held = self._held.get(worker_id)
@@ -705,21 +737,37 @@ class PrefillQueues:
             if held is None or tokens >= self._window:
                 del self.opened[worker_id]
                 continue
-            first = held.first
-            assert first is not None
+            first, aside = self._choose(worker_id, held, tokens, now, pace)
             prompt = self._prompts[first]
             self._no_longer(prompt, first)
             self._tokens[worker_id] = tokens + prompt.tokens
             prompt.sent = True
-            return first
+            return first, aside
         return None
+
+    def _choose(
+        self, worker_id: WorkerId, held: OrderedRequests, sent: int, now: Nanos, pace: Pace
+    ) -> tuple[RequestId, list[RequestId]]:
+        """Return the prompt of a worker's queue that is sent next, and the prompts that are put aside (rule 4)."""
+        first = held.first
+        assert first is not None
+        if len(held) == 1 or (times := pace(worker_id, sent, now)) is None:
+            return first, []
+        compared = list(islice(self._due[worker_id], MOST_COMPARED))
+        if first not in compared:
+            compared[-1] = first
+        prompts = [waiting for each in compared if (waiting := self._prompts[each].waiting) is not None]
+        chosen, aside = next_prompt(prompts, now, *times)
+        return chosen.request_id, [each.request_id for each in aside]
 
     def _no_longer(self, prompt: _QueuedPrompt, request_id: RequestId) -> None:
         """Remove a prompt from the prefill queue in which it waits."""
-        held = self._held[prompt.worker_id]
-        held.discard(prompt.rank, prompt.seq, request_id)
+        held, due, waiting = self._held[prompt.worker_id], self._due[prompt.worker_id], prompt.waiting
+        assert waiting is not None
+        held.discard(waiting.rank, waiting.seq, request_id)
+        due.discard(waiting.due, waiting.seq, request_id)
         if not len(held):
-            del self._held[prompt.worker_id]
+            del self._held[prompt.worker_id], self._due[prompt.worker_id]
         self._waiting -= 1
 
     def check(self) -> None:
@@ -735,6 +783,8 @@ class PrefillQueues:
             assert len(held), worker_id
             assert self._tokens.get(worker_id, 0) >= self._window, worker_id
             assert all(self.holds(request_id) for request_id in held.ids())
+            assert set(held.ids()) == set(self._due[worker_id].ids())
+        assert self._held.keys() == self._due.keys()
 
 
 class PrefillRate:
@@ -767,6 +817,11 @@ class PrefillRate:
         self._seconds = self._seconds * keep + seconds
         self._computed += 1
         self._since = now
+
+    def pace(self, sent: int, now: Nanos) -> tuple[float, float] | None:
+        """Return the estimated seconds until the worker has computed `sent` tokens, and the seconds for one token; None if too little was measured."""
+        begin = self.seconds_to_wait(sent, 0, now)
+        return None if begin is None else (begin, self._seconds / self._tokens)
 
     def seconds_to_wait(self, sent: int, held: int, now: Nanos) -> float | None:
         """Return the estimated seconds until the worker has computed `sent` and `held` tokens; None if too little was measured.

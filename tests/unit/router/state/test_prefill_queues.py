@@ -5,6 +5,7 @@ from fleet.core.ids import RequestId, WorkerId
 from fleet.core.requests import Finish, Sampling
 from fleet.core.roles import Role
 from fleet.router.messages import RequestCancelled
+from fleet.router.queueing.prefill_order import WaitingPrompt
 from fleet.router.state.live_requests import PrefillQueues
 from tests.support.builders import BLOCK_TOKENS, a_handoff, a_prompt, an_arrival
 from tests.support.router.machine_driver import START, CancelAttempt, Dispatch, RouterMachineDriver
@@ -18,8 +19,17 @@ WINDOW = 100
 def enter(queues: PrefillQueues, name: str, tokens: int, rank: int = 0, worker: WorkerId = W1) -> bool:
     if queues.enter(RequestId(name), worker, tokens):
         return True
-    queues.wait(RequestId(name), worker, tokens, rank=rank, seq=int(name.strip("r")))
+    waiting = WaitingPrompt(
+        request_id=RequestId(name), tokens=tokens, rank=rank, seq=int(name.strip("r")), due=Nanos(0), delay=0
+    )
+    queues.wait(worker, waiting)
     return False
+
+
+def sent_next(queues: PrefillQueues) -> RequestId | None:
+    """Take the next prompt; nothing is known of the times of the workers."""
+    found = queues.next(Nanos(0), lambda *_: None)
+    return None if found is None else found[0]
 
 
 def test_worker_gets_prompts_up_to_the_window():
@@ -28,7 +38,7 @@ def test_worker_gets_prompts_up_to_the_window():
     went = [enter(queues, name, 60) for name in ("r1", "r2", "r3")]
 
     assert went == [True, True, False]
-    assert queues.next() is None
+    assert sent_next(queues) is None
     queues.check()
 
 
@@ -40,7 +50,7 @@ def test_lowest_position_goes_first():
     enter(queues, "r4", 80, rank=7)
 
     queues.leave(RequestId("r1"))
-    went = [queues.next(), queues.next(), queues.next()]
+    went = [sent_next(queues), sent_next(queues), sent_next(queues)]
 
     assert went == ["r3", "r4", None]
     queues.check()
@@ -53,7 +63,7 @@ def test_prefill_queues_of_workers_are_independent():
 
     assert enter(queues, "r3", 500, worker=W2)
     queues.leave(RequestId("r3"))
-    assert queues.next() is None
+    assert sent_next(queues) is None
 
 
 def test_zero_window_sends_all_prompts_at_once():
@@ -72,10 +82,10 @@ def test_unsent_prompt_frees_no_window_tokens():
 
     queues.leave(RequestId("r2"))
 
-    assert queues.next() is None
+    assert sent_next(queues) is None
     assert queues.holds(RequestId("r3"))
     queues.leave(RequestId("r1"))
-    assert queues.next() == "r3"
+    assert sent_next(queues) == "r3"
 
 
 def a_router(**settings):

@@ -6,11 +6,12 @@ from hypothesis import strategies as st
 from fleet.core.clock import SECOND, Nanos
 from fleet.core.errors import Reason
 from fleet.core.ids import WorkerId
-from fleet.core.requests import Finish, Sampling
+from fleet.core.requests import TOKEN_BYTES, Finish, Sampling
 from fleet.core.roles import Role
 from fleet.core.work import KvStored
 from fleet.router.machine import OTHER_WORKERS_TRIED
 from fleet.router.messages import KvChanged
+from fleet.router.queueing.prefill_order import DUE_SHARE
 from fleet.router.state.live_requests import EVIDENCE, PrefillRate
 from kvstore.block import chain
 from tests.support.builders import BLOCK_TOKENS, a_prompt, an_arrival
@@ -153,3 +154,78 @@ def test_rejoined_worker_is_measured_anew():
     router.ask(1000)
 
     assert not router.ask(1000)
+
+
+class BusyLane(Lane):
+    """A worker that computes its prompts one after another; `sent` are those that the router has sent to it."""
+
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.began = self.now
+        self.sent: list[Dispatch] = []
+
+    def offer(self, tokens):
+        """Send a request; return whether the router rejected it."""
+        commands = self.ask(tokens)
+        self._take(commands)
+        return any(isinstance(each, Reject) for each in commands)
+
+    def compute(self) -> int:
+        """Compute the worker's first prompt; return its length in tokens."""
+        work = self.sent.pop(0)
+        tokens = len(work.start.tokens) // TOKEN_BYTES
+        self.now = Nanos(self.now + tokens * SECOND // 1000)
+        self._take(self.step(work, 1, 2, finish=Finish.LENGTH))
+        return tokens
+
+    def _take(self, commands):
+        self.sent += [each for each in commands if isinstance(each, Dispatch)]
+
+    @property
+    def seconds(self) -> float:
+        return (self.now - self.began) / SECOND
+
+
+def test_waiting_long_prompt_is_computed_before_it_is_late():
+    """Give a worker short prompts all the time while a long one waits: the long one goes first when it must."""
+    router = BusyLane(max_queue_seconds=10.0)
+    router.offer(1000)
+    router.offer(3000)
+    while True:
+        router.offer(600)
+        router.offer(600)
+        if router.compute() == 3000:
+            break
+
+    assert 5.0 < router.seconds <= DUE_SHARE * 10.0
+
+
+def test_delay_of_a_prompt_in_time_is_no_error():
+    """Let short prompts overtake a long one that is still in time: the limit gets no margin by this delay."""
+    router = BusyLane(max_queue_seconds=10.0)
+    router.offer(1000)
+    router.offer(2000)
+    while True:
+        router.offer(600)
+        router.offer(600)
+        if router.compute() == 2000:
+            break
+    while router.sent:
+        router.compute()
+
+    assert not any([router.offer(1000) for _ in range(10)])
+
+
+def test_delay_of_a_prompt_put_aside_is_no_error():
+    """Let prompts be late so that others are in time: the limit gets no margin by their delays."""
+    router = BusyLane(max_queue_seconds=10.0)
+    for tokens in (1000, 2500, 2500, 2500):
+        router.offer(tokens)
+    for _ in range(14):
+        router.offer(600)
+        router.compute()
+    while router.sent:
+        router.compute()
+
+    assert router.seconds > 12.0, "a prompt of 2,500 tokens was late"
+    assert not any([router.offer(1000) for _ in range(10)])

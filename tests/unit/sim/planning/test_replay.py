@@ -135,7 +135,7 @@ def test_abandoned_requests_are_no_demand(tmp_path):
 
     windows = [demand for _, demand, _ in rule.told]
     abandoned = sum(demand.abandoned for demand in windows)
-    assert abandoned > 100
+    assert abandoned > 20, "otherwise nothing is shown"
     assert sum(demand.arrivals for demand in windows) <= result.outcome.requests - abandoned
 
 

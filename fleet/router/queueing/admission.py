@@ -24,11 +24,11 @@ from fleet.core.ids import ModelName, RequestId, WorkerId
 from fleet.router.messages import Arrived, ReservationTotals
 from fleet.router.queueing.admission_queue import AdmissionQueue, QueuedRequest, QueueSearch
 from fleet.router.queueing.prediction_errors import PredictionErrors
-from fleet.router.queueing.prefill_order import due_at
 from fleet.router.queueing.wait_groups import BusyWorkers
 from fleet.router.sessions import SessionKey
 from fleet.router.settings.router import RouterSettings
 from fleet.router.state.live_requests import LiveRequest, queue_position
+from fleet.router.state.prefill_order import due_at
 from fleet.router.state.worker_registry import WorkerRegistry
 from fleet.router.state.worker_table import RegisteredWorker
 
@@ -98,7 +98,7 @@ class QueueAdmission:
         """Learn how much too late a first token came, less the time of the request's own prefill (`PredictionErrors`).
 
         A first token is too late if it comes after the predicted instant and after its prompt was due. Before the latter, the order of
-        prefill queues may delay it on purpose (`fleet.router.queueing.prefill_order`).
+        prefill queues may delay it on purpose (`fleet.router.state.prefill_order`).
         """
         if (errors := self._errors.get(live.arrived.model)) is None:
             errors = self._errors[live.arrived.model] = PredictionErrors()

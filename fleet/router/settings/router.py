@@ -283,7 +283,7 @@ class Thresholds(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     requests a second. At 1.3, 1.7 and 2.6 times that load, 2.45, 2.30 and 1.72 requests a second meet the goals. With a limit of 5 s,
     these numbers are 2.61, 2.54 and 1.71; with 20 s, they are 2.38, 2.09 and 1.33; with no limit, 1.74, 0.12 and 0.09. At half the load,
     none of 12,031 requests is rejected; with 5 s, 36 are rejected. Raise the limit if clients would rather wait than try again, as batch
-    jobs do. Prompts that wait for a worker are due after 80 % of the limit (`fleet.router.queueing.prefill_order`)."""
+    jobs do. Prompts that wait for a worker are due after 80 % of the limit (`fleet.router.state.prefill_order`)."""
 
     priority_seconds: Annotated[float, Meta(ge=0, le=1e9)] = 10.0
     """Seconds of waiting that one step of priority replaces: a request goes before a request that arrived up to this many seconds earlier,
@@ -470,7 +470,7 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
     prefill_size_seconds: Annotated[float, Meta(ge=0, le=1e9)] = 10.0
     """Seconds by which each thousand tokens to compute move a prompt back in the prefill queue. With 10, a prompt of 30,000 tokens
     lets prompts of a thousand tokens go first that arrive up to about five minutes later. This seldom happens, because the queue is mostly
-    empty, and because a prompt that would come too late goes first (`fleet.router.queueing.prefill_order`). 0: first come, first served."""
+    empty, and because a prompt that would come too late goes first (`fleet.router.state.prefill_order`). 0: first come, first served."""
 
     conversion_cost: Annotated[float, Meta(ge=0, le=1e9)] = 0.1
     """Additional cost, in blocks of prefill, of a block from the store if the worker has to convert it, because the worker's layout or number

@@ -21,7 +21,7 @@ Rules:
 3. A prompt in a prefill queue holds the same reservations as a sent one, and its request is in the same stage; only the command
    `Dispatch` is delayed. So placement sees the same loads with prefill queues and without.
 4. The prompt with the lowest queue position (`queue_position`) is sent first, unless other prompts would then come too late
-   (`fleet.router.queueing.prefill_order`). The position depends on the arrival, on the priority and, if the settings say so, on the length
+   (`fleet.router.state.prefill_order`). The position depends on the arrival, on the priority and, if the settings say so, on the length
    of the prompt. It is an instant that never changes, so no prompt is overtaken for ever.
 5. The tokens of a sent prompt count against the window until the prompt is computed, or until its attempt ends for another reason. A prompt
    that is longer than the window is also sent as soon as the worker has fewer tokens to compute than the window.
@@ -49,9 +49,9 @@ from fleet.router.kv_index.prefix_index import keys_of
 from fleet.router.messages import Arrived, CancelAttempt, Command, Dispatch
 from fleet.router.placement.decision import Decision
 from fleet.router.policy import PlacementRequest
-from fleet.router.queueing.prefill_order import MOST_COMPARED, WaitingPrompt, due_at, next_prompt
 from fleet.router.sessions import SessionKey
 from fleet.router.settings.router import RouterSettings
+from fleet.router.state.prefill_order import MOST_COMPARED, WaitingPrompt, due_at, next_prompt
 from kvstore.block import chain
 
 # Larger values of `priority_seconds` and `size_seconds` count as this value, because infinity cannot be used in sums.
@@ -727,7 +727,7 @@ class PrefillQueues:
         """Take a waiting prompt whose worker has room, and count it as sent.
 
         Returns:
-            The request id of the prompt, and those of the prompts that are put aside for the moment (`fleet.router.queueing.prefill_order`).
+            The request id of the prompt, and those of the prompts that are put aside for the moment (`fleet.router.state.prefill_order`).
             None if no prompt can be sent.
         """
         while self.opened:

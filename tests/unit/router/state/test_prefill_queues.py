@@ -5,8 +5,8 @@ from fleet.core.ids import RequestId, WorkerId
 from fleet.core.requests import Finish, Sampling
 from fleet.core.roles import Role
 from fleet.router.messages import RequestCancelled
-from fleet.router.queueing.prefill_order import WaitingPrompt
 from fleet.router.state.live_requests import PrefillQueues
+from fleet.router.state.prefill_order import WaitingPrompt
 from tests.support.builders import BLOCK_TOKENS, a_handoff, a_prompt, an_arrival
 from tests.support.router.machine_driver import START, CancelAttempt, Dispatch, RouterMachineDriver
 

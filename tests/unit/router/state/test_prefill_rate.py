@@ -11,8 +11,8 @@ from fleet.core.roles import Role
 from fleet.core.work import KvStored
 from fleet.router.machine import OTHER_WORKERS_TRIED
 from fleet.router.messages import KvChanged
-from fleet.router.queueing.prefill_order import DUE_SHARE
 from fleet.router.state.live_requests import EVIDENCE, PrefillRate
+from fleet.router.state.prefill_order import DUE_SHARE
 from kvstore.block import chain
 from tests.support.builders import BLOCK_TOKENS, a_prompt, an_arrival
 from tests.support.router.machine_driver import Dispatch, Reject, RouterMachineDriver, the
@@ -213,7 +213,7 @@ def test_delay_of_a_prompt_in_time_is_no_error():
     while router.sent:
         router.compute()
 
-    assert not any([router.offer(1000) for _ in range(10)])
+    assert not any(router.offer(1000) for _ in range(10))
 
 
 def test_delay_of_a_prompt_put_aside_is_no_error():
@@ -228,4 +228,4 @@ def test_delay_of_a_prompt_put_aside_is_no_error():
         router.compute()
 
     assert router.seconds > 12.0, "a prompt of 2,500 tokens was late"
-    assert not any([router.offer(1000) for _ in range(10)])
+    assert not any(router.offer(1000) for _ in range(10))

@@ -7,7 +7,7 @@ import pytest
 
 from fleet.core.clock import SECOND, Nanos
 from fleet.core.ids import RequestId
-from fleet.router.queueing.prefill_order import DUE_SHARE, WaitingPrompt, due_at, next_prompt
+from fleet.router.state.prefill_order import DUE_SHARE, WaitingPrompt, due_at, next_prompt
 
 NOW = Nanos(1_000_000 * SECOND)
 TOKEN_SECONDS = 1e-3
@@ -52,7 +52,8 @@ def in_time(sent) -> set[RequestId]:
 def test_as_many_prompts_as_possible_are_in_time(seed):
     chance = Random(seed)
     prompts = [
-        waiting(str(number), chance.randint(100, 3000), chance.uniform(0.0, 6.0)) for number in range(chance.randint(2, 6))
+        waiting(str(number), chance.randint(100, 3000), chance.uniform(0.0, 6.0))
+        for number in range(chance.randint(2, 6))
     ]
     most = max(len(in_time(order)) for order in permutations(prompts))
 
@@ -60,7 +61,12 @@ def test_as_many_prompts_as_possible_are_in_time(seed):
 
 
 def test_short_prompts_go_first_while_the_long_one_is_in_time():
-    prompts = [waiting("1", 2000, 4.5, age=3.5), waiting("2", 500, 7.0), waiting("3", 400, 8.0), waiting("4", 2000, 8.0)]
+    prompts = [
+        waiting("1", 2000, 4.5, age=3.5),
+        waiting("2", 500, 7.0),
+        waiting("3", 400, 8.0),
+        waiting("4", 2000, 8.0),
+    ]
 
     sent = sent_in_order(prompts)
 

@@ -12,6 +12,7 @@ from fleet.cli.planner.show import add_planner
 from fleet.cli.planner.show import explain as explain_plan
 from fleet.client import CandidateCost, Client, FleetError, OverflowExplained, PlacementExplained, RequestNotFound
 from fleet.core.errors import ConfigurationRefused
+from fleet.core.requests import without_surrogates
 from fleet.router.settings.router import RouterSettings
 
 DEFAULT_POLICY = RouterSettings().policy
@@ -24,13 +25,21 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "request",
         nargs="?",
+        type=_identifier,
         metavar="REQUEST",
         help="id of a recent request: that of the answer (such as chatcmpl-…), of the header x-request-id, or from --json",
     )
-    parser.add_argument("--plan", metavar="ID", help="a plan instead of a request, as in fleet plan")
+    parser.add_argument("--plan", type=_identifier, metavar="ID", help="a plan instead of a request, as in fleet plan")
     add_control(parser)
     add_planner(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+
+
+def _identifier(text: str) -> str:
+    """Return an id from the command line. No id has bytes that are not UTF-8."""
+    if without_surrogates(text) != text:
+        raise argparse.ArgumentTypeError(f"{text!r} is not UTF-8")
+    return text
 
 
 def run(arguments: argparse.Namespace) -> int:

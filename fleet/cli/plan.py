@@ -31,6 +31,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.action in {"replay", "size"} and isinstance(arguments.json, bool):
+        # These two may name a file after `--json`. Without it, or before the action, the option is that of `fleet plan` itself.
+        arguments.json = "-" if arguments.json else None
     match arguments.action:
         case "replay":
             return replay.run(arguments)

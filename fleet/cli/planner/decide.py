@@ -23,7 +23,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="settings whose rule, goals and pools decide instead of the recorded ones: a file of `fleet serve planner`, or"
         " a topology of `fleet up` with a section [planner]",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of lines for people")
+    parser.add_argument(
+        "--json", action="store_true", default=argparse.SUPPRESS, help="print JSON instead of lines for people"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -31,7 +31,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, metavar="N", help="seed instead of the scenario's")
     parser.add_argument(
-        "--json", metavar="FILE", help="write the figures there, one object for each rule; - for standard output"
+        "--json",
+        default=argparse.SUPPRESS,
+        metavar="FILE",
+        help="write the figures there, one object for each rule; - for standard output",
     )
     parser.add_argument("--report", type=Path, metavar="FILE", help="write an HTML page with the course of each rule")
 

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from fleet.planner.sizing.prices import HostedPrice, PriceBook
     from fleet.planner.sizing.proposal import PoolProposal, PricedGpu
 
-HIGHEST = 1e9
+LOWEST, HIGHEST = 1e-6, 1e9
+"""Smallest and largest value of numbers that must be above 0."""
+
 PLAUSIBLE_TTFT, PLAUSIBLE_TPOT = 300.0, 5.0
 """Goals in seconds above which a warning asks whether milliseconds were meant."""
 
@@ -88,7 +90,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="cost by which the pools are chosen (default: dollars)",
     )
     parser.add_argument(
-        "--json", nargs="?", const="-", metavar="FILE", help="write JSON to this file, or to standard output"
+        "--json",
+        nargs="?",
+        const="-",
+        default=argparse.SUPPRESS,
+        metavar="FILE",
+        help="write JSON to this file, or to standard output",
     )
 
 
@@ -101,6 +108,7 @@ def run(arguments: argparse.Namespace) -> int:
     import msgspec  # noqa: PLC0415 - `fleet --help` needs none of these
 
     from fleet.cli.console.files import whole_file  # noqa: PLC0415
+    from fleet.cli.simulator.outputs import check_outputs  # noqa: PLC0415
     from fleet.hardware.latency.open_loop import RequestShape  # noqa: PLC0415
     from fleet.planner.decisions import PlanBudget, PlanGoals  # noqa: PLC0415
     from fleet.planner.sizing.capacity import OfferedLoad  # noqa: PLC0415
@@ -108,6 +116,7 @@ def run(arguments: argparse.Namespace) -> int:
     from fleet.planner.sizing.solver import SolverTimeout  # noqa: PLC0415
 
     _check(arguments)
+    check_outputs(arguments, ["json"])
     _warn_of_milliseconds(arguments)
     book = _book(arguments.prices)
     region = _region(arguments, book)
@@ -307,6 +316,6 @@ def _number(text: str) -> float:
 
 
 def _above_zero(text: str) -> float:
-    if not (number := _number(text)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not above 0")
+    if (number := _number(text)) < LOWEST:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from {LOWEST:g} to {HIGHEST:g}")
     return number

@@ -10,7 +10,8 @@ import msgspec
 from fleet.core.errors import ConfigurationRefused
 
 OPTIONS = ("requests", "report", "json")
-READ = ("scenario", "a", "b", "recording", "expect")
+READ = ("scenario", "a", "b", "recording", "expect", "model", "prices")
+"""Arguments that name input files."""
 
 
 def check_outputs(arguments: argparse.Namespace, options: Sequence[str]) -> None:

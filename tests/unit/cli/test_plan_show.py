@@ -83,3 +83,10 @@ def test_file_that_cannot_be_read_is_refused_by_its_option(capsys, option):
     assert run(["plan", "--planner", "unix:/nowhere", option, "/nowhere/file"]) == CONFIGURATION_REFUSED
 
     assert capsys.readouterr().err.startswith(f"fleet: {option}: /nowhere/file")
+
+
+@pytest.mark.parametrize("given", [["\udcff"], ["--plan", "\udcff"]])
+def test_identifier_that_is_not_utf8_is_refused(capsys, given):
+    with pytest.raises(SystemExit):
+        run(["explain", *given])
+    assert "is not UTF-8" in capsys.readouterr().err

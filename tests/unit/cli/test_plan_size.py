@@ -217,3 +217,26 @@ def test_energy_of_a_small_load_is_shown_in_plain_digits(capsys):
     load = [*LOAD, "--rate", "0.001"]
     assert run(["plan", "size", *load, *GOALS, "--gpus", "h100"]) == DONE
     assert re.search(r", [0-9,]+ J a token, [0-9,]+ J an answer token\n", capsys.readouterr().out)
+
+
+def test_json_before_the_action_counts(capsys):
+    assert run(["plan", "--json", "size", *LOAD, *GOALS]) == DONE
+    assert json.loads(capsys.readouterr().out)["pools"]
+
+
+def test_rate_near_zero_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        run(["plan", "size", *LOAD, *GOALS, "--rate", "1e-320"])
+    assert "--rate: '1e-320' is not a number from 1e-06" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--prices", "--model"])
+def test_output_that_would_replace_an_input_is_refused(capsys, tmp_path, option):
+    given = tmp_path / "input.json"
+    given.write_text("{}")
+
+    status = run(["plan", "size", *LOAD, *GOALS, option, str(given), "--json", str(given)])
+
+    assert status == CONFIGURATION_REFUSED
+    assert "--json" in capsys.readouterr().err
+    assert given.read_text() == "{}"

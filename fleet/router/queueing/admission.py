@@ -28,7 +28,7 @@ from fleet.router.queueing.wait_groups import BusyWorkers
 from fleet.router.sessions import SessionKey
 from fleet.router.settings.router import RouterSettings
 from fleet.router.state.live_requests import LiveRequest, queue_position
-from fleet.router.state.prefill_order import due_at
+from fleet.router.state.prefill_order import DUE_SHARE
 from fleet.router.state.worker_registry import WorkerRegistry
 from fleet.router.state.worker_table import RegisteredWorker
 
@@ -95,18 +95,20 @@ class QueueAdmission:
         return None if queued is None else queued + self._registry.seconds_to_first_token(model, now)
 
     def first_token(self, live: LiveRequest, now: Nanos) -> None:
-        """Learn how much too late a first token came, less the time of the request's own prefill (`PredictionErrors`).
+        """Learn how much later than expected a first token came, less the time of the request's own prefill (`PredictionErrors`).
 
-        A first token is too late if it comes after the predicted instant and after its prompt was due. Before the latter, the order of
-        prefill queues may delay it on purpose (`fleet.router.state.prefill_order`).
+        A deferred prompt (`fleet.router.state.prefill_order`) may wait much longer, so that others are in time. It shows that its predicted
+        wait was too close to the limit, but not by how much. So it counts as late by at most the time that is left for errors.
         """
         if (errors := self._errors.get(live.arrived.model)) is None:
             errors = self._errors[live.arrived.model] = PredictionErrors()
         assert live.placed is not None
         worker = self._registry.get(live.placed.prefill or live.placed.decode)
         own = 0.0 if worker is None else live.placed.prefill_tokens * worker.reservations.token_seconds
-        due = due_at(live.since, live.arrived.deadline, self.settings.max_queue_seconds)
-        errors.note((now - max(live.expected_at, due)) / SECOND - own, now)
+        error = (now - live.expected_at) / SECOND - own
+        if live.deferred:
+            error = min(error, (1.0 - DUE_SHARE) * self.settings.max_queue_seconds)
+        errors.note(error, now)
 
     def too_long(self, live: LiveRequest, seconds: float | None, now: Nanos) -> str | None:
         """Return the reason why a request with this predicted wait is rejected at once (rule 1); None if it may wait.

@@ -1,10 +1,11 @@
-"""Prediction errors: by how much first tokens came later than predicted, and the margin that follows for the next predictions.
+"""Prediction errors: by how much first tokens came later than expected, and the margin that follows for the next predictions.
 
 A predicted wait is a mean, so about half of all requests wait longer. If the mean alone were compared with the limit `max_queue_seconds`, the
 predicted wait in an overloaded router would stay at the limit, and half of the first tokens would come too late. So a margin is added to a
 prediction before the comparison: the 98th percentile of the latest errors. The expected time of the request's own prefill is first subtracted
-from an error (`fleet.router.queueing.admission.QueueAdmission.first_token`), and delays that the order of prefill queues causes on purpose do
-not count. Everything else that the prediction leaves out is a part of the error, and so of the margin.
+from an error, and delays that the order of prefill queues causes on purpose count little or not at all
+(`fleet.router.queueing.admission.QueueAdmission.first_token`). Everything else that the prediction leaves out is a part of the error, and so
+of the margin.
 """
 
 from collections import deque
@@ -30,7 +31,7 @@ class PredictionErrors:
         self._noted_at = Nanos(0)
 
     def note(self, seconds: float, now: Nanos) -> None:
-        """Record that a first token came `seconds` later than predicted; negative: earlier."""
+        """Record that a first token came `seconds` later than expected; negative: earlier."""
         if now - self._noted_at > FORGOTTEN_AFTER:
             self._errors.clear()
         self._noted_at = now

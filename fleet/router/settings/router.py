@@ -280,10 +280,10 @@ class Thresholds(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     prefill rate, and in the engine of a full worker by its first tokens per second. A margin for the errors of earlier predictions is
     added, of at most half the limit. Ten seconds is the longest common goal for a first token, so a request that waits longer misses every
     goal. In `loadtests/studies/conversation.toml`, whose goals are 10 s for the first token and 100 ms between tokens, 16 H100 serve 2.5
-    requests a second. At 1.3, 1.7 and 2.6 times that load, 2.45, 2.30 and 1.72 requests a second meet the goals. With a limit of 5 s,
-    these numbers are 2.61, 2.54 and 1.71; with 20 s, they are 2.38, 2.09 and 1.33; with no limit, 1.74, 0.12 and 0.09. At half the load,
-    none of 12,031 requests is rejected; with 5 s, 36 are rejected. Raise the limit if clients would rather wait than try again, as batch
-    jobs do. Prompts that wait for a worker are due after 80 % of the limit (`fleet.router.state.prefill_order`)."""
+    requests a second. At 3.3, 4.3 and 6.6 requests a second, 2.46, 2.26 and 1.52 of them meet the goals. With a limit of 5 s, these numbers
+    are 2.63, 2.51 and 1.76; with 20 s, they are 2.31, 2.07 and 1.75. At 1.2 requests a second, none of 12,031 requests is rejected; with
+    5 s, 36 are rejected. Raise the limit if clients would rather wait than try again, as batch jobs do. Prompts in prefill queues should be
+    computed within 80 % of the limit (`fleet.router.state.prefill_order`)."""
 
     priority_seconds: Annotated[float, Meta(ge=0, le=1e9)] = 10.0
     """Seconds of waiting that one step of priority replaces: a request goes before a request that arrived up to this many seconds earlier,
@@ -464,13 +464,14 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
 
     prefill_window_tokens: Annotated[int, Meta(ge=0)] = 8192
     """Prefill window: a worker is sent prompts only while it has fewer prompt tokens than this to compute. The default is one step of vLLM
-    on a large GPU. Further prompts wait in the router's prefill queue, where higher priorities and shorter prompts go first. 0: all
+    on a large GPU. Further prompts wait in the router's prefill queue, where higher priorities and shorter prompts mostly go first. 0: all
     prompts are sent at once, and the worker computes them in the order in which they come."""
 
     prefill_size_seconds: Annotated[float, Meta(ge=0, le=1e9)] = 10.0
     """Seconds by which each thousand tokens to compute move a prompt back in the prefill queue. With 10, a prompt of 30,000 tokens
-    lets prompts of a thousand tokens go first that arrive up to about five minutes later. This seldom happens, because the queue is mostly
-    empty, and because a prompt that would come too late goes first (`fleet.router.state.prefill_order`). 0: first come, first served."""
+    lets prompts of a thousand tokens go first that arrive up to about five minutes later. This seldom happens: the queue is mostly empty, and
+    a prompt goes first that would be late otherwise, if no other one is late then (`fleet.router.state.prefill_order`). 0: first come,
+    first served."""
 
     conversion_cost: Annotated[float, Meta(ge=0, le=1e9)] = 0.1
     """Additional cost, in blocks of prefill, of a block from the store if the worker has to convert it, because the worker's layout or number

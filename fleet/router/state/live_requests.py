@@ -14,13 +14,13 @@ Rules:
    of an aborted attempt, and a client may reuse the id of a request that has ended.
 2. An engine computes prompts in the order in which it gets them, and a long prompt delays all later prompts. So a worker is sent prompts
    only while it has fewer than `prefill_window_tokens` tokens to compute (0: there is no limit). The other prompts wait in the worker's
-   prefill queue in this router, where a prompt with a lower queue position can still overtake them. The attempts of waiting prompts have
+   prefill queue in this router, where another prompt can still overtake them. The attempts of waiting prompts have
    begun, but nothing was sent to the worker for them. If the router may never learn when a prompt is computed, the prompt is sent at once,
    even if the worker has more tokens to compute. A request that has no worker waits in the admission queue instead
    (`fleet.router.placement.wait_or_reject`).
 3. A prompt in a prefill queue holds the same reservations as a sent one, and its request is in the same stage; only the command
    `Dispatch` is delayed. So placement sees the same loads with prefill queues and without.
-4. The prompt with the lowest queue position (`queue_position`) is sent first, unless other prompts would then come too late
+4. The prompt with the lowest queue position (`queue_position`) is sent first, if it makes no other one late
    (`fleet.router.state.prefill_order`). The position depends on the arrival, on the priority and, if the settings say so, on the length
    of the prompt. It is an instant that never changes, so no prompt is overtaken for ever.
 5. The tokens of a sent prompt count against the window until the prompt is computed, or until its attempt ends for another reason. A prompt
@@ -35,7 +35,6 @@ Rules:
 from bisect import bisect_left, insort
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from enum import IntEnum, auto
-from itertools import islice
 from math import exp
 
 from msgspec import Struct, structs
@@ -51,7 +50,7 @@ from fleet.router.placement.decision import Decision
 from fleet.router.policy import PlacementRequest
 from fleet.router.sessions import SessionKey
 from fleet.router.settings.router import RouterSettings
-from fleet.router.state.prefill_order import MOST_COMPARED, WaitingPrompt, due_at, next_prompt
+from fleet.router.state.prefill_order import MOST_COMPARED, PrefillPace, WaitingPrompt, due_at, next_prompt
 from kvstore.block import chain
 
 # Larger values of `priority_seconds` and `size_seconds` count as this value, because infinity cannot be used in sums.
@@ -66,10 +65,9 @@ EVIDENCE = 3
 QueuePosition = tuple[int, int, RequestId]
 """The rank of a request (`queue_position`), its number in the order of arrival, and its id. The lowest position goes first."""
 
-Pace = Callable[[WorkerId, int, Nanos], tuple[float, float] | None]
-"""A function that estimates how fast a worker computes prompts. It gets the worker, the number of tokens that the worker was sent and has not
-computed, and the present instant. It returns the seconds until these tokens are computed, and the seconds for each further token; None if they
-are unknown, or if lengths do not count."""
+Pace = Callable[[WorkerId, int, Nanos], PrefillPace | None]
+"""A function that returns the pace of a worker, or None if it is unknown or does not count. It gets the worker, the tokens that the worker was
+sent and has not computed, and the present instant."""
 
 PromptHasher = Callable[[TokenBytes, int, bytes], tuple[int, ...]]
 """A function that returns the block keys of a prompt's full blocks. It gets the prompt, the number of tokens of a block, and the salt."""
@@ -155,7 +153,10 @@ class LiveRequest(Struct):
     hasher: PromptHasher = hash_prompt
     handed_over_at: Nanos = Nanos(0)
     sent_at: Nanos = Nanos(0)  # instant at which an attempt was first sent to a worker; 0: none was sent yet
-    expected_at: Nanos = Nanos(0)  # predicted instant of the first token; 0: none was predicted
+    # Predicted instant of the first token, or the due instant of the prompt if it waits in a prefill queue and that is later; 0: none was
+    # predicted.
+    expected_at: Nanos = Nanos(0)
+    deferred: bool = False  # True if the prompt was deferred in favour of others that could be in time
     first_token_at: Nanos = Nanos(0)  # instant of the answer's first token; 0: there is none yet
     stage: RequestStage = RequestStage.QUEUED
     failures: int = 0
@@ -427,6 +428,11 @@ class OrderedRequests:
         """Return how many entries are before a new entry with this rank."""
         return bisect_left(self._entries, (rank + 1,))
 
+    def after(self, rank: int, most: int) -> list[RequestId]:
+        """Return the first `most` request ids whose ranks are above `rank`."""
+        begin = self.before(rank)
+        return [request_id for _, _, request_id in self._entries[begin : begin + most]]
+
     def copy(self) -> "OrderedRequests":
         copy = OrderedRequests()
         copy._entries = self._entries.copy()
@@ -529,17 +535,16 @@ class Attempts:
             out: The list to which the commands are appended.
         """
         while (found := self._queues.next(now, self._pace)) is not None:
-            request_id, aside = found
-            for each in aside:
-                # The order delays these prompts on purpose, so their first tokens do not show how good predictions are.
-                requests[each].expected_at = Nanos(0)
+            request_id, deferred = found
+            for each in deferred:
+                requests[each].deferred = True
             live = requests[request_id]
             assert live.attempt is not None
             self._rates[live.attempt.worker_id].busy(now)
             self._send(live, live.attempt, now, out)
 
-    def _pace(self, worker_id: WorkerId, sent: int, now: Nanos) -> tuple[float, float] | None:
-        """Return the two times of `PrefillRate.pace` for a worker; None if too little was measured, or if lengths do not count."""
+    def _pace(self, worker_id: WorkerId, sent: int, now: Nanos) -> PrefillPace | None:
+        """Return the pace of a worker that was sent `sent` tokens; None if too little was measured, or if lengths do not count."""
         if not self.settings.prefill_size_seconds or (rate := self._rates.get(worker_id)) is None:
             return None
         return rate.pace(sent, now)
@@ -564,15 +569,17 @@ class Attempts:
             priority_seconds=settings.priority_seconds,
             size_seconds=settings.prefill_size_seconds,
         )
-        waiting = WaitingPrompt(
-            request_id=live.id,
-            tokens=tokens,
-            rank=place,
-            seq=live.seq,
-            due=due_at(live.since, arrived.deadline, settings.max_queue_seconds),
-            delay=place - live.since,
+        # A request that returns after a failure has a new wait. The client of an answer that has begun waits for the rest of it.
+        due = due_at(
+            now if live.failures else live.since,
+            settings.max_queue_seconds,
+            deadline=arrived.deadline,
+            most_wait=arrived.most_wait,
         )
-        self._queues.wait(worker_id, waiting, arrived.priority)
+        waiting = WaitingPrompt(live.id, tokens, place, live.seq, due, place - live.since, arrived.priority)
+        if live.expected_at and settings.prefill_size_seconds:
+            live.expected_at = max(live.expected_at, due)  # the order may delay the prompt until then
+        self._queues.wait(worker_id, waiting)
         return False
 
     def _send(
@@ -616,9 +623,7 @@ class Attempts:
 class _QueuedPrompt(Struct):
     worker_id: WorkerId
     tokens: int  # prompt tokens that the worker has to compute, so without cached ones
-    # Set only for prompts that wait, or have waited, in a prefill queue.
-    waiting: WaitingPrompt | None = None
-    priority: int = 0
+    waiting: WaitingPrompt | None = None  # set only for prompts that wait, or have waited, in a prefill queue
     sent: bool = True
 
 
@@ -663,10 +668,10 @@ class PrefillQueues:
         self._prompts[request_id] = _QueuedPrompt(worker_id, tokens)
         return True
 
-    def wait(self, worker_id: WorkerId, waiting: WaitingPrompt, priority: int = 0) -> None:
+    def wait(self, worker_id: WorkerId, waiting: WaitingPrompt) -> None:
         """Put a prompt into the worker's queue, from which `next` takes it later."""
         request_id = waiting.request_id
-        self._prompts[request_id] = _QueuedPrompt(worker_id, waiting.tokens, waiting, priority, sent=False)
+        self._prompts[request_id] = _QueuedPrompt(worker_id, waiting.tokens, waiting, sent=False)
         if (held := self._held.get(worker_id)) is None:
             held = self._held[worker_id] = OrderedRequests()
             self._due[worker_id] = OrderedRequests()
@@ -715,7 +720,7 @@ class PrefillQueues:
         counted, the predicted wait of a long prompt would be too short.
         """
         held = self._held.get(worker_id, ())
-        prompts = [self._prompts[request_id] for request_id in held]
+        prompts = [self._waiting_prompt(request_id) for request_id in held]
         return sum(prompt.tokens for prompt in prompts if prompt.priority >= priority)
 
     def holds(self, request_id: RequestId) -> bool:
@@ -727,8 +732,8 @@ class PrefillQueues:
         """Take a waiting prompt whose worker has room, and count it as sent.
 
         Returns:
-            The request id of the prompt, and those of the prompts that are put aside for the moment (`fleet.router.state.prefill_order`).
-            None if no prompt can be sent.
+            The request id of the prompt, and those of the deferred prompts (`fleet.router.state.prefill_order`). None if no prompt can be
+            sent.
         """
         while self.opened:
             worker_id = next(iter(self.opened))
@@ -737,35 +742,37 @@ class PrefillQueues:
             if held is None or tokens >= self._window:
                 del self.opened[worker_id]
                 continue
-            first, aside = self._choose(worker_id, held, tokens, now, pace)
-            prompt = self._prompts[first]
-            self._no_longer(prompt, first)
+            chosen, deferred = self._choose(worker_id, held, tokens, now, pace)
+            prompt = self._prompts[chosen]
+            self._no_longer(prompt, chosen)
             self._tokens[worker_id] = tokens + prompt.tokens
             prompt.sent = True
-            return first, aside
+            return chosen, deferred
         return None
 
     def _choose(
         self, worker_id: WorkerId, held: OrderedRequests, sent: int, now: Nanos, pace: Pace
     ) -> tuple[RequestId, list[RequestId]]:
-        """Return the prompt of a worker's queue that is sent next, and the prompts that are put aside (rule 4)."""
+        """Return the prompt of a worker's queue that is sent next, and the deferred ones (rule 4)."""
         first = held.first
         assert first is not None
         if len(held) == 1 or (times := pace(worker_id, sent, now)) is None:
             return first, []
-        compared = list(islice(self._due[worker_id], MOST_COMPARED))
-        if first not in compared:
-            compared[-1] = first
-        prompts = [waiting for each in compared if (waiting := self._prompts[each].waiting) is not None]
-        chosen, aside = next_prompt(prompts, now, *times)
-        return chosen.request_id, [each.request_id for each in aside]
+        compared = [self._waiting_prompt(each) for each in self._due[worker_id].after(now, MOST_COMPARED)]
+        chosen, deferred = next_prompt(self._waiting_prompt(first), compared, now, times)
+        return chosen.request_id, [each.request_id for each in deferred]
+
+    def _waiting_prompt(self, request_id: RequestId) -> WaitingPrompt:
+        waiting = self._prompts[request_id].waiting
+        assert waiting is not None
+        return waiting
 
     def _no_longer(self, prompt: _QueuedPrompt, request_id: RequestId) -> None:
         """Remove a prompt from the prefill queue in which it waits."""
         held, due, waiting = self._held[prompt.worker_id], self._due[prompt.worker_id], prompt.waiting
         assert waiting is not None
-        held.discard(waiting.rank, waiting.seq, request_id)
-        due.discard(waiting.due, waiting.seq, request_id)
+        removed = held.discard(waiting.rank, waiting.seq, request_id)
+        assert removed & due.discard(waiting.due, waiting.seq, request_id)
         if not len(held):
             del self._held[prompt.worker_id], self._due[prompt.worker_id]
         self._waiting -= 1
@@ -779,12 +786,12 @@ class PrefillQueues:
             if prompt.sent:
                 sent[prompt.worker_id] = sent.get(prompt.worker_id, 0) + prompt.tokens
         assert {**dict.fromkeys(self._tokens, 0), **sent} == {**dict.fromkeys(sent, 0), **self._tokens}
+        assert self._held.keys() == self._due.keys()
         for worker_id, held in self._held.items():
             assert len(held), worker_id
+            assert set(held) == set(self._due[worker_id]), worker_id
             assert self._tokens.get(worker_id, 0) >= self._window, worker_id
             assert all(self.holds(request_id) for request_id in held.ids())
-            assert set(held.ids()) == set(self._due[worker_id].ids())
-        assert self._held.keys() == self._due.keys()
 
 
 class PrefillRate:
@@ -818,10 +825,10 @@ class PrefillRate:
         self._computed += 1
         self._since = now
 
-    def pace(self, sent: int, now: Nanos) -> tuple[float, float] | None:
-        """Return the estimated seconds until the worker has computed `sent` tokens, and the seconds for one token; None if too little was measured."""
+    def pace(self, sent: int, now: Nanos) -> PrefillPace | None:
+        """Return the pace of a worker that was sent `sent` tokens which it has not reported as computed; None if too little was measured."""
         begin = self.seconds_to_wait(sent, 0, now)
-        return None if begin is None else (begin, self._seconds / self._tokens)
+        return None if begin is None else PrefillPace(begin, self._seconds / self._tokens)
 
     def seconds_to_wait(self, sent: int, held: int, now: Nanos) -> float | None:
         """Return the estimated seconds until the worker has computed `sent` and `held` tokens; None if too little was measured.

@@ -6,7 +6,7 @@ from fleet.core.requests import Finish, Sampling
 from fleet.core.roles import Role
 from fleet.router.messages import RequestCancelled
 from fleet.router.state.live_requests import PrefillQueues
-from fleet.router.state.prefill_order import WaitingPrompt
+from fleet.router.state.prefill_order import MOST_COMPARED, PrefillPace, WaitingPrompt
 from tests.support.builders import BLOCK_TOKENS, a_handoff, a_prompt, an_arrival
 from tests.support.router.machine_driver import START, CancelAttempt, Dispatch, RouterMachineDriver
 
@@ -14,15 +14,15 @@ W1, W2 = WorkerId("w1"), WorkerId("w2")
 GREEDY = Sampling(temperature=0.0, max_tokens=8)
 ONE = (("d1", Role.DECODE),)
 WINDOW = 100
+DUE = 1000
+"""Second at which prompts are due in tests without an order; of two prompts, the later one is due first."""
 
 
 def enter(queues: PrefillQueues, name: str, tokens: int, rank: int = 0, worker: WorkerId = W1) -> bool:
     if queues.enter(RequestId(name), worker, tokens):
         return True
-    waiting = WaitingPrompt(
-        request_id=RequestId(name), tokens=tokens, rank=rank, seq=int(name.strip("r")), due=Nanos(0), delay=0
-    )
-    queues.wait(worker, waiting)
+    seq = int(name.strip("r"))
+    queues.wait(worker, WaitingPrompt(RequestId(name), tokens, rank, seq, due=Nanos(DUE * SECOND - seq)))
     return False
 
 
@@ -86,6 +86,24 @@ def test_unsent_prompt_frees_no_window_tokens():
     assert queues.holds(RequestId("r3"))
     queues.leave(RequestId("r1"))
     assert sent_next(queues) == "r3"
+
+
+def test_prompts_that_are_late_anyway_do_not_hide_one_due_soon():
+    queues = PrefillQueues(WINDOW)
+    enter(queues, "r1", 500)
+    late = [
+        WaitingPrompt(RequestId(f"r{n}"), 17_000, (100 + n) * SECOND, n, Nanos(0)) for n in range(2, 2 + MOST_COMPARED)
+    ]
+    soon = WaitingPrompt(RequestId("r90"), 2000, 20 * SECOND, 90, Nanos(2 * SECOND + 1))
+    new = [WaitingPrompt(RequestId(f"r{n}"), 500, 5 * SECOND, n, Nanos(8 * SECOND)) for n in (91, 92, 93)]
+    for each in (*late, soon, *new):
+        queues.wait(W1, each)
+    queues.leave(RequestId("r1"))
+
+    found = queues.next(Nanos(1), lambda *_: PrefillPace(begin_seconds=0.0, token_seconds=1e-3))
+
+    assert found is not None
+    assert found[0] == "r90"
 
 
 def a_router(**settings):

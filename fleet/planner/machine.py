@@ -18,8 +18,9 @@ Rules, in the order in which `PlannerMachine.decide` applies them:
    the solver compute the replicas for prefill, decode and all GPU types at once.
 4. **Growth** happens at once, if the replicas that serve or start are too few for the rate. Replicas that are starting
    count as existing, so no plan requests them twice. Only a higher need supersedes a plan that is under way. But growth
-   waits while three conditions hold: the rate is at most `TOLERATED` times the capacity, hardly any request is late, and
-   no change is under way.
+   waits while four conditions hold: the rate is at most `TOLERATED` times the capacity, hardly any request is late, no
+   change is under way, and the last growth is at least `RECENT_SECONDS` ago. After a step of the load, requests that will
+   be late have not been measured yet.
 5. **Latency.** More requests may be late than the goals allow (`fleet.planner.forecasting.attainment`), although the
    capacity model says that the replicas suffice. Then one replica is added to the phase that causes the delay. This
    happens only if no change is under way. The time from one such growth to the next is at least a minute, and at least
@@ -361,6 +362,7 @@ class PlannerMachine:
         """Return whether growth may wait, because replicas are only a little too few and hardly any request is late."""
         return (
             self._attainment.unspent
+            and self._elapsed - self._pool_history.last_growth >= RECENT_SECONDS
             and not view.under_way
             and self._too_few(view, view.rate)
             and not self._too_few(view, view.rate / TOLERATED)

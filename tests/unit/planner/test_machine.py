@@ -5,6 +5,7 @@ from itertools import pairwise
 from typing import Literal
 
 import pytest
+from msgspec import structs
 
 from fleet.core.duration_counts import EDGES, bucket_of
 from fleet.core.roles import Role
@@ -155,6 +156,21 @@ def test_growth_waits_while_hardly_any_request_is_late(
     assert world.wanted["decode"] == 4
     world.run(600, load * most, refused=refused, **measured)
     assert (world.wanted["decode"] > 4) == grows
+
+
+def test_second_growth_after_a_step_does_not_wait_for_late_requests() -> None:
+    """Let the load step, and turn out a little higher than the first growth was for: the pool grows again at once."""
+    found = [0] * (len(EDGES) + 1)
+    found[bucket_of(0.02)] = 100
+    kept = {"ttft": tuple(found), "tpot": tuple(found)}
+    pools = [structs.replace(each, start_seconds=4.0) for each in POOLS]
+    world = World(PlannerMachine(PlannerRuleSettings(), pools, GOALS, CAPACITY), pools, {"prefill": 8, "decode": 4})
+    most = CAPACITY.highest_rate(pools[0], LOAD, GOALS, 6)
+    world.run(1800, 0.5 * most, **kept)
+    world.run(20, 0.95 * most, **kept)
+    stepped = world.wanted["decode"]
+    world.run(35, 1.0 * most, **kept)
+    assert world.wanted["decode"] > stepped > 4
 
 
 def test_cool_down_names_the_growth_after_which_it_waits() -> None:

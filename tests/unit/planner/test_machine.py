@@ -158,7 +158,7 @@ def test_growth_waits_while_hardly_any_request_is_late(
     assert (world.wanted["decode"] > 4) == grows
 
 
-def test_second_growth_after_a_step_does_not_wait_for_late_requests() -> None:
+def test_second_growth_after_a_step_does_not_wait() -> None:
     """Let the load step, and turn out a little higher than the first growth was for: the pool grows again at once."""
     found = [0] * (len(EDGES) + 1)
     found[bucket_of(0.02)] = 100

@@ -41,7 +41,8 @@ Rules, in the order in which `PlannerMachine.decide` applies them:
 7. **Cheaper mix.** Another mix of pools is used only if it saves at least the share `mix_saving` of the cost, which is the
    power of the replicas if the settings minimise energy. The replicas that it adds are started before other replicas end.
 8. **Limits.** The requested numbers keep the bounds of the pools, and the bounds of the ratio of prefill to decode
-   replicas. Budgets are kept at every instant, and also count replicas that start or drain. If no budget is free, a
+   replicas. If the maximum of the pools of one phase does not allow the whole rate within the goals, the other phase is still sized for
+   the requests that these pools serve without the goals. Budgets are kept at every instant, and also count replicas that start or drain. If no budget is free, a
    replica that replaces another one starts only when the other one has drained.
 9. **Pinned** pools keep their number, and the sizes of the other pools are computed with this number. A pool does not
    grow for `retry_seconds` after one of these events: its replicas found no room or failed, the orchestrator forbade its
@@ -542,7 +543,26 @@ class PlannerMachine:
             if least is not None:
                 low = min(high, max(low, least[each.pool.name]))
             candidates.append(each.candidate(low, high, drained=drained))
-        return solve(candidates, rate, lambda pool, count: self._rate(view, pool, count), self._budget)
+        mix = solve(candidates, rate, lambda pool, count: self._rate(view, pool, count), self._budget)
+        if mix is None or mix.served >= rate * ENOUGH_SERVED:
+            return mix
+        return self._beyond_goals(view, candidates, rate, mix)
+
+    def _beyond_goals(self, view: "_PlanningView", candidates: Sequence[Candidate], rate: float, mix: Mix) -> Mix:
+        """Return the mix with more replicas in the pools that are not at their maximum, for the requests beyond its served rate (rule 8).
+
+        Pools at their maximum serve these requests, too, only later than the goals ask. So the other phase needs replicas for them.
+        """
+        full = {
+            each.pool.name for each, count in zip(candidates, mix.replicas, strict=True) if count and count >= each.most
+        }
+
+        def rates(pool: PlannedPool, count: int) -> float:
+            return (self._model.throughput if pool.name in full else self._model.highest_rate)(pool, view.load, count)
+
+        at_least = [structs.replace(each, least=count) for each, count in zip(candidates, mix.replicas, strict=True)]
+        beyond = solve(at_least, rate, rates, self._budget)
+        return mix if beyond is None else structs.replace(beyond, served=mix.served)
 
     def _rate(self, view: "_PlanningView", pool: PlannedPool, replicas: int) -> float:
         return self._model.highest_rate(pool, view.load, replicas)

@@ -43,6 +43,10 @@ arrivals, divided by the mean of this number. The start value is 1, as for Poiss
 DISPERSION_MEMORY = 240.0
 """Number of windows after which the weight of an old sample of the dispersion has fallen to 1/e."""
 
+MOST_SAMPLE = 9.0
+"""Highest sample of the dispersion, as a multiple of the present one: three standard deviations of the number of arrivals. A step of the load
+is often detected only some windows later, and must not count as a burst until then."""
+
 LEAST_SPREAD = 0.05
 """Smallest value that is assumed for the squared coefficient of variation of lengths, when changes of the mean length
 are detected."""
@@ -182,7 +186,7 @@ class DemandHistory:
         self.since_fall = 0.0 if changed and self._rate.mean * seconds < expected else self.since_fall + seconds
         if not changed and expected >= 0.5:
             self._dispersion_weight = min(self._dispersion_weight + 1.0, DISPERSION_MEMORY)
-            observed = (arrivals - expected) ** 2 / expected
+            observed = min((arrivals - expected) ** 2 / expected, MOST_SAMPLE * self.dispersion)
             self.dispersion = max(1.0, self.dispersion + (observed - self.dispersion) / self._dispersion_weight)
         self._since_arrival = 0.0 if arrivals else self._since_arrival + seconds
         if arrivals or not self.quiet:

@@ -26,6 +26,9 @@ LEAST_SHARE = 0.5
 BELOW_MISS = 0.95
 FADING_SECONDS = 6 * 3600.0
 RELAXED = 1.25
+ANY_LATENCY = 1e6
+"""Goal in seconds that every request keeps."""
+
 SMALLEST_RATE = 1e-3
 """A rate in requests per second that is so low that each request is alone in its engine."""
 
@@ -52,6 +55,11 @@ class CorrectedCapacity:
         """Return the highest rate, in requests per second, that the replicas of a pool serve within the goals."""
         goals = self._model_goals(load)
         return self.used_share(pool.role) * self._model.highest_rate(pool, load, goals, replicas)
+
+    def throughput(self, pool: PlannedPool, load: OfferedLoad, replicas: int) -> float:
+        """Return the highest rate, in requests per second, that the replicas of a pool serve if latencies do not matter."""
+        goals = PlanGoals(ttft_seconds=ANY_LATENCY, tpot_seconds=ANY_LATENCY, percentile=self._goals.percentile)
+        return self._model.highest_rate(pool, load, goals, replicas)
 
     def remember(self, phase: Role, share: float) -> None:
         """Remember that a phase missed its goals when it used this share of its predicted capacity, and limit its usable share (rule 2)."""

@@ -176,3 +176,42 @@ def test_recent_rate_sees_a_rise_before_the_level_does() -> None:
     before = history.rate
     assert before < 2.2, "the level has not changed yet"
     assert history.recent_rate > before
+
+
+def poisson(chance: random.Random, mean: float) -> int:
+    """Return a number of arrivals, drawn by the gaps between them."""
+    count, left = 0, mean
+    while (left := left - chance.expovariate(1.0)) > 0:
+        count += 1
+    return count
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_step_of_the_load_is_not_learnt_as_bursts(seed: int) -> None:
+    """Let Poisson arrivals step to eight times their rate within a window: their dispersion stays near 1."""
+    chance = random.Random(seed)
+    history, now = DemandHistory(PlannerRuleSettings()), 0.0
+    dispersions = []
+    within_window = chance.random()
+    means = [2.5] * chance.randint(2, 8)
+    means += [2.5 * within_window + 20.0 * (1.0 - within_window)] + [20.0] * 40
+    for mean in means:
+        arrivals = poisson(chance, mean)
+        history.absorb(DemandWindow(began=seconds(now), ended=seconds(now + 5.0), arrivals=arrivals))
+        now += 5.0
+        dispersions.append(history.dispersion)
+    assert max(dispersions) < 4.0
+    assert dispersions[-1] < 2.5
+
+
+def test_bursts_are_learnt_within_minutes() -> None:
+    """Let requests come in batches of ten: their dispersion is learnt to be near 10."""
+    chance = random.Random(1)
+    history, now = DemandHistory(PlannerRuleSettings()), 0.0
+    for window in range(360):
+        arrivals = 10 * poisson(chance, 2.0)
+        history.absorb(DemandWindow(began=seconds(now), ended=seconds(now + 5.0), arrivals=arrivals))
+        now += 5.0
+        if window == 60:
+            assert history.dispersion > 5.0
+    assert history.dispersion > 7.0

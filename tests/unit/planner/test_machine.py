@@ -469,3 +469,21 @@ def test_price_decides_between_pools_of_equal_power(dollars: tuple[float, float]
     mix = solve(candidates, rate, lambda _, replicas: 4.0 * replicas, PlanBudget())
     assert mix is not None
     assert mix.dollars == math.ceil(rate / 4.0) * min(dollars)
+
+
+def test_other_phase_grows_for_requests_beyond_the_goals() -> None:
+    """Let a pool at its maximum serve hardly anything within the goals: the other pool is sized for what it serves without them."""
+    goals = PlanGoals(ttft_seconds=0.07, tpot_seconds=0.03)
+    decode, prefill = POOLS[0], structs.replace(POOLS[1], most=2)
+    pools = [decode, prefill]
+    world = World(
+        PlannerMachine(PlannerRuleSettings(), pools, goals, CAPACITY), pools, {"prefill": 1, "decode": 1}
+    )
+    within_goals = CAPACITY.highest_rate(prefill, LOAD, goals, 2)
+    world.run(900, 50.0)
+    assert within_goals < CAPACITY.highest_rate(decode, LOAD, goals, 1) < 50.0
+    assert world.wanted["prefill"] == 2
+    assert CAPACITY.highest_rate(decode, LOAD, goals, world.wanted["decode"]) >= 48.0
+    assert any(each.type is PlanConditionType.BUDGET_EXHAUSTED for each in world.decisions[-1].conditions)
+    world.run(900, 50.0)
+    assert CAPACITY.highest_rate(decode, LOAD, goals, world.wanted["decode"]) >= 48.0, "it does not shrink either"

@@ -461,7 +461,14 @@ class PlannerMachine:
         if replicas == wanted and (smaller := self._solve(view, rate, most=wanted)) is not None:
             replicas, reason = view.named(smaller), DecisionReason.LOAD_DOWN
         if replicas == wanted or self._served(view, replicas, rate) < self._served(view, wanted, rate) * ENOUGH_SERVED:
-            return _decision(now, view, wanted, DecisionReason.WITHIN_BAND, "", conditions)
+            if any(each.type is PlanConditionType.BUDGET_EXHAUSTED for each in conditions):
+                return _decision(
+                    now, view, wanted, DecisionReason.BOUNDS, "the limits allow no more replicas", conditions
+                )
+            said = ""
+            if view.highest > view.rate:
+                said = f"{view.highest:.3g} requests a second were expected in the last {self._settings.cool_down_seconds:.0f} s"
+            return _decision(now, view, wanted, DecisionReason.WITHIN_BAND, said, conditions)
         wait = self._settings.cool_down_seconds
         if not view.quiet:
             wait = max(wait, UNDO_HORIZONS * view.horizon)

@@ -120,9 +120,12 @@ class QueueAdmission:
         arrived, most = live.arrived, self.settings.max_queue_seconds
         if arrived.most_wait is not None and seconds * SECOND > arrived.most_wait:
             return f"the first token would come after about {seconds:.0f} s, later than overflow.after_seconds of its model"
-        if seconds + min(self._margin(arrived.model, now), MAX_MARGIN * most) > most:
+        margin = min(self._margin(arrived.model, now), MAX_MARGIN * most)
+        if seconds + margin > most:
+            error = f" (predictions were up to {margin:.1f} s too low)" if margin >= 0.05 else ""
             return (
-                f"the first token would come after about {seconds:.0f} s, too late for max_queue_seconds of this router"
+                f"the first token would come after about {seconds:.0f} s{error}, too late for max_queue_seconds of this router, "
+                f"which is {most:g} s"
             )
         if arrived.deadline is not None and now + seconds * SECOND > arrived.deadline:
             return f"the first token would come after about {seconds:.0f} s, past the deadline of the request"

@@ -280,8 +280,8 @@ class Thresholds(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     prefill rate, and in the engine of a full worker by its first tokens per second. A margin for the errors of earlier predictions is
     added, of at most half the limit. Ten seconds is the longest common goal for a first token, so a request that waits longer misses every
     goal. In `loadtests/studies/conversation.toml`, whose goals are 10 s for the first token and 100 ms between tokens, 16 H100 serve 2.5
-    requests a second. At 3.3, 4.3 and 6.6 requests a second, 2.46, 2.26 and 1.52 of them meet the goals. With a limit of 5 s, these numbers
-    are 2.63, 2.51 and 1.76; with 20 s, they are 2.31, 2.07 and 1.75. At 1.2 requests a second, none of 12,031 requests is rejected; with
+    requests a second. At 3.3, 4.3 and 6.6 requests a second, 2.45, 2.09 and 1.81 of them meet the goals. With a limit of 5 s, these numbers
+    are 2.58, 2.38 and 1.53; with 20 s, they are 2.32, 1.92 and 1.42. At 1.2 requests a second, none of 12,031 requests is rejected; with
     5 s, 36 are rejected. Raise the limit if clients would rather wait than try again, as batch jobs do. Prompts in prefill queues should be
     computed within 80 % of the limit (`fleet.router.state.prefill_order`)."""
 

@@ -502,7 +502,14 @@ class Attempts:
         worker_id = placed.prefill or placed.decode
         if live.arrived.external or not self._queues.full(worker_id):
             return None
-        held = self._queues.held_tokens(worker_id, live.arrived.priority)
+        place = queue_position(
+            live.since,
+            live.arrived.priority,
+            placed.prefill_tokens,
+            priority_seconds=self.settings.priority_seconds,
+            size_seconds=self.settings.prefill_size_seconds,
+        )
+        held = self._queues.held_tokens(worker_id, live.arrived.priority, place - live.since)
         return self._rates[worker_id].seconds_to_wait(self._queues.sent_tokens(worker_id), held, now)
 
     def full_prefill_queues(self) -> list[WorkerId]:
@@ -713,15 +720,15 @@ class PrefillQueues:
         """Return the number of prompt tokens that a worker was sent and has not computed yet."""
         return self._tokens.get(worker_id, 0)
 
-    def held_tokens(self, worker_id: WorkerId, priority: int) -> int:
-        """Return the sum of the tokens of all prompts that wait for a worker and have at least this priority.
+    def held_tokens(self, worker_id: WorkerId, priority: int, delay: int) -> int:
+        """Return the sum of the tokens of the prompts that a new prompt waits for in a worker's queue.
 
-        Prompts of every length count, because short prompts that arrive later overtake long ones. If only the prompts that are ahead now
-        counted, the predicted wait of a long prompt would be too short.
+        These are the prompts with at least its priority whose delay (`WaitingPrompt.delay`) is at most its own. Longer ones go later, unless
+        they are due, and then the new prompt is still in time.
         """
         held = self._held.get(worker_id, ())
         prompts = [self._waiting_prompt(request_id) for request_id in held]
-        return sum(prompt.tokens for prompt in prompts if prompt.priority >= priority)
+        return sum(prompt.tokens for prompt in prompts if prompt.priority >= priority and prompt.delay <= delay)
 
     def holds(self, request_id: RequestId) -> bool:
         """Return whether the prompt of a request is in a prefill queue."""

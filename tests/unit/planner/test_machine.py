@@ -476,9 +476,7 @@ def test_other_phase_grows_for_requests_beyond_the_goals() -> None:
     goals = PlanGoals(ttft_seconds=0.07, tpot_seconds=0.03)
     decode, prefill = POOLS[0], structs.replace(POOLS[1], most=2)
     pools = [decode, prefill]
-    world = World(
-        PlannerMachine(PlannerRuleSettings(), pools, goals, CAPACITY), pools, {"prefill": 1, "decode": 1}
-    )
+    world = World(PlannerMachine(PlannerRuleSettings(), pools, goals, CAPACITY), pools, {"prefill": 1, "decode": 1})
     within_goals = CAPACITY.highest_rate(prefill, LOAD, goals, 2)
     world.run(900, 50.0)
     assert within_goals < CAPACITY.highest_rate(decode, LOAD, goals, 1) < 50.0

@@ -276,3 +276,16 @@ def test_queue_that_is_slower_than_predicted_raises_the_margin():
     rejected = [router.offer(1000) for _ in range(12)]
 
     assert rejected.index(True) <= 7
+
+
+def test_short_prompt_is_not_rejected_for_long_ones_behind_it():
+    """Let long prompts wait longer than the limit: a short one, which goes before them, is admitted, and a long one is rejected."""
+    router = BusyLane(max_queue_seconds=5.0)
+    router.offer(1000)
+    router.offer(4000)
+    router.offer(2500)
+
+    assert router.offer(5000)
+    assert not router.offer(50)
+    router.compute()
+    assert router.compute() == 50

@@ -282,7 +282,7 @@ class Thresholds(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     goal. In `loadtests/studies/conversation.toml`, whose goals are 10 s for the first token and 100 ms between tokens, 16 H100 serve 2.5
     requests a second. At 3.3, 4.3 and 6.6 requests a second, 2.45, 2.09 and 1.81 of them meet the goals. With a limit of 5 s, these numbers
     are 2.58, 2.38 and 1.53; with 20 s, they are 2.32, 1.92 and 1.42. At 1.2 requests a second, none of 12,031 requests is rejected; with
-    5 s, 36 are rejected. Raise the limit if clients would rather wait than try again, as batch jobs do. Prompts in prefill queues should be
+    5 s, 13 are rejected. Raise the limit if clients would rather wait than try again, as batch jobs do. Prompts in prefill queues should be
     computed within 80 % of the limit (`fleet.router.state.prefill_order`)."""
 
     priority_seconds: Annotated[float, Meta(ge=0, le=1e9)] = 10.0

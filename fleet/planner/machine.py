@@ -564,8 +564,10 @@ class PlannerMachine:
             each.pool.name for each, count in zip(candidates, mix.replicas, strict=True) if count and count >= each.most
         }
 
-        def rates(pool: PlannedPool, count: int) -> float:
-            return (self._model.throughput if pool.name in full else self._model.highest_rate)(pool, view.load, count)
+        def rates(pool: PlannedPool, replicas: int) -> float:
+            return (self._model.throughput if pool.name in full else self._model.highest_rate)(
+                pool, view.load, replicas
+            )
 
         at_least = [structs.replace(each, least=count) for each, count in zip(candidates, mix.replicas, strict=True)]
         beyond = solve(at_least, rate, rates, self._budget)

@@ -565,9 +565,9 @@ class PlannerMachine:
         }
 
         def rates(pool: PlannedPool, replicas: int) -> float:
-            return (self._model.throughput if pool.name in full else self._model.highest_rate)(
-                pool, view.load, replicas
-            )
+            if pool.name in full:
+                return self._model.throughput(pool, view.load, replicas)
+            return self._rate(view, pool, replicas)
 
         at_least = [structs.replace(each, least=count) for each, count in zip(candidates, mix.replicas, strict=True)]
         beyond = solve(at_least, rate, rates, self._budget)

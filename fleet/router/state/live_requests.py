@@ -778,8 +778,9 @@ class PrefillQueues:
         """Remove a prompt from the prefill queue in which it waits."""
         held, due, waiting = self._held[prompt.worker_id], self._due[prompt.worker_id], prompt.waiting
         assert waiting is not None
-        removed = held.discard(waiting.rank, waiting.seq, request_id)
-        assert removed & due.discard(waiting.due, waiting.seq, request_id)
+        was_held = held.discard(waiting.rank, waiting.seq, request_id)
+        was_due = due.discard(waiting.due, waiting.seq, request_id)
+        assert (was_held, was_due) == (True, True), request_id
         if not len(held):
             del self._held[prompt.worker_id], self._due[prompt.worker_id]
         self._waiting -= 1

@@ -113,9 +113,8 @@ def _divided(
 ) -> tuple[list[WaitingPrompt], list[WaitingPrompt]]:
     """Return the prompts that can be in time and the deferred ones, each in the order of the due instants (rule 2)."""
     computed = begin
-    heap: list[
-        tuple[int, int, int]
-    ] = []  # delay, tokens and index, all negated, of the prompts that are not deferred so far
+    # delay, tokens and index, all negated, of the prompts that are not deferred so far
+    heap: list[tuple[int, int, int]] = []
     deferred: set[int] = set()
     for index, prompt in enumerate(prompts):
         heappush(heap, (-prompt.delay, -prompt.tokens, -index))

@@ -131,11 +131,12 @@ def test_late_and_abandoned_requests_are_missed(tmp_path):
 
 def test_abandoned_requests_are_no_demand(tmp_path):
     rule = Scripted({0: 1})
-    result = a_replay(tmp_path, {"clients.deadline_seconds": 10, "planner.warm_up_seconds": 0}).run("scripted", rule)
+    changes = {"clients.deadline_seconds": 35, "planner.warm_up_seconds": 0, "workload.requests": 1800}
+    result = a_replay(tmp_path, changes).run("scripted", rule)
 
     windows = [demand for _, demand, _ in rule.told]
     abandoned = sum(demand.abandoned for demand in windows)
-    assert abandoned > 20, "otherwise nothing is shown"
+    assert abandoned > 100
     assert sum(demand.arrivals for demand in windows) <= result.outcome.requests - abandoned
 
 
